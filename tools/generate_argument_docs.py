@@ -17,13 +17,13 @@ DOCUMENT = ROOT / "docs" / "arguments.md"
 
 GROUPS = {
     "TransformerConfig": "Model",
-    "AttentionKindsConfig": "Model",
     "GPTConfig": "Vocabulary and positions",
     "MoEConfig": "Mixture of experts",
-    "LatentConfig": "Multi-head latent attention",
-    "PredictionConfig": "Multi-token prediction",
+    "MLAConfig": "Multi-head latent attention",
+    "RotaryConfig": "Multi-head latent attention",
+    "MTPConfig": "Multi-token prediction",
     "MupConfig": "muP",
-    "Float8Config": "FP8",
+    "Fp8Config": "FP8",
     "ModelParallelConfig": "Parallelism and precision",
     "DistributedDataParallelConfig": "Data parallelism and FSDP",
     "TrainingConfig": "Training",
@@ -68,7 +68,8 @@ def document() -> str:
     by_owner: dict[str, list[str]] = {owner: [] for owner in GROUPS}
     for config_class in config_parts().values():
         docs = field_docs(config_class)
-        for spec in field_specs(config_class):
+        # Required flags and sizes open a section, not the flags that --help lists first.
+        for spec in sorted(field_specs(config_class), key=lambda spec: spec.options.listed_first):
             if spec.options.cli:
                 by_owner.setdefault(spec.owner, []).append(_entry(spec, spec.help_text(docs[spec.name])))
     groups: dict[str, list[str]] = {}

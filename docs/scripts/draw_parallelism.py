@@ -18,6 +18,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from megatron.core.config_base import from_fields  # noqa: E402
 from megatron.core.context_parallel.partition import chunks_of  # noqa: E402
 from megatron.core.device import Device  # noqa: E402
 from megatron.core.distributed.param_layout import plan_layout  # noqa: E402
@@ -108,7 +109,7 @@ def small_model(**fields: object) -> GPTConfig:
         "normalization": "RMSNorm", "position_embedding_type": "rope", "vocab_size": 112,
         "make_vocab_size_divisible_by": 28, "max_position_embeddings": 64,
     }  # fmt: skip
-    return GPTConfig(**(shape | fields))  # type: ignore[arg-type]
+    return from_fields(GPTConfig, **(shape | fields))
 
 
 def draw_box(x: float, y: float, box: Box, scale: float, fill: str, words: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints: saved, found, loaded and converted, in every format."""
+"""Save, find, load and convert checkpoints in every format."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Checkpoint folders: their names, formats and tracker file, last good checkpoints, publication and retention.
+"""Checkpoint folders: names, formats, tracker file, last good checkpoints, publication and retention.
 
-A save is published in a folder by a rename, in an object store by its index, which comes last. The objects of a save
-carry its tag, so that no save touches the objects of another. A marker object next to the folders exists from the first
-to the last object of a save or a removal, so that leftovers of an interrupted one are recognized. Everything here runs
-on one rank; nothing communicates. Importing this module imports no torch.
+A local save is published by renaming its folder. A save to an object store is published by its index, which is written
+last. The objects of a save carry its tag, so that no save touches another save's objects. A marker object next to the
+folders exists from the first to the last object of a save or removal, so that leftovers of an interrupted one are
+recognized. Everything here runs on one rank without communication. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BACKEND_FILE = "metadata.json"
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Return whether a folder is an iteration's checkpoint in this format, whole or not."""
+    """Return whether a folder is one iteration's checkpoint in this format, complete or not."""
     return (folder / METADATA_FILE).is_file() or (folder / COMMON_FILE).is_file()
 
 
@@ -53,7 +53,7 @@ FORMAT_MARKS: tuple[tuple[str, CheckpointFormat], ...] = (
     ("adapter_config.json", "peft"),
     ("config.json", "hf"),
 )
-"""Names of files, as patterns, and the format whose folders have them; the first that is there decides."""
+"""File name patterns and the format whose folders contain them; the first match determines the format."""
 FORMAT_NAMES: dict[CheckpointFormat, str] = {
     "native": "the native format",
     "torch": "Megatron's torch format",
@@ -75,24 +75,24 @@ FORMATS = {
     "llama_mistral": "hf",
     "peft": "peft",
 }
-"""Names of loaders and savers, Megatron's own among them, and what each stands for."""
+"""Names of loaders and savers, including Megatron-LM's, and the formats that they select."""
 
 
 def detect_format(folder: str | Path) -> CheckpointFormat | None:
-    """Return the format of a folder that holds the files of one checkpoint, or None where there are none."""
+    """Return the format of a folder with the files of one checkpoint, or None if it has none."""
     folder = as_path(folder)
     for pattern, name in FORMAT_MARKS:
         if next(folder.glob(pattern), None) is not None:
-            # Both are written by torch.distributed.checkpoint; the one of Megatron has another file that says so.
+            # torch.distributed.checkpoint writes both; only Megatron-LM's also has metadata.json.
             return "torch_dist" if name == "torchtitan" and (folder / BACKEND_FILE).exists() else name
     return None
 
 
 def refuse_objects(folder: Path, found: CheckpointFormat | None) -> None:
-    """Refuse a folder of an object store that is in another format than the native one.
+    """Reject a folder of an object store in a format other than native.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: the format is not native.
     """
     if isinstance(folder, ObjectPath) and found not in ("native", None):
         raise CheckpointError(
@@ -111,12 +111,12 @@ def iteration_folder(directory: Directory, iteration: int) -> Directory:
 
 @contextmanager
 def new_iteration(directory: Path, iteration: int | Literal["release"], needed: str) -> Iterator[Path]:
-    """Make the folder of an iteration to write into; the tracker file names it when all of that is on disk.
+    """Create an iteration's folder, and point the tracker file at it after its content is on disk.
 
-    ``needed`` says how many bytes the files take.
+    ``needed`` is the size of the files in bytes, for messages.
 
     Raises:
-        CheckpointError: the file system refuses, or the folder exists.
+        CheckpointError: writing to the file system failed, or the folder exists.
     """
     folder = directory / iteration if isinstance(iteration, str) else iteration_folder(directory, iteration)
     try:
@@ -154,7 +154,7 @@ _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
 
 
 def iteration_of_folder(folder: Path) -> int | None:
-    """Return the iteration that a folder's name gives, or None where it is not a checkpoint's."""
+    """Return the iteration in a folder's name, or None if it is not a checkpoint's name."""
     match = _ITERATION_FOLDER.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
@@ -162,7 +162,7 @@ def iteration_of_folder(folder: Path) -> int | None:
 def saved_iterations(directory: Path) -> list[int]:
     """Return the iterations that have a folder, oldest first."""
     if isinstance(directory, ObjectPath):
-        # What has no index there is not there, or not yet.
+        # In an object store a checkpoint exists only when its index does.
         folders = [entry for entry in directory.iterdir() if iteration_of_folder(entry) is not None]
         return sorted(int(entry.name.removeprefix("iter_")) for entry in folders if (entry / INDEX_FILE).is_file())
     if not os.path.isdir(directory):
@@ -172,9 +172,9 @@ def saved_iterations(directory: Path) -> list[int]:
 
 
 def complete_iterations(directory: Path) -> list[int]:
-    """Return the iterations whose folder holds a checkpoint, oldest first.
+    """Return the iterations whose folder contains a checkpoint, oldest first.
 
-    A save publishes a folder when it is complete; whether its files are whole is found out by loading it.
+    A save publishes a folder only when it is complete. The integrity of its files is verified when it is loaded.
     """
     return [
         iteration
@@ -184,10 +184,10 @@ def complete_iterations(directory: Path) -> list[int]:
 
 
 def lost_tracker(directory: Path) -> str | None:
-    """Return what is wrong with the tracker file of a folder; None where it names a checkpoint.
+    """Describe the problem with a folder's tracker file; return None if it names a checkpoint.
 
     Raises:
-        CheckpointError: it is there and cannot be read.
+        CheckpointError: the file exists but cannot be read.
     """
     path = directory / TRACKER_FILE
     try:
@@ -200,16 +200,16 @@ def lost_tracker(directory: Path) -> str | None:
 
 
 def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Path]:
-    """Return the checkpoint that is asked for and then the older ones to fall back to, newest first.
+    """Return the requested checkpoint, followed by older ones to fall back to, newest first.
 
-    The tracker file names the newest one. Where there is no tracker file, the directory may be a checkpoint itself, a
-    Hugging Face folder with weights among them. With ``ckpt_step`` that iteration's folder is the only one. Where the
-    tracker file is lost, or holds neither a number nor ``release``, all complete checkpoints are candidates; nothing is
-    returned where there are none and no tracker file.
+    The tracker file names the newest checkpoint. Without a tracker file the directory itself may be a checkpoint,
+    including a Hugging Face folder with weights. With ``ckpt_step`` that iteration's folder is the only candidate. If
+    the tracker file is missing, or holds neither a number nor ``release``, all complete checkpoints are candidates. The
+    result is empty if there are none and no tracker file.
 
     Raises:
-        CheckpointError: there is no such iteration; the tracker file cannot be read, or is of no use and there is
-            nothing, or more than one kind of thing, to take in its place.
+        CheckpointError: the iteration does not exist; or the tracker file cannot be read; or it is invalid and there
+            are no checkpoints, or both a release and iterations.
     """
     if ckpt_step is not None:
         folder = iteration_folder(directory, ckpt_step)
@@ -234,7 +234,7 @@ def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Pat
 
 
 def _without_tracker(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder whose tracker file names none."""
+    """Return the checkpoints of a folder without a valid tracker file."""
     iterations = complete_iterations(directory)
     release = directory / RELEASE
     if detect_format(release) is None:
@@ -248,11 +248,11 @@ def _without_tracker(directory: Path) -> list[Path]:
 
 
 def _tracker_text(path: Path) -> str:
-    """Return what the tracker file holds.
+    """Read the tracker file.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is no file, or cannot be read.
+        FileNotFoundError: there is no tracker file.
+        CheckpointError: it is not a file, or cannot be read.
     """
     try:
         with closing(open_ranged(path)) as file:
@@ -264,7 +264,7 @@ def _tracker_text(path: Path) -> str:
 
 
 def names_iteration(text: str) -> bool:
-    """Return whether the text of a tracker file is the number of an iteration, of no more digits than one can have."""
+    """Return whether the text of a tracker file is an iteration number of valid length."""
     return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
@@ -273,17 +273,17 @@ def _shortened(text: str) -> str:
 
 
 def list_some(iterations: list[int]) -> str:
-    """Return the newest iterations of a list in words."""
+    """Return the newest iterations of a list as text."""
     return ", ".join(map(str, iterations[-8:])) + (" and older ones" if len(iterations) > 8 else "")
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Return the names of what looks like weights, of whatever format, in a folder."""
+    """Return the names of files in a folder that look like weights in any format."""
     return sorted(path.name for pattern in _WEIGHTS for path in directory.glob(pattern))
 
 
 def holds_tokenizer(directory: Path) -> bool:
-    """Return whether there are files of a tokenizer in a folder."""
+    """Return whether a folder contains tokenizer files."""
     return any(next(directory.glob(pattern), None) is not None for pattern in _TOKENIZERS)
 
 
@@ -296,7 +296,7 @@ def _is_checkpoint(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """Name one checkpoint: the folder of an iteration, or of a Hugging Face model, and its format."""
+    """Folder of one iteration or of a Hugging Face model, and its format."""
 
     folder: Path
     format: CheckpointFormat
@@ -305,12 +305,12 @@ class FoundCheckpoint:
 def find_checkpoint(
     directory: Path, ckpt_step: int | None = None, expected: tuple[CheckpointFormat, ...] = tuple(FORMAT_NAMES)
 ) -> FoundCheckpoint:
-    """Find the checkpoint of a run's folder that its tracker file names, or that a folder is itself.
+    """Find the checkpoint that a folder's tracker file names, or that the folder itself is.
 
-    ``ckpt_step`` asks for another iteration of a run's folder.
+    ``ckpt_step`` selects another iteration.
 
     Raises:
-        CheckpointError: there is none, or it is not in one of the ``expected`` formats.
+        CheckpointError: there is no checkpoint, or it is not in one of the ``expected`` formats.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder; name one that holds a checkpoint")
@@ -320,7 +320,7 @@ def find_checkpoint(
         if lost is not None and ((directory / TRACKER_FILE).exists() or detect_format(directory) is None):
             _refuse_choice(directory, lost)
     if ckpt_step is not None or (directory / TRACKER_FILE).exists():
-        # The newest only: what a command is told to convert or compare must not silently be another checkpoint.
+        # Only the newest: a command must not silently convert or compare another checkpoint.
         folder = candidate_folders(directory, ckpt_step)[0]
     if not folder.is_dir():
         raise CheckpointError(f"{directory / TRACKER_FILE} names {folder.name}, and there is no such folder beside it")
@@ -338,7 +338,7 @@ def find_checkpoint(
 
 
 def _refuse_choice(directory: Path, lost: str) -> None:
-    """Refuse a folder that holds checkpoints of which the tracker file names none, and say how to name one."""
+    """Reject a folder with checkpoints of which the tracker file names none, and list the choices."""
     iterations = complete_iterations(directory)
     if iterations:
         raise CheckpointError(f"{lost}; name one of its iterations with --ckpt-step: {list_some(iterations)}")
@@ -354,16 +354,16 @@ def is_known(directory: Path, iteration: int) -> bool:
 
 
 def newest_known(directory: Path, iterations: Collection[int] | None = None) -> int | None:
-    """Return the newest checkpoint that is known to train, of all or of those given; None where there is none."""
+    """Return the newest iteration marked as known to train, of all or of ``iterations``; None if there is none."""
     candidates = saved_iterations(directory) if iterations is None else iterations
     return max((iteration for iteration in candidates if is_known(directory, iteration)), default=None)
 
 
 def mark_known(directory: Path, iteration: int, num_finite: int) -> None:
-    """Mark a published checkpoint as known to train, by a small file in its folder that is complete or absent.
+    """Mark a published checkpoint as known to train, with a small file that is written atomically.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: writing to the file system failed.
     """
     folder = iteration_folder(directory, iteration)
     hidden = folder / f".{KNOWN_FILE}"
@@ -372,18 +372,18 @@ def mark_known(directory: Path, iteration: int, num_finite: int) -> None:
 
 
 def point_tracker(directory: Path, iteration: int) -> None:
-    """Let the tracker file name an older checkpoint, which a run has gone back to.
+    """Point the tracker file at an older checkpoint after the run was rolled back to it.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: writing to the file system failed.
     """
     replace_text(directory / TRACKER_FILE, directory / f".{TRACKER_FILE}.rewound", str(iteration))
 
 
 class ValidationWindow:
-    """Count the finite iterations after each checkpoint of a run, the one that it was resumed from included.
+    """Count of finite iterations after each checkpoint of a run, including the one that it resumed from.
 
-    A checkpoint is due to be marked when ``needed`` iterations in a row after it were finite.
+    A checkpoint is due to be marked after ``needed`` consecutive finite iterations.
     """
 
     def __init__(self, needed: int) -> None:
@@ -397,11 +397,11 @@ class ValidationWindow:
         return frozenset(self._waiting)
 
     def begin(self, iteration: int) -> None:
-        """Wait for the iterations after a checkpoint."""
+        """Add a checkpoint to the waiting ones."""
         self._waiting.add(iteration)
 
     def observe(self, iteration: int, is_finite: bool) -> list[int]:
-        """Take note of an iteration that ended, and return the checkpoints that are due now."""
+        """Record the end of an iteration, and return the checkpoints that are due now."""
         self._num_finite = self._num_finite + 1 if is_finite and iteration == self._iteration + 1 else int(is_finite)
         self._iteration = iteration
         if self._num_finite < self.needed:
@@ -409,11 +409,11 @@ class ValidationWindow:
         return sorted(saved for saved in self._waiting if saved <= iteration - self.needed)
 
     def settle(self, iteration: int) -> None:
-        """Wait no longer for a checkpoint."""
+        """Remove a checkpoint from the waiting ones."""
         self._waiting.discard(iteration)
 
     def go_back(self, iteration: int) -> None:
-        """Forget the checkpoints after an iteration that the run has gone back to."""
+        """Discard the checkpoints after the iteration to which the run was rolled back."""
         self._waiting = {saved for saved in self._waiting if saved <= iteration}
         self._num_finite, self._iteration = 0, iteration
 
@@ -422,9 +422,9 @@ PENDING_TRACKER = f".{TRACKER_FILE}.pending"
 
 
 def saving_folder(directory: Path, iteration: int, token: str = "") -> Path:
-    """Return the hidden folder that an iteration's checkpoint is written into before it is published.
+    """Return the hidden folder to which an iteration's checkpoint is written before it is published.
 
-    The ``token`` of a run keeps what it writes apart from what another one does.
+    The run's ``token`` separates its files from those of other runs.
     """
     return _hidden(directory, iteration, token, "saving")
 
@@ -434,7 +434,7 @@ def _hidden(directory: Path, iteration: int, token: str, state: str) -> Path:
 
 
 def create_saving_folder(directory: Path, iteration: int, token: str = "") -> Path:
-    """Create the empty hidden folder for a save, and the directory itself where it is not there yet."""
+    """Create the empty hidden folder for a save, and the directory itself if necessary."""
     directory.mkdir(parents=True, exist_ok=True)
     folder = saving_folder(directory, iteration, token)
     if folder.exists():
@@ -444,13 +444,13 @@ def create_saving_folder(directory: Path, iteration: int, token: str = "") -> Pa
 
 
 def publish(directory: Path, iteration: int, token: str = "") -> None:
-    """Give the hidden folder of a run's finished save its name, then point the tracker file at it.
+    """Rename the hidden folder of a finished save to its final name, then update the tracker file.
 
-    The tracker's new text waits beside it under a hidden name before the folder is renamed, so that a process killed
-    between the two renames is told apart from a user who points the tracker at an older checkpoint.
+    The tracker's new text is written under a hidden name before the folder is renamed. A process killed between the two
+    renames is thereby distinguished from a user who points the tracker at an older checkpoint.
 
     Raises:
-        OSError: the file system refused; what was published before is still in place.
+        OSError: writing to the file system failed; the previously published checkpoint is unchanged.
     """
     final = iteration_folder(directory, iteration)
     pending = directory / PENDING_TRACKER
@@ -477,9 +477,9 @@ def expired_iterations(
     keep_every: int | None,
     kept: Collection[int | None] = (),
 ) -> list[int]:
-    """Return which iterations the retention rule gives up after ``newest`` was saved.
+    """Return the iterations that the retention rule removes after ``newest`` was saved.
 
-    Those to be ``kept`` stay. Iterations beyond ``newest`` (of a run that was since rolled back) are left alone.
+    The ``kept`` iterations are not removed, nor are iterations after ``newest`` (of a run that was rolled back since).
     """
     if keep_last is None:
         return []
@@ -493,10 +493,10 @@ def expired_iterations(
 
 @dataclass(frozen=True)
 class Retention:
-    """Say which checkpoints of a run go: all but the ``keep_last`` newest, where it is given, and every ``keep_every``.
+    """Retention rule: keep the ``keep_last`` newest checkpoints (all, if None) and every ``keep_every``-th iteration.
 
-    Those of the iterations ``kept`` stay and do not count. The oldest one ``on_trial`` may become the next that is
-    known to train, and stays too.
+    Iterations in ``kept`` are never removed and not counted. The oldest iteration in ``on_trial`` is kept too, since it
+    may become the next that is known to train.
     """
 
     keep_last: int | None = None
@@ -505,9 +505,9 @@ class Retention:
     on_trial: Collection[int] = ()
 
     def expired_of(self, directory: Path, newest: int) -> list[int]:
-        """Return the iterations of the checkpoints in a folder that go after ``newest`` was saved.
+        """Return the iterations in a folder that are removed after ``newest`` was saved.
 
-        The newest one that is known to train stays, and so do folders in another format than the one of ``newest``.
+        The newest iteration known to train is kept, as are folders in another format than ``newest``.
         """
         folders = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
         found = {iteration: detect_format(folder) for iteration, folder in folders.items()}
@@ -522,10 +522,10 @@ class Retention:
 
 
 def remove_expired(directory: Path, newest: int, retention: Retention, token: str = "") -> list[int]:
-    """Remove the checkpoints that the retention rule gives up, and return their iterations.
+    """Remove the checkpoints that the retention rule removes, and return their iterations.
 
-    A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
-    that no half-removed checkpoint can be loaded.
+    A checkpoint of the same iteration that ``newest`` replaced is also removed. Each folder is first renamed to a
+    hidden name, so that no partially removed checkpoint can be loaded.
     """
     expired = retention.expired_of(directory, newest)
     hidden = [_hidden(directory, newest, token, "replaced")]
@@ -543,7 +543,7 @@ _MARK = re.compile(r"\.(iter_\d{7,})\.([0-9a-f]*-\d+)\.(saving|removing)")
 
 @dataclass(frozen=True)
 class ObjectPlace:
-    """Write into the iteration's own folder under names that bear the ``tag``, and put the index last."""
+    """Save to an object store: objects in the iteration's folder with the ``tag`` in their names, the index last."""
 
     directory: ObjectPath
     tag: str
@@ -552,17 +552,17 @@ class ObjectPlace:
         return iteration_folder(self.directory, iteration)
 
     def create(self, iteration: int) -> None:
-        """Leave the mark of a save."""
+        """Create the marker object of a save."""
         self._mark(iteration, "saving").write_bytes(b"")
 
     def finish(self, iteration: int, index: CheckpointIndex) -> None:
-        """Compare the sizes of the shards with the index, and put the index.
+        """Compare the sizes of the shards with the index, then write the index.
 
-        Where the folder has none it is put on that condition, so that of two runs one has the checkpoint. The index of
-        an earlier save of the same iteration is replaced in one step.
+        If the folder has no index, it is written only if it still does not exist, so that only one of two concurrent
+        runs succeeds. The index of an earlier save of the same iteration is replaced atomically.
 
         Raises:
-            OSError: a shard is not there as it was written, or another run was first.
+            OSError: a shard is missing or has another size, or another run wrote the index first.
         """
         folder = self.folder(iteration)
         sizes = {entry.name: entry.num_bytes for entry in folder.store.entries(str(folder))}
@@ -577,20 +577,20 @@ class ObjectPlace:
             path.create(data)
 
     def publish(self, iteration: int) -> None:
-        """Let the tracker file name the checkpoint, and remove what it has replaced."""
+        """Point the tracker file at the checkpoint, and remove the objects that it replaced."""
         _remove_replaced(self.folder(iteration), self.tag)
         (self.directory / TRACKER_FILE).write_bytes(str(iteration).encode())
         self._mark(iteration, "saving").unlink()
 
     def give_up(self, iteration: int) -> None:
-        """Remove the save's objects, unless its index is there already."""
+        """Remove the save's objects, unless its index exists already."""
         with contextlib.suppress(OSError):
             if not _is_published(self.folder(iteration), self.tag):
                 _remove_unpublished(self.folder(iteration), self.tag)
                 self._mark(iteration, "saving").unlink()
 
     def remove_expired(self, newest: int, retention: Retention) -> list[int]:
-        """Remove the index of each checkpoint first, with which it is gone."""
+        """Remove expired checkpoints; removing the index first makes a checkpoint invisible."""
         expired = retention.expired_of(self.directory, newest)
         for iteration in expired:
             mark = self._mark(iteration, "removing")
@@ -605,10 +605,10 @@ class ObjectPlace:
 
 
 def recover_objects(directory: ObjectPath, log: Callable[[str], None]) -> None:
-    """Complete or undo what an interrupted save left in a folder of objects; log what was done, one line each.
+    """Complete or undo an interrupted save in a folder of an object store; log one line per action.
 
-    A checkpoint whose index is there is entered in the tracker file; objects of a save without one are removed.
-    Nothing without a mark is touched.
+    If the checkpoint's index exists, the tracker file is updated; otherwise the save's objects are removed. Objects
+    without a marker are not touched.
     """
     for mark in list(directory.iterdir()):
         match = _MARK.fullmatch(mark.name)
@@ -629,7 +629,7 @@ def recover_objects(directory: ObjectPath, log: Callable[[str], None]) -> None:
 
 
 def _enter(directory: ObjectPath, iteration: int, log: Callable[[str], None]) -> None:
-    """Let the tracker file name an iteration, unless it names a later one."""
+    """Point the tracker file at an iteration, unless it names a later one."""
     tracker = directory / TRACKER_FILE
     text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     if not names_iteration(text) or int(text) < iteration:
@@ -638,7 +638,7 @@ def _enter(directory: ObjectPath, iteration: int, log: Callable[[str], None]) ->
 
 
 def _is_published(folder: ObjectPath, tag: str) -> bool:
-    """Return whether the index of a folder is that of the save with this tag."""
+    """Return whether a folder's index belongs to the save with this tag."""
     try:
         text = (folder / INDEX_FILE).read_bytes()
     except FileNotFoundError:
@@ -647,7 +647,7 @@ def _is_published(folder: ObjectPath, tag: str) -> bool:
 
 
 def _remove_replaced(folder: ObjectPath, tag: str) -> None:
-    """Remove the shards of earlier saves of an iteration, and the note that their checkpoint trains."""
+    """Remove the shards of earlier saves of an iteration, and the mark that their checkpoint is known to train."""
     names = [path.name for path in folder.iterdir()]
     old = [name for name in names if name.startswith("shard_") and f".{tag}." not in name]
     for name in (*old, KNOWN_FILE) if old else ():
@@ -655,7 +655,7 @@ def _remove_replaced(folder: ObjectPath, tag: str) -> None:
 
 
 def _remove_unpublished(folder: ObjectPath, tag: str) -> None:
-    """Remove the shards of a save; with the last save of an iteration everything else."""
+    """Remove the shards of a save, or the whole folder if the iteration has no published save."""
     if not (folder / INDEX_FILE).is_file():
         folder.remove_folder()
         return
@@ -665,64 +665,64 @@ def _remove_unpublished(folder: ObjectPath, tag: str) -> None:
 
 
 class SavePlace(Protocol):
-    """Take the files of a save, make a checkpoint of them that is there as a whole or not at all, and remove others."""
+    """Destination of a save, which publishes a checkpoint atomically and removes expired ones."""
 
     @property
     def tag(self) -> str:
-        """Return what keeps the names of this save's shards apart from others'; nothing where a folder does."""
+        """Return the tag in the names of this save's shards; empty if each save has its own folder."""
 
     def folder(self, iteration: int) -> Path:
-        """Return where the files of an iteration are written."""
+        """Return the folder to which the files of an iteration are written."""
         ...
 
     def create(self, iteration: int) -> None:
         """Prepare for the files of an iteration."""
 
     def finish(self, iteration: int, index: CheckpointIndex) -> None:
-        """Add the index to files that are all written."""
+        """Add the index after all files are written."""
 
     def publish(self, iteration: int) -> None:
         """Make the checkpoint the one that is loaded next.
 
         Raises:
-            OSError: what was published before is still in place.
+            OSError: publishing failed; the previously published checkpoint is unchanged.
         """
 
     def give_up(self, iteration: int) -> None:
-        """Remove what there is of a save that failed; fail in silence."""
+        """Remove the files of a failed save, ignoring errors."""
 
     def remove_expired(self, newest: int, retention: Retention) -> list[int]:
-        """Remove what the retention rule gives up; see `Retention.expired_of`."""
+        """Remove the checkpoints that the retention rule removes; see `Retention.expired_of`."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalPlace:
-    """Write into a hidden folder and rename it."""
+    """Save to a hidden folder of a file system, which is renamed."""
 
     directory: Path
     token: str
 
     @property
     def tag(self) -> str:
-        """Return nothing: each save has a folder of its own."""
+        """Return an empty tag, since each save has its own folder."""
         return ""
 
     def folder(self, iteration: int) -> Path:
         return saving_folder(self.directory, iteration, self.token)
 
     def create(self, iteration: int) -> None:
-        """Make the hidden folder."""
+        """Create the hidden folder."""
         create_saving_folder(self.directory, iteration, self.token)
 
     def finish(self, iteration: int, index: CheckpointIndex) -> None:
-        """Write the index into the hidden folder."""
+        """Write the index to the hidden folder."""
         folder = self.folder(iteration)
         write_index(folder, index)
         sync_folder(folder)
 
     def publish(self, iteration: int) -> None:
-        """Rename the folder, then let the tracker file name it."""
+        """Rename the folder, then point the tracker file at it."""
         publish(self.directory, iteration, self.token)
 
     def give_up(self, iteration: int) -> None:
@@ -730,12 +730,12 @@ class LocalPlace:
         shutil.rmtree(self.folder(iteration), ignore_errors=True)
 
     def remove_expired(self, newest: int, retention: Retention) -> list[int]:
-        """Hide folders by a rename and remove them."""
+        """Rename expired folders to hidden names, and remove them."""
         return remove_expired(self.directory, newest, retention, self.token)
 
 
 def place_of(directory: Path, token: str, number: int) -> SavePlace:
-    """Return where the save of this ``number`` by the run that ``token`` names goes."""
+    """Return the destination of save ``number`` of the run with this ``token``."""
     if isinstance(directory, ObjectPath):
         return ObjectPlace(directory, f"{token}-{number}")
     return LocalPlace(directory, token)

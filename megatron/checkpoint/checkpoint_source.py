@@ -1,4 +1,4 @@
-"""The reader interface of all checkpoint formats: global tensors under native names, and views of a source."""
+"""Reader interface of all checkpoint formats, with global tensors under native names, and views of a source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class HasFolder(Protocol):
-    """Read files of a folder."""
+    """Reader of a folder's files."""
 
     folder: Path
 
@@ -35,9 +35,9 @@ Source = TypeVar("Source", bound=HasFolder)
 def refuse_misfits(
     reader: Callable[Concatenate[Source, Arguments], Result],
 ) -> Callable[Concatenate[Source, Arguments], Result]:
-    """Let a method that makes sense of a folder's values raise DamagedCheckpointError where they make none.
+    """Convert errors of a method that interprets a folder's values to DamagedCheckpointError.
 
-    The values are a stranger's: each may be of any kind, and what reads them takes them for what they should be.
+    The values are untrusted: each may have any type, while the method assumes the expected type.
     """
 
     def read(self: Source, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -53,7 +53,7 @@ def refuse_misfits(
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Hold a tensor's unpadded shape in the whole model, and the dtype that it is stored in."""
+    """Unpadded shape of a tensor in the whole model, and its stored dtype."""
 
     global_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,22 +72,22 @@ class TensorInfo:
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint on disk, of any format, as the native format sees it.
+    """Native view of a checkpoint on disk in any format.
 
-    Nothing is read before it is asked for: a source holds no tensor of the checkpoint longer than the call that returns
-    it, so that a checkpoint of any size can be passed on in the memory of its largest stored tensor.
+    Values are read on demand. A source keeps no tensor after the call that returns it, so that a checkpoint of any size
+    can be converted in the memory of its largest stored tensor.
     """
 
     @property
     def folder(self) -> Path:
-        """Return what was opened: the folder of one iteration, or of a Hugging Face model."""
+        """Return the folder of one iteration or of a Hugging Face model."""
 
     @property
     def common(self) -> Mapping[str, Any]:
         """Return the ``common`` of a native index: progress, config, layout, optimizer, scheduler and tokenizer.
 
-        ``config`` is complete: what `RunConfig.to_dict` would return for the run. ``optimizer`` and ``scheduler`` are
-        None where the checkpoint has no optimizer state.
+        ``config`` is complete, as returned by `RunConfig.to_dict`. ``optimizer`` and ``scheduler`` are None if the
+        checkpoint has no optimizer state.
         """
 
     @property
@@ -95,24 +95,24 @@ class CheckpointSource(Protocol):
         """Return every tensor by its native name.
 
         The names are ``model.<parameter>`` and ``optimizer.{exp_avg,exp_avg_sq,main_param}.<parameter>``. Layers are
-        numbered over the whole model, the vocabulary has no padding, the rows of fused weights lie in the native order,
-        and a tied weight appears once. Streams of random numbers are left out: they belong to a layout.
+        numbered over the whole model, the vocabulary has no padding, the rows of fused weights have the native order,
+        and a tied weight appears once. Random number streams are left out, since they belong to a layout.
         """
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU; only the bytes that it needs are read.
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor; only the needed bytes are read.
 
         Raises:
-            KeyError: there is no tensor of this name.
-            CheckpointError: the file that holds it is missing or damaged.
+            KeyError: there is no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
         """
 
     def close(self) -> None:
-        """Close the files; the source cannot be read afterwards."""
+        """Close the files; nothing can be read afterwards."""
 
 
 def untrained_common(config: GPTConfig, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``common`` of a model at iteration 0; ``tokenizer`` holds the flags that build its tokenizer."""
+    """Build the ``common`` section of a model at iteration 0; ``tokenizer`` are the settings of its tokenizer."""
     length = config.max_position_embeddings
     return {
         "progress": {
@@ -144,10 +144,10 @@ def untrained_common(config: GPTConfig, tokenizer: Mapping[str, Any]) -> dict[st
 
 
 class SourceView:
-    """Pass a source on with another ``common``; a `CheckpointSource` itself.
+    """View of a source with a different ``common`` section; implements `CheckpointSource`.
 
-    Without ``keeps_optimizer`` the optimizer's tensors are left out. Weights are converted to ``weights_dtype`` where
-    it is given. ``on_read`` is called with the bytes of every tensor, or part of one, that was read.
+    Without ``keeps_optimizer`` the optimizer's tensors are left out. Weights are converted to ``weights_dtype`` if it
+    is given. ``on_read`` is called with the number of bytes of every read.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class SourceView:
         """Return a box of a tensor, or all of it.
 
         Raises:
-            KeyError: there is no tensor of this name in the view.
-            CheckpointError: the file that holds it is missing or damaged.
+            KeyError: the view has no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
         """
         dtype = self.tensors[name].dtype
         values = self._source.read(name, box).to(dtype)
@@ -186,7 +186,6 @@ class SourceView:
         return values
 
     def close(self) -> None:
-        """Close the source."""
         self._source.close()
 
 
@@ -195,12 +194,12 @@ def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
 
 
 class AveragedSource:
-    """View a source with averages in place of the weights that have some, rounded to the weights' type.
+    """View of a source with EMA weights instead of the weights that have an average; implements `CheckpointSource`.
 
-    The optimizer's state, which is of the weights, is left out; a `CheckpointSource` itself.
+    Averages are rounded to the weights' dtype. The optimizer state, which belongs to the original weights, is left out.
 
     Raises:
-        ConfigurationError: the source holds no averages.
+        ConfigurationError: the source has no averages.
     """
 
     def __init__(self, source: CheckpointSource) -> None:
@@ -223,8 +222,8 @@ class AveragedSource:
         """Return a box of a tensor, or all of it.
 
         Raises:
-            KeyError: there is no tensor of this name in the view.
-            CheckpointError: the file that holds it is missing or damaged.
+            KeyError: the view has no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
         """
         dtype = self.tensors[name].dtype
         average = AVERAGE_PREFIX + name.removeprefix(MODEL_PREFIX)
@@ -232,5 +231,4 @@ class AveragedSource:
         return self._source.read(average if is_averaged else name, box).to(dtype)
 
     def close(self) -> None:
-        """Close the source."""
         self._source.close()

@@ -1,6 +1,6 @@
-"""Compare checkpoints: tensors value by value, logits, and recorded configuration.
+"""Compare checkpoints: tensors by value, logits, and recorded configuration.
 
-Two boxes of a tensor are in memory at a time.
+At most two boxes of a tensor are in memory at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """Hold how a tensor of two checkpoints differs. None stands for a tensor that one of them lacks.
+    """Difference of a tensor between two checkpoints; a side that lacks the tensor is None.
 
     ``max_difference`` is the largest absolute difference of two elements, ``max_value`` the largest absolute value in
     the second checkpoint. ``num_different`` counts elements whose bits differ.
@@ -48,22 +48,22 @@ class TensorComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether both have the tensor, in one shape and dtype, with the same bits."""
+        """Return whether both checkpoints have the tensor with the same shape, dtype and bits."""
         return self.left == self.right and self.num_different == 0
 
     @property
     def relative_difference(self) -> float:
-        """Return the largest difference over the largest value of the second checkpoint's tensor."""
+        """Return the largest difference divided by the largest absolute value in the second checkpoint."""
         if self.max_difference == 0:
             return 0.0
         return self.max_difference / self.max_value if self.max_value else math.inf
 
     def is_close(self, tolerance: float) -> bool:
-        """Return whether the tensors differ by no more than a tolerance relative to the largest value."""
+        """Return whether the difference is within a tolerance relative to the largest value."""
         return self.is_equal or (self.left == self.right and self.relative_difference <= tolerance)
 
     def __str__(self) -> str:
-        """Return the difference in one line."""
+        """Format the difference as one line."""
         if self.left is None or self.right is None:
             return f"{self.name}: only in the {'second' if self.left is None else 'first'}"
         parts = []
@@ -80,7 +80,7 @@ class TensorComparison:
 
 
 def compare_sources(left: CheckpointSource, right: CheckpointSource) -> Iterator[TensorComparison]:
-    """Compare every tensor that either source has, in the order of their names.
+    """Compare every tensor of either source, in the order of their names.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -114,18 +114,18 @@ def _compare_tensor(name: str, left: CheckpointSource, right: CheckpointSource) 
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers: a NaN must equal itself, and the two zeros differ."""
+    """Return the elements as integers, for which a NaN equals itself, and +0 and -0 differ."""
     return values.reshape(-1).view(_INTEGERS[values.dtype.itemsize])
 
 
 def _measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
-    """Return how many elements differ, by how much at most, and the largest value of ``b``."""
+    """Return the number of different elements, their largest difference, and the largest value of ``b``."""
     wide_a, wide_b = a.double(), b.double()
     if a.dtype == b.dtype:
         num_different = int((_bits(a) != _bits(b)).sum())
     else:
         num_different = int((wide_a != wide_b).sum())
-    # Two equal infinities, or NaNs, differ by nothing; one NaN beside a number by infinity.
+    # Equal infinities or two NaNs have difference 0; a NaN and a number have difference infinity.
     same = (wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())
     difference = (wide_a - wide_b).abs().masked_fill_(same, 0.0).nan_to_num_(nan=math.inf)
     value = wide_b.abs().nan_to_num_(nan=0.0)
@@ -138,7 +138,7 @@ STATE = ("progress", "optimizer", "scheduler")
 
 
 class ConversionMismatchError(MegatronError):
-    """Report a result that is not what was converted: it was not published."""
+    """The result of a conversion differs from its source, and was not published."""
 
 
 def check_result(
@@ -151,7 +151,7 @@ def check_result(
 ) -> None:
     """Read every tensor of both again and compare the bits; with ``compares_logits`` also run both models.
 
-    ``keeps_state`` says that progress, optimizer and schedule must be the same, too: a format of models has none.
+    ``keeps_state`` requires that progress, optimizer and schedule are also equal; model formats have none.
 
     Raises:
         ConversionMismatchError: they differ; the message names the tensors.
@@ -175,7 +175,7 @@ def check_result(
 
 
 def _compare_logits(expected: CheckpointSource, result: CheckpointSource, log: Callable[[str], None]) -> None:
-    """Hold the logits that the result's own configuration and weights give against those of what was converted."""
+    """Compare the logits of the result's configuration and weights with those of the source."""
     tokens = sample_tokens(source_config(expected))
     ours, theirs = streamed_logits(expected, tokens), streamed_logits(result, tokens)
     compare_logits(theirs, ours, "the checkpoint that was converted", LOGITS_TOLERANCE, log)
@@ -184,10 +184,10 @@ def _compare_logits(expected: CheckpointSource, result: CheckpointSource, log: C
 def compare_logits(
     logits: torch.Tensor, expected: torch.Tensor, origin: str, tolerance: float, log: Callable[[str], None]
 ) -> None:
-    """Print how far logits are from the expected ones.
+    """Log the relative difference of logits from the expected ones.
 
     Raises:
-        ConversionMismatchError: that is too far, relative to the largest.
+        ConversionMismatchError: the difference exceeds the tolerance, relative to the largest logit.
     """
     if logits.shape != expected.shape:
         raise mismatch([f"logits have the shape {list(logits.shape)}, those of {origin} {list(expected.shape)}"])
@@ -199,7 +199,7 @@ def compare_logits(
 
 
 def mismatch(problems: list[str]) -> ConversionMismatchError:
-    """Return the error that keeps a result from being published."""
+    """Return the error that prevents publishing a result."""
     more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
     return ConversionMismatchError(
         f"the result is not what was converted and was not published: {'; '.join(problems[:MOST_NAMED])}{more}"
@@ -207,13 +207,13 @@ def mismatch(problems: list[str]) -> ConversionMismatchError:
 
 
 def parameters_of(source: CheckpointSource) -> int:
-    """Return how many parameters the model has; a tied weight counts once."""
+    """Return the number of parameters of the model; a tied weight counts once."""
     return sum(info.num_elements for name, info in source.tensors.items() if name.startswith(MODEL_PREFIX))
 
 
 @torch.no_grad()
 def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits that the transformers package computes in float32; nothing is downloaded, no code is loaded.
+    """Compute float32 logits with the transformers package, without downloads or remote code.
 
     Shapes: ``tokens: [b, s] -> [b, s, v]`` float32.
 
@@ -244,14 +244,14 @@ def diff_checkpoints(
     told: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> bool:
-    """Print every difference and return whether the checkpoints are equal.
+    """Log every difference, and return whether the checkpoints are equal.
 
-    Equal are two that hold the same tensors, stand at the same point of the same schedule, and are of one model. The
-    rest of the configuration, layout and files included, is shown and does not count. ``told`` is what a torchtitan
-    folder does not say of its model.
+    They are equal if they hold the same tensors, have the same progress, optimizer state and schedule, and describe the
+    same model. Differences in the rest of the configuration, including layout and files, are logged but not counted.
+    ``told`` are the settings that a torchtitan folder does not record.
 
     Raises:
-        CheckpointError: one of them is not there or damaged.
+        CheckpointError: a checkpoint is missing or damaged.
     """
     found = [find_checkpoint(path, ckpt_step) for path in (first, second)]
     for line in () if any(each.format == "torchtitan" for each in found) else idle_lines(told or {}):
@@ -316,7 +316,7 @@ def _state(left: Mapping[str, Any], right: Mapping[str, Any], weights_only: bool
     for change in changes.shape:
         problems += 1
         log(f"  model: {change}")
-    # What decides only which weights there are has been counted where the tensors were compared.
+    # Fields that determine only which weights exist were already covered by the comparison of tensors.
     for change in (*changes.weights, *changes.other):
         log(f"  configuration (does not count): {change}")
     return problems

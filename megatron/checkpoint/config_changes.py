@@ -1,4 +1,4 @@
-"""Compare a checkpoint's recorded configuration and low-rank adapters with those of the run that loads it."""
+"""Compare a checkpoint's recorded configuration and LoRA adapters with those of the run that loads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.transformer import ADAPTERS, GATED_ACTIVATIONS, MoEConfig, ad
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """Hold one field (its path with dots) that differs."""
+    """Field that differs, with its dotted path."""
 
     field: str
     old: Any
@@ -28,10 +28,10 @@ class ConfigChange:
 
 @dataclass(frozen=True)
 class ConfigChanges:
-    """Split the differences by what a load does with them.
+    """Differences by their consequence for a load.
 
-    It refuses those of ``shape``. It also refuses those of ``weights``, unless weights may be missing. All ``other``
-    differences are logged.
+    A load rejects ``shape`` differences. It rejects ``weights`` differences unless weights may be missing. All
+    ``other`` differences are logged.
     """
 
     shape: tuple[ConfigChange, ...]
@@ -42,8 +42,8 @@ class ConfigChanges:
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigChanges:
     """Compare a checkpoint's configuration with the run's, both as nested dicts of plain values.
 
-    The role of a field decides: one of the output is no change, nor is one that only one release of the program knows.
-    A field shapes the model only where it counts, such as the number of positions where they are learned.
+    The role of a field decides. Differences in output fields are ignored, as are fields that only one release knows. A
+    field determines the model's shape only if it is in use, such as the number of positions with learned embeddings.
     """
     old_values, new_values = _flatten(old), _flatten(new)
     fields = {f"{part}.{spec.name}": spec.options for part, cls in config_parts().items() for spec in field_specs(cls)}
@@ -66,7 +66,7 @@ _LAYERS = "model.moe_layer_freq"
 
 
 def _unused_widths(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of widths that no layer of a model has."""
+    """Yield the width fields that no layer of the model uses."""
     if values.get("model.multi_latent_attention"):
         yield "model.kv_channels"
     if values.get("model.num_experts") is not None:
@@ -76,7 +76,7 @@ def _unused_widths(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layers_with_experts(pattern: Any, values: Mapping[str, Any]) -> tuple[bool, ...] | None:
-    """Return the layers to which a pattern gives experts, or None where it is none of the model."""
+    """Return whether each layer has experts according to a pattern, or None if the pattern is invalid."""
     try:
         return moe_layers(MoEConfig(num_experts=1, moe_layer_freq=str(pattern)), values["model.num_layers"])
     except ValueError:
@@ -84,7 +84,7 @@ def _layers_with_experts(pattern: Any, values: Mapping[str, Any]) -> tuple[bool,
 
 
 def _are_same_layers(before: Any, after: Any, values: Mapping[str, Any]) -> bool:
-    """Return whether two patterns, which may be written in other ways, give the same layers experts."""
+    """Return whether two patterns, possibly written differently, give experts to the same layers."""
     old, new = (_layers_with_experts(pattern, values) for pattern in (before, after))
     return old is not None and old == new
 
@@ -92,12 +92,12 @@ def _are_same_layers(before: Any, after: Any, values: Mapping[str, Any]) -> bool
 def without_new_adapters(
     tensors: Iterable[ShardedTensor], folder: Path, stored: Iterable[str], config: Mapping[str, Any], is_base: bool
 ) -> list[ShardedTensor]:
-    """Return the tensors of a run that a checkpoint fills: adapters that begin with this run keep their first values.
+    """Return the tensors that a checkpoint fills, without adapters that the run newly adds to a base model.
 
-    ``is_base`` says that weights alone are taken from the checkpoint.
+    ``is_base`` states that only weights are loaded from the checkpoint.
 
     Raises:
-        CheckpointError: the run trains adapters and would go on from a checkpoint that has none.
+        CheckpointError: the run trains adapters and would resume from a checkpoint without adapters.
     """
     tensors = list(tensors)
     if not config.get("model", {}).get("lora_rank") or any(ADAPTERS in name for name in stored):
@@ -111,7 +111,7 @@ def without_new_adapters(
 
 
 def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose adapters the run would not have, or would give another meaning.
+    """Reject a checkpoint whose adapters the run lacks or configures differently.
 
     ``old`` and ``new`` are the configurations of the checkpoint and of the run.
 
@@ -128,7 +128,7 @@ def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str
 
 
 def _settings(config: Mapping[str, Any]) -> str | None:
-    """Return the flags of a configuration's adapters; None without any."""
+    """Return the flags of a configuration's adapters, or None without adapters."""
     model = config.get("model", {})
     if not model.get("lora_rank"):
         return None

@@ -1,6 +1,6 @@
-"""Convert a checkpoint: open it, change its layout and precision, write it, check the result, and publish it.
+"""Convert a checkpoint: open it, change its layout and precision, write it, verify the result, and publish it.
 
-The new checkpoint is written under a temporary name and published only after the check.
+The new checkpoint is written under a temporary name and published only after verification.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _TARGET_FLAGS = {
 
 
 def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool = False) -> dict[str, Any]:
-    """Return a checkpoint's shared state with the target's layout, as a single copy of the model would record it.
+    """Return a checkpoint's shared state with the target layout, as recorded by a single model replica.
 
-    Progress, optimizer and schedule stay what they are, so that a run goes on from the result. With random streams the
-    layout that wrote them stays, too: a run at any layout continues those that it can.
+    Progress, optimizer and schedule are unchanged, so that a run can resume from the result. With random streams the
+    layout that wrote them is also unchanged; a run at any layout continues the streams that it can.
 
     Raises:
-        ConfigurationError: the model cannot be cut so; every problem with the values that would work.
+        ConfigurationError: the model does not support the layout; the message lists every problem with valid values.
     """
     old = RunConfig.from_dict(common["config"])
     config = _with_precision(_with_layout(old, target), target.params_dtype)
@@ -108,7 +108,7 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
         for name, size in sizes.items()
         if size is not None and size < 1
     ]
-    wrong += _expert_problems(old.num_experts, target.expert_parallel_size)
+    wrong += _expert_problems(old.moe.num_experts, target.expert_parallel_size)
     if wrong:
         raise ConfigurationError(wrong)
     changes: dict[str, Any] = {
@@ -119,13 +119,13 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
         "make_vocab_size_divisible_by": _or(target.make_vocab_size_divisible_by, old.make_vocab_size_divisible_by),
     }
     if virtual is not None or pp != old.pipeline_model_parallel_size:
-        # A split that was made for another number of stages says nothing about this one.
+        # A pipeline layout for another number of stages does not apply here.
         changes |= {**EVEN_PIPELINE, "num_layers_per_virtual_pipeline_stage": virtual}
     if target.expert_parallel_size is not None:
         changes["expert_tensor_parallel_size"] = None
     model = dataclasses.replace(old, **changes)
     sizes_of_copy = model.parallel_sizes
-    # As many copies of the model as its experts are spread over.
+    # The smallest number of model replicas over which the experts can be sharded.
     stage, experts = sizes_of_copy.size_of(("cp", "tp")), sizes_of_copy.ep * sizes_of_copy.expert_tp
     copies = experts // math.gcd(stage, experts)
     return dataclasses.replace(config, model=model, world_size=sizes_of_copy.world_size * copies)
@@ -167,10 +167,10 @@ STAGING_FOLDER = ".converting"
 
 
 def refuse_existing(save_dir: Path, iteration: int | Literal["release"]) -> Path:
-    """Return the folder that a converted checkpoint will have.
+    """Return the folder of the converted checkpoint.
 
     Raises:
-        CheckpointError: there is one already.
+        CheckpointError: the folder exists already.
     """
     if save_dir.exists() and not save_dir.is_dir():
         raise CheckpointError(f"--save-dir {save_dir} is a file; name a folder")
@@ -187,14 +187,14 @@ def publish_checked(
     check: Callable[[Path], None],
     log: Callable[[str], None],
 ) -> Path:
-    """Write and check a checkpoint, then publish it in ``save_dir`` and let the tracker file name it.
+    """Write and check a checkpoint, then publish it in ``save_dir`` and point the tracker file at it.
 
-    ``write`` is given a folder to write a run's folder into and returns that of the iteration; ``check`` is given the
-    latter and raises where it must not appear. Nothing is left of one that does not.
+    ``write`` writes a run's folder to the given folder, and returns the iteration's folder. ``check`` receives the
+    iteration's folder and raises to prevent publication. A checkpoint that is not published is removed.
 
     Raises:
-        CheckpointError: there is one already, or another conversion into the folder is under way.
-        FolderInUseError: a run saves into the folder.
+        CheckpointError: the checkpoint exists already, or another conversion writes to the folder.
+        FolderInUseError: a run saves to the folder.
     """
     final = refuse_existing(save_dir, iteration)
     with _staging(save_dir, log) as staging:
@@ -209,7 +209,7 @@ def publish_checked(
 
 @contextmanager
 def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
-    """Give an empty hidden folder that is this process's own, and remove it, and what it made to have it."""
+    """Yield an empty hidden folder locked by this process; remove it, and the parents created for it, afterwards."""
     made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
     staging = save_dir / STAGING_FOLDER
     try:
@@ -258,7 +258,7 @@ _LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush standard output."""
     print(line, flush=True)
 
 
@@ -266,8 +266,8 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     """Convert one checkpoint.
 
     Raises:
-        InputError: the checkpoint cannot be read, or not converted to the target.
-        ConversionMismatchError: the result is not what was converted; it was not published.
+        InputError: the checkpoint cannot be read or cannot be converted to the target.
+        ConversionMismatchError: the result differs from the source, and was not published.
     """
     found = find_checkpoint(request.load_dir, request.ckpt_step, _LOADED[FORMATS[request.loader]])
     saver = target_format(request.loader, request.saver, found.format)
@@ -300,10 +300,10 @@ def open_for(
     told: Mapping[str, Any] | None = None,
     base: Path | None = None,
 ) -> CheckpointSource:
-    """Open either side of a conversion; random number streams have a place in the native format only.
+    """Open either side of a conversion; only the native format can hold random number streams.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     if formats == ("native", "native"):
         return NativeSource(folder, with_random_streams=True)
@@ -311,10 +311,10 @@ def open_for(
 
 
 def with_adapters(source: CheckpointSource, merges: bool, saver: CheckpointFormat) -> CheckpointSource:
-    """Return a checkpoint with its low-rank adapters merged, or as it is where the format has a place for them.
+    """Return a checkpoint with its LoRA adapters merged, or unchanged if the target format supports adapters.
 
     Raises:
-        ConfigurationError: there are none to merge, or no place for them.
+        ConfigurationError: there are no adapters to merge, or the target format does not support them.
     """
     if merges:
         return MergedSource(source)
@@ -327,7 +327,7 @@ def with_adapters(source: CheckpointSource, merges: bool, saver: CheckpointForma
 
 
 def target_format(loader: str, saver: str, found: CheckpointFormat) -> CheckpointFormat:
-    """Return the format to write: ``megatron`` stays what ``--loader megatron`` found, and is native otherwise."""
+    """Return the format to write: ``megatron`` is the loaded format with ``--loader megatron``, otherwise native."""
     if FORMATS[saver] == "megatron":
         return found if FORMATS[loader] == "megatron" else "native"
     (wanted,) = _LOADED[FORMATS[saver]]
@@ -335,10 +335,10 @@ def target_format(loader: str, saver: str, found: CheckpointFormat) -> Checkpoin
 
 
 def read_target(request: ConversionRequest, source: CheckpointSource, saver: CheckpointFormat) -> Target:
-    """Return the target that the source and the format to write allow.
+    """Return the target as far as the source and the format to write support it.
 
     Raises:
-        ConfigurationError: the weights alone of a checkpoint with optimizer state would change their type.
+        ConfigurationError: only the weights of a checkpoint with optimizer state would change their dtype.
     """
     dtype = request.target.params_dtype
     has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in source.tensors)
@@ -358,7 +358,7 @@ def is_random_stream(name: str) -> bool:
 
 
 def describe(view: CheckpointSource, log: Log) -> None:
-    """Print what is converted."""
+    """Log a summary of the conversion's source."""
     sizes = view.common["config"]["model"]
     state = "with" if any(name.startswith(OPTIMIZER_PREFIX) for name in view.tensors) else "without"
     log(
@@ -375,7 +375,7 @@ def run(
     request: ConversionRequest,
     log: Log,
 ) -> Path:
-    """Write, check and publish; return what appeared. ``formats`` are the source's and the result's."""
+    """Write, verify and publish the result, and return its path. ``formats`` are those of the source and the result."""
     saver, is_foreign = formats[1], "hf" in formats
     progress = ByteProgress("writing", sum(info.num_bytes for info in view.tensors.values()), log)
     counted = SourceView(view, view.common, on_read=progress.add)
@@ -398,7 +398,7 @@ def run(
     if saver == "hf":
         write_hugging_face(counted, request.save_dir, check=check)
         return Path(request.save_dir)
-    # A model that has not been trained yet has no iteration: Megatron's name for that is this.
+    # An untrained model has no iteration; Megatron-LM names its folder ``release``.
     iteration: int | Literal["release"] = int(view.common["progress"]["iteration"]) or "release"
     write_tokenizer = tokenizer_writer(source, request)
 
@@ -432,7 +432,7 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
     """Return a function that records the tokenizer in a checkpoint; None keeps the source's record, if any.
 
     Raises:
-        TokenizerError: the tokenizer of the command line cannot be built.
+        TokenizerError: the tokenizer selected on the command line cannot be built.
     """
     given = dict(request.tokenizer)
     while isinstance(source, (MergedSource, PeftSource)):
@@ -443,7 +443,7 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         given["tokenizer_type"] = HuggingFaceTokenizer.name
     vocab_size = int(source.common["config"]["model"]["vocab_size"])
     if given.get("tokenizer_type") == NullTokenizer.name:
-        given["vocab_size"] = vocab_size - 1  # counted without the end of a document
+        given["vocab_size"] = vocab_size - 1  # the setting excludes the end of document
     tokenizer = build_tokenizer(**given)
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
@@ -458,10 +458,10 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
 
 
 def compare_with_transformers(view: CheckpointSource, folder: Path, log: Log) -> None:
-    """Compare the model's logits with those that the transformers package computes from the Hugging Face folder.
+    """Compare the model's logits with those of the transformers package for the Hugging Face folder.
 
     Raises:
-        ConversionMismatchError: the logits are not the same.
+        ConversionMismatchError: the logits differ.
         InputError: the package is not installed.
     """
     tokens = sample_tokens(source_config(view))

@@ -1,4 +1,4 @@
-"""The options of a conversion, and which of them have no effect between its two formats."""
+"""Options of a conversion, and the options without effect for its two formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.checkpoint.formats import idle_lines
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Hold what a conversion changes; None keeps the checkpoint's value."""
+    """Changes made by a conversion; None keeps the checkpoint's value."""
 
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
@@ -25,21 +25,21 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
-    """Hold what is converted, into what, and how the result is checked.
+    """Source, target and verification of a conversion.
 
     Attributes:
         loader: format to read, a key of `FORMATS`.
         saver: format to write, a key of `FORMATS`.
         ckpt_step: iteration to convert; None is the newest.
-        target: what is changed; the optimizer's state is kept only where both formats can hold it.
-        true_vocab_size: rows of the vocabulary that are no padding, in Megatron's files.
+        target: changes to make; the optimizer state is kept only if both formats can hold it.
+        true_vocab_size: vocabulary size without padding rows, for Megatron-LM's files.
         tokenizer: keywords of `build_tokenizer` for the tokenizer to record; empty for the checkpoint's own.
-        told: what a torchtitan folder does not say of its model.
+        told: model settings that a torchtitan folder does not record.
         verify: read the result again and compare it.
         test_logits: compare the logits with the transformers package's.
-        merges_adapters: make the low-rank adapters part of the weights.
-        takes_averages: write the averages of the weights in their place.
-        base_model: folder of the model that adapters of peft are of.
+        merges_adapters: merge the LoRA adapters into the weights.
+        takes_averages: write the EMA of the weights instead of the weights.
+        base_model: folder of the base model of PEFT adapters.
     """
 
     load_dir: Path
@@ -59,7 +59,7 @@ class ConversionRequest:
 
 
 def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
-    """Return a line for each given flag that changes nothing, or less than it says, between these two formats."""
+    """Return a line for each flag that has no effect, or a reduced effect, for these two formats."""
     target = request.target
     layout = {
         "--target-tensor-parallel-size": target.tensor_parallel_size,

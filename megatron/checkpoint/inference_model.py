@@ -39,11 +39,11 @@ EVEN_PIPELINE: Final[Mapping[str, Any]] = {
     "pipeline_schedule": None,
     "microbatch_group_size_per_virtual_pipeline_stage": None,
 }
-"""Fields of a model's configuration for one stage on each pipeline rank, of as many layers as the others."""
+"""Configuration fields of an even pipeline split, with one stage per pipeline rank."""
 
 
 def inference_config(config: GPTConfig, sizes: ParallelSizes, params_dtype: str | None = None) -> GPTConfig:
-    """Return a trained model's configuration at another layout, without what only training needs."""
+    """Return a trained model's configuration at another layout, without training-only settings."""
     return dataclasses.replace(
         config,
         **sizes.model_fields(),
@@ -58,7 +58,7 @@ def inference_config(config: GPTConfig, sizes: ParallelSizes, params_dtype: str 
 
 
 def inference_stage(num_layers: int, pipeline_model_parallel_size: int, rank: int) -> StageContents:
-    """Return what a pipeline rank holds: layers spread as evenly as they can be, the first stages one more.
+    """Return the contents of a pipeline rank; the first stages have one more layer if the split is uneven.
 
     Raises:
         ConfigurationError: there are more stages than layers.
@@ -75,13 +75,13 @@ def inference_stage(num_layers: int, pipeline_model_parallel_size: int, rank: in
 
 
 def build_inference_model(config: GPTConfig, state: ParallelState, device: Device) -> GPTModel:
-    """Return this rank's stage of a model with weights of 0, for a checkpoint to fill.
+    """Build this rank's stage of a model with zero weights, for a checkpoint to fill.
 
     Raises:
         ConfigurationError: there are more stages than layers.
     """
     contents = inference_stage(config.num_layers, state.pp.size, state.pp.rank)
-    # Nothing is drawn from the streams: there is no dropout.
+    # The streams are not used, since there is no dropout.
     rng = RngStreams(device, 0, state.place)
     model = GPTModel(
         config,
@@ -104,13 +104,14 @@ def load_model_from(
     params_dtype: str | None = None,
     progress: Progress = ignore_progress,
 ) -> GPTModel:
-    """Return this rank's stage of a checkpoint's model, in its own precision or in ``params_dtype``.
+    """Load this rank's stage of a checkpoint's model, in its own precision or in ``params_dtype``.
 
-    Nothing communicates: every rank reads the boxes that it holds. ``progress`` learns how much of them is there.
+    There is no communication; every rank reads the boxes that it holds. ``progress`` is called with the bytes loaded so
+    far.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or cannot be read.
-        ConfigurationError: the model cannot be spread over so many stages.
+        ConfigurationError: the model cannot be split into this number of stages.
     """
     trained = config_from_dict(GPTConfig, source.common["config"]["model"])
     config = inference_config(trained, dataclasses.replace(state.sizes, dp=1, cp=1), params_dtype)
@@ -120,10 +121,11 @@ def load_model_from(
 
 
 def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = ignore_progress) -> None:
-    """Give every parameter its boxes of a checkpoint's tensors, converted to its dtype.
+    """Fill every parameter from a checkpoint's tensors, converted to its dtype.
 
     Raises:
-        CheckpointError: tensors are missing or have another shape, all of them named; or one cannot be read.
+        CheckpointError: tensors are missing or have other shapes, and the message lists all of them; or one is
+            unreadable.
     """
     wanted = model_tensors([model])
     if problems := _misfits(wanted, source.tensors):
@@ -152,9 +154,9 @@ _SEED = 20
 
 
 def sample_tokens(config: GPTConfig, length: int = 12) -> torch.Tensor:
-    """Return two sequences of tokens from all over the vocabulary, the same ones for every model of its size.
+    """Return two sequences of random tokens, the same for every model with this vocabulary size.
 
-    Shapes: ``-> [2, s]``; ``s`` is ``length``, or what the model's learned positions have room for.
+    Shapes: ``-> [2, s]``; ``s`` is ``length``, limited by the number of learned positions.
     """
     if config.position_embedding_type == "learned_absolute":
         length = min(length, config.max_position_embeddings)
@@ -163,19 +165,19 @@ def sample_tokens(config: GPTConfig, length: int = 12) -> torch.Tensor:
 
 
 def source_config(source: CheckpointSource) -> GPTConfig:
-    """Return the model that the source's configuration describes.
+    """Return the model configuration of a source.
 
     Raises:
-        ConfigurationError: it is no configuration of a model.
+        ConfigurationError: the source's configuration does not describe a model.
     """
     return config_from_dict(GPTConfig, source.common["config"]["model"])
 
 
 @torch.no_grad()
 def streamed_logits(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of the source's model in float32, whatever its weights are stored in.
+    """Compute the logits of the source's model in float32, regardless of the stored dtype.
 
-    Embedding, layers and output layer are built, filled and dropped one after the other: no more than one of them is
+    Embedding, layers and output layer are built, filled and released one after the other, so that only one of them is
     in memory, in float32.
 
     Shapes: ``tokens: [b, s] -> [b, s, v]`` float32, ``v`` without padding.

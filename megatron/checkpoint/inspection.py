@@ -29,12 +29,12 @@ def inspect_checkpoint(
     told: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> None:
-    """Print a checkpoint's description; with ``verify`` also read all of it.
+    """Log a checkpoint's description; with ``verify`` also read all of it.
 
-    ``told`` is what a torchtitan folder does not say of its model.
+    ``told`` are the model settings that a torchtitan folder does not record.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     found = find_checkpoint(directory, ckpt_step)
     source = open_checkpoint(found.folder, verify=verify, told=told)
@@ -73,7 +73,7 @@ def describe(found: FoundCheckpoint, source: CheckpointSource, is_whole: bool = 
 
 
 def tensor_table(source: CheckpointSource) -> Iterator[str]:
-    """Yield one line a tensor: name, shape, dtype, bytes, and the number of stored shards where the format has them."""
+    """Yield one line per tensor: name, shape, dtype, bytes, and number of stored shards if the format has shards."""
     rows = []
     for name, info in sorted(source.tensors.items()):
         shards = len(source.stored[name].shards) if isinstance(source, NativeSource) else None
@@ -96,7 +96,7 @@ def read_all(source: CheckpointSource, log: Callable[[str], None]) -> None:
     """Read every tensor.
 
     Raises:
-        CheckpointError: a file is missing, cut short, or its bytes do not match their checksum.
+        CheckpointError: a file is missing or truncated, or does not match its checksum.
     """
     progress = ByteProgress("reading", sum(info.num_bytes for info in source.tensors.values()), log)
     for name, info in source.tensors.items():

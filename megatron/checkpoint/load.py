@@ -1,7 +1,7 @@
-"""Load a checkpoint into a run: choose and open it, check its configuration, and fill the run's state.
+"""Load a checkpoint into a run: select and open it, check its configuration, and fill the run's state.
 
-All ranks agree on the newest complete checkpoint. Covers a change of precision (what each tensor is filled from) and
-the random number streams at any layout.
+All ranks agree on the newest complete checkpoint. Includes precision changes (the source of each tensor) and random
+number streams at any layout.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ Result = TypeVar("Result")
 
 
 def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelState, log: Log) -> list[Path]:
-    """Return the folders to try, newest first, as rank 0 sees them; none where there is no checkpoint.
+    """Return the folders to try, newest first, as rank 0 sees them; empty if there is no checkpoint.
 
-    A tracker file that does not name them is said in a line.
+    A warning is logged if the tracker file does not name them.
 
     Raises:
-        CheckpointError: the iteration that is asked for is not there, or the tracker file is of no use.
+        CheckpointError: the requested iteration does not exist, or the tracker file is invalid.
     """
     seen = run_on_all_ranks(
         lambda: candidate_folders(directory, ckpt_step) if state.world.is_first else [], state.world
@@ -107,10 +107,10 @@ def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> Non
 
 
 def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: ParallelState, log: Log) -> list[Path]:
-    """Return the folders to try as rank 0 sees them; at least one.
+    """Return the folders to try, as rank 0 sees them; at least one.
 
     Raises:
-        CheckpointError: there is none. On every rank alike.
+        CheckpointError: there is no checkpoint. Raised on every rank.
     """
     folders = agree_on_candidates(directory, ckpt_step, state, log)
     if not folders:
@@ -119,12 +119,12 @@ def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: 
 
 
 def refuse_random_weights(directory: Path, options: CheckpointConfig, state: ParallelState) -> None:
-    """Refuse to start from random weights where ``--load`` means others, as rank 0 sees the folder.
+    """Refuse to start from random weights if ``--load`` was meant to load a checkpoint, as rank 0 sees the folder.
 
-    Random ones are meant where a run will save to the same folder, or where the folder holds nothing but a tokenizer.
+    Random weights are accepted if the run also saves to the folder, or if the folder has only a tokenizer.
 
     Raises:
-        CheckpointError: the run asked for a checkpoint or none at all. On every rank alike.
+        CheckpointError: random weights are not accepted. Raised on every rank.
     """
     reason = _reason_against_random(directory, options) if state.world.is_first else None
     reason = broadcast_object(reason, state.world)
@@ -164,16 +164,16 @@ def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | 
 
 
 def warn_of_random_weights(directory: Path, log: Log) -> None:
-    """Say that a run starts from random weights."""
+    """Log a warning that a run starts from random weights."""
     log(f"WARNING: could not find the metadata file {directory / TRACKER_FILE}")
     log("    will not load any checkpoints and will start from random")
 
 
 def first_undamaged(folders: Sequence[Path], load: Callable[[Path], Result], log: Log) -> Result:
-    """Return what ``load`` makes of the first folder that is not damaged; every rank takes the same one.
+    """Return the result of ``load`` for the first undamaged folder, which is the same on every rank.
 
     Raises:
-        CheckpointError: all are damaged.
+        CheckpointError: all folders are damaged.
     """
     for folder, older in zip(folders, [*folders[1:], None]):
         try:
@@ -196,9 +196,10 @@ MAIN_PREFIX = OPTIMIZER_PREFIX + "main_param."
 
 @dataclass(frozen=True, eq=False)
 class PrecisionChange:
-    """Hold a run's tensors under the names of what fills them, and the namespaces that are filled.
+    """A run's tensors under the names of the stored tensors that fill them, and the namespaces that are loaded.
 
-    ``is_needed`` is the same on every rank: some weight is stored in another precision. ``line`` says so.
+    ``is_needed``, which is the same on every rank, states that some weights are stored in another precision. ``line``
+    is its log line.
     """
 
     tensors: Sequence[ShardedTensor]
@@ -210,11 +211,11 @@ class PrecisionChange:
 def plan_precision(
     tensors: Sequence[ShardedTensor], namespaces: Sequence[str], index: CheckpointIndex, state: ParallelState
 ) -> PrecisionChange:
-    """Return what fills the tensors of a run; collective.
+    """Select the stored tensors that fill a run's tensors; collective.
 
-    Weights that are stored in another precision come from the checkpoint's main parameters where it has them, and main
-    parameters that it lacks from its weights where these have their precision. No value is rounded on its way to a
-    main parameter.
+    Weights that are stored in another precision are loaded from the checkpoint's main parameters if it has them.
+    Missing main parameters are loaded from weights with the same precision. A main parameter is never loaded from
+    rounded values.
     """
     changed = [
         (index.tensors[tensor.name].dtype, dtype_name(tensor.data.dtype))
@@ -252,14 +253,14 @@ def _origin(tensor: ShardedTensor, index: CheckpointIndex) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Float8Choice:
-    """Hold the tensors of delayed scaling that go on from a checkpoint, or the line that says why they begin anew."""
+    """Delayed-scaling tensors to resume from a checkpoint, or the log line that explains why they restart."""
 
     tensors: tuple[ShardedTensor, ...]
     line: str | None
 
 
 def choose_float8(index: CheckpointIndex, float8: Float8Scaling | None, state: ParallelState) -> Float8Choice:
-    """Choose to go on where the checkpoint has a history of the same layers and length."""
+    """Resume delayed scaling if the checkpoint has a history of the same layers and length."""
     tensors = tuple(float8_tensors(float8, state))
     stored = [index.tensors.get(tensor.name) for tensor in tensors]
     if all(have is not None and have.global_shape == want.global_shape for have, want in zip(stored, tensors)):
@@ -273,7 +274,7 @@ def choose_float8(index: CheckpointIndex, float8: Float8Scaling | None, state: P
 
 @dataclass(frozen=True, eq=False)
 class StreamChoice:
-    """Hold room for the streams that go on, what fills it, and a line about those that do not; None where all do."""
+    """Buffers for the streams to resume, the tensors that fill them, and a log line about the others, or None."""
 
     streams: Mapping[str, torch.Tensor]
     tensors: tuple[ShardedTensor, ...]
@@ -283,11 +284,11 @@ class StreamChoice:
 def choose_streams(
     index: CheckpointIndex, own: Mapping[str, torch.Tensor], state: ParallelState, iteration: int
 ) -> StreamChoice:
-    """Choose the streams of ``own`` that the checkpoint can continue.
+    """Select the streams of ``own`` that the checkpoint can resume.
 
-    A stream goes on where the grid has kept its size along every axis along which the stream differs: dropout that is
-    equal on all tensor-parallel ranks goes on at another tensor-parallel size. A run on another kind of device, or of
-    a checkpoint that holds no streams, continues none.
+    A stream is resumed if the layout has the same size along every axis along which the stream differs. For example,
+    dropout streams that are equal on all tensor-parallel ranks are resumed at another tensor-parallel size. No stream
+    is resumed on another kind of device, or from a checkpoint without streams.
     """
     old, new = index.common["layout"], state.sizes.record()
     changed = {axis for axis, size in SIZE_NAMES.items() if old.get(size) != new[size]}
@@ -318,12 +319,12 @@ def choose_streams(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """Hold what a load gives beside the tensors that it filled in place.
+    """Result of a load, in addition to the tensors that it filled in place.
 
-    ``is_fresh_start`` says that the weights alone count, of a release or with ``--finetune``. ``scheduler`` is None
-    where the optimizer's state was not loaded. ``rng`` holds the random number streams that go
-    on, for `RngStreams.resume`; it is None where all stay as they were seeded. ``config`` is the configuration that
-    the checkpoint was saved with, ``model_record`` what it says of the Hugging Face folder that the model came from.
+    ``is_fresh_start`` states that only the weights were loaded, from a release or with ``--finetune``. ``scheduler`` is
+    None if the optimizer state was not loaded. ``rng`` holds the random number streams to resume with
+    `RngStreams.resume`, or is None if all streams keep their seeds. ``config`` is the configuration that the checkpoint
+    was saved with. ``model_record`` is its record of the Hugging Face folder that the model was imported from.
     """
 
     folder: Path
@@ -346,16 +347,17 @@ def load_checkpoint(
     check_schedule: Callable[[Mapping[str, Any]], None] = lambda state: None,
     told: Progress = ignore_progress,
 ) -> LoadedCheckpoint | None:
-    """Fill a run's tensors in place from the newest complete checkpoint that the tracker file points at.
+    """Fill a run's tensors in place from the newest complete checkpoint, to which the tracker file points.
 
-    The directory may also be a checkpoint itself. A damaged checkpoint is passed over for the next older one, unless
-    ``options.ckpt_step`` names it. Returns None, after a warning, where there is none and the run may start from random
-    weights. ``config`` is the run's own configuration; differences are logged. ``check_schedule`` is called with the
-    scheduler's state before any tensor is read, and may refuse it. ``told`` learns how far the reading is.
+    The directory may also be a checkpoint itself. If a checkpoint is damaged, the next older one is loaded, unless
+    ``options.ckpt_step`` names the damaged one. Returns None, after a warning, if there is no checkpoint and the run
+    may start from random weights. ``config`` is the run's own configuration; differences are logged. ``check_schedule``
+    is called with the scheduler's state before any tensor is read, and may reject it. ``told`` is called with the
+    reading progress.
 
     Raises:
-        CheckpointError: there is none and random weights are not meant; it is of another model; all are damaged. On
-            every rank alike.
+        CheckpointError: there is no checkpoint and random weights are not accepted; the checkpoint holds another model;
+            or all checkpoints are damaged. Raised on every rank.
     """
     directory = as_path(directory)
     folders = agree_on_candidates(directory, options.ckpt_step, state, log)
@@ -385,12 +387,12 @@ def load_model_weights(
     allow_cast: bool = False,
     told: Progress = ignore_progress,
 ) -> Path:
-    """Fill the models' weights in place and return the folder that they came from.
+    """Fill the models' weights in place, and return the folder that they were loaded from.
 
-    With ``allow_cast`` weights stored in another dtype are converted. ``told`` learns how far the reading is.
+    With ``allow_cast`` weights stored in another dtype are converted. ``told`` is called with the reading progress.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is of another model, or all are damaged.
+        CheckpointError: there is no checkpoint, it holds another model, or all are damaged.
     """
 
     def load(folder: Path) -> Path:
@@ -405,7 +407,7 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
     """Return the plain values of a checkpoint: progress, config, layout, optimizer, scheduler, tokenizer.
 
     ``folder`` (a Path) is added, and ``tokenizer`` is the Path of the tokenizer's files or None. Only this process
-    reads; nothing communicates.
+    reads, without communication.
 
     Raises:
         CheckpointError: there is no checkpoint, or all are damaged.
@@ -431,7 +433,7 @@ def _load_folder(
     check_schedule: Callable[[Mapping[str, Any]], None],
     told: Progress,
 ) -> LoadedCheckpoint:
-    """Load one folder. ``filled`` collects the tensors that a damaged one may have filled before it was given up."""
+    """Load one folder. ``filled`` collects the tensors that a damaged checkpoint may have filled before it failed."""
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
     stored = open_stored(folder, state, verify, config.get("model"))
     log(f" checkpoint version {stored.version}")
@@ -483,7 +485,7 @@ def _load_folder(
     if optimizer is not None:
         scalars = dict(common["optimizer"])
         if change.is_needed:
-            # A loss scale belongs to a precision.
+            # The loss scale depends on the precision.
             scalars["grad_scaler"] = optimizer.scalar_state()["grad_scaler"]
         optimizer.load_scalar_state(scalars)
         if averages.line is not None:
@@ -509,7 +511,7 @@ def _progress_of(folder: Path, common: Mapping[str, Any]) -> TrainProgress:
 
 
 def _describe_choice(directory: Path, folder: Path) -> str:
-    """Return Megatron's line on what is about to be loaded."""
+    """Return Megatron-LM's log line before loading."""
     iteration = iteration_of_folder(folder)
     if iteration is None:
         return f" loading release checkpoint from {directory}"
@@ -519,10 +521,10 @@ def _describe_choice(directory: Path, folder: Path) -> str:
 def _compare_configuration(
     folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], strictness: Strictness
 ) -> tuple[ConfigChange, ...]:
-    """Return what differs and is no reason to refuse the checkpoint.
+    """Return the differences that are not a reason to reject the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the checkpoint holds another model.
     """
     changes = compare_configs(old, new)
     refused = (*changes.shape, *changes.weights) if strictness == STRICT else changes.shape
@@ -533,7 +535,7 @@ def _compare_configuration(
 
 
 def _remedy(change: ConfigChange) -> str:
-    """Return what to do about a model with more rows than its tokenizer has tokens, as published ones often have."""
+    """Return the remedy for a model with more vocabulary rows than its tokenizer has tokens, as is common."""
     if change.field != "model.vocab_size" or change.old <= change.new:
         return ""
     return f" (if only the tokenizer is smaller than the model, add --extra-vocab-size {change.old - change.new})"
@@ -542,10 +544,10 @@ def _remedy(change: ConfigChange) -> str:
 def _check_main_params(
     folder: Path, tensors: Sequence[ShardedTensor], index: CheckpointIndex, state: ParallelState
 ) -> None:
-    """Refuse to leave a main parameter at its initial value where its weight is loaded: training would undo the load.
+    """Reject a load that leaves a loaded weight's main parameter at its initial value, which would undo the load.
 
     Raises:
-        CheckpointError: the checkpoint holds weights without their main parameters. On every rank alike.
+        CheckpointError: the checkpoint has weights without their main parameters. Raised on every rank.
     """
     prefix = MAIN_PREFIX
     lost = [
@@ -567,12 +569,12 @@ def _check_main_params(
 def _check_untouched(
     folder: Path, tensors: Sequence[ShardedTensor], index: CheckpointIndex, filled: Set[str], state: ParallelState
 ) -> None:
-    """Refuse a checkpoint that lacks a tensor which a damaged one, tried before it, may have filled.
+    """Reject a checkpoint that lacks a tensor which a damaged one, tried before it, may have filled.
 
     Such a tensor no longer has its initial value.
 
     Raises:
-        CheckpointError: a tensor that this checkpoint lacks is in the damaged one. On every rank alike.
+        CheckpointError: the damaged checkpoint has a tensor that this one lacks. Raised on every rank.
     """
     lost = sorted({tensor.name for tensor in tensors if tensor.name not in index.tensors and tensor.name in filled})
     error = None
@@ -585,10 +587,10 @@ def _check_untouched(
 
 
 def _check_finite(folder: Path, tensors: Sequence[ShardedTensor], state: ParallelState) -> None:
-    """Refuse to train from what is not finite, as from a damaged checkpoint: an older one may be whole.
+    """Reject non-finite values as damage, so that an older checkpoint is tried.
 
     Raises:
-        DamagedCheckpointError: a tensor holds such values. On every rank alike.
+        DamagedCheckpointError: a tensor has non-finite values. Raised on every rank.
     """
     bad = {id(data) for data in not_finite([tensor.data for tensor in tensors])}
     names = sorted({tensor.name for tensor in tensors if id(tensor.data) in bad})

@@ -1,8 +1,8 @@
-"""In-memory checkpoints: each rank keeps its two newest copies, and with replication those of another rank.
+"""In-memory checkpoints: each rank keeps its two newest copies, and with replication also another rank's.
 
-A copy holds the rank's part of a checkpoint, including parameters that other ranks hold as well. Each rank keeps two
-copies because it may fail while it writes the newest. All ranks copy at the same iterations, and agree after a
-restart on an iteration of which every rank's copy is complete.
+A copy holds the rank's shard of a checkpoint, including parameters that other ranks also hold. Each rank keeps two
+copies because it may fail while it writes the newest. All ranks copy at the same iterations, and after a restart agree
+on an iteration for which every rank's copy is complete.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _PREAMBLE = struct.Struct("=QQ")
 
 @dataclass(frozen=True)
 class CopyFile:
-    """Name the file of a copy: a preamble, the bytes of all tensors, and a record in JSON.
+    """File of a copy: a preamble, the bytes of all tensors, and a JSON record.
 
-    The preamble has the sizes of both, and is zero while the file is being written: a process that is killed
-    meanwhile leaves a copy that nobody takes for one.
+    The preamble has the sizes of both, and is zero while the file is being written, so that the file of a killed
+    process is not taken for a copy.
     """
 
     path: Path
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Make the file one that is not whole, and return the memory of its tensors, to be filled.
+        """Mark the file as incomplete, and return the memory of its tensors, to be filled.
 
         Shapes: ``-> [num_bytes]`` uint8.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: there is not enough space.
         """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.pwrite(descriptor, _PREAMBLE.pack(0, 0), 0)
-            # Memory that is mapped and not there would end the process when it is written to.
+            # Writing to a mapped page without allocated space would kill the process.
             os.posix_fallocate(descriptor, 0, _PREAMBLE.size + num_bytes)
             os.ftruncate(descriptor, _PREAMBLE.size + num_bytes)
         finally:
@@ -61,10 +61,10 @@ class CopyFile:
         return self._map(num_bytes)
 
     def complete(self, num_bytes: int, record: Mapping[str, Any]) -> None:
-        """Write the record, and then that the file is whole.
+        """Write the record, then mark the file as complete.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: there is not enough space.
         """
         text = json.dumps(record).encode()
         descriptor = os.open(self.path, os.O_RDWR)
@@ -76,7 +76,7 @@ class CopyFile:
             os.close(descriptor)
 
     def record(self) -> dict[str, Any] | None:
-        """Return the record, None where the file is not whole, or not there."""
+        """Return the record, or None if the file is incomplete or missing."""
         try:
             with self.path.open("rb") as stream:
                 num_bytes, length = _PREAMBLE.unpack(stream.read(_PREAMBLE.size))
@@ -89,7 +89,7 @@ class CopyFile:
             return None
 
     def tensors(self) -> torch.Tensor:
-        """Return the memory of a whole file's tensors.
+        """Return the memory of a complete file's tensors.
 
         Shapes: ``-> [bytes]`` uint8.
         """
@@ -108,9 +108,9 @@ _NAME = re.compile(r"(\d+)\.([01])(\.held)?")
 
 @dataclass(frozen=True, order=True)
 class CopyName:
-    """Say of which rank, iteration and run a copy is; ``token`` is drawn anew whenever a run does not go on from one.
+    """Rank, iteration and run of a copy; a run that does not resume from a copy has a new random ``token``.
 
-    ``place`` is its file in the folder.
+    ``place`` is the name of its file in the folder.
     """
 
     iteration: int
@@ -121,7 +121,7 @@ class CopyName:
 
 @dataclass(frozen=True)
 class FoundCopies:
-    """Hold the newest iteration that every rank has a copy of: ``holders[r]`` is the rank that reads that of rank r."""
+    """Newest iteration of which every rank has a copy; ``holders[r]`` is the rank that reads rank r's copy."""
 
     iteration: int
     token: str
@@ -130,9 +130,9 @@ class FoundCopies:
 
 
 class LocalCopies:
-    """Make and find copies in ``folder``, which the ranks of a machine share; every method is called by all ranks.
+    """In-memory copies in ``folder``, which the ranks of a node share; all ranks call every method.
 
-    With ``jump`` each rank sends its copy to the rank so many after it, which keeps it too.
+    With ``jump`` each rank also sends its copy to the rank ``jump`` positions after it, which keeps it too.
     """
 
     def __init__(self, folder: Path, state: ParallelState, device: torch.device, token: str, jump: int | None) -> None:
@@ -145,11 +145,11 @@ class LocalCopies:
         self._layout = dict(state.sizes.record())
 
     def save(self, tensors: Sequence[torch.Tensor], record: Mapping[str, Any]) -> None:
-        """Copy the tensors; ``record`` is what a restart is given beside them, with the ``iteration``.
+        """Copy the tensors; ``record``, which includes the ``iteration``, is returned by a restart with them.
 
         Raises:
-            CheckpointError: a machine's memory has no room. On every rank alike; the copy before is still there.
-            GivenUpError: communication was given up meanwhile. No copy that was under way counts as whole.
+            CheckpointError: a node has not enough memory. Raised on every rank; the previous copy still exists.
+            GivenUpError: communication was given up meanwhile. An unfinished copy does not count as complete.
         """
         num_bytes = _size(tensors)
         head = {"token": self._token, "layout": self._layout, "iteration": record["iteration"]}
@@ -159,7 +159,7 @@ class LocalCopies:
             memory = own.allocate(num_bytes)
             for tensor, part in zip(tensors, _parts(memory, tensors)):
                 part.copy_(tensor)
-            self._state.world.ensure_not_given_up()  # What was copied may be gathered weights.
+            self._state.world.ensure_not_given_up()  # the copied tensors may be gathered weights
             own.complete(num_bytes, {**head, "record": record})
         except OSError as failure:
             error = self._no_room(failure)
@@ -169,7 +169,7 @@ class LocalCopies:
         self._slot = 1 - self._slot
 
     def find(self) -> FoundCopies | None:
-        """Return the newest copies that every rank has, of this layout; None where there are none."""
+        """Return the newest copies of this layout that every rank has, or None if there are none."""
         state = self._state
         seen = all_gather_objects(list(self._list()), state.world)
         holders: dict[tuple[int, str], dict[int, int]] = {}
@@ -192,10 +192,10 @@ class LocalCopies:
         return FoundCopies(iteration, token, tuple(of_rank[rank] for rank in range(state.world_size)), record)
 
     def load(self, found: FoundCopies, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill the tensors from their copies; those that no process of the rank's machine has are sent.
+        """Fill the tensors from their copies; copies that no process of the rank's node has are sent to it.
 
         Raises:
-            CheckpointError: they are of other tensors. On every rank alike.
+            CheckpointError: the copies hold other tensors. Raised on every rank.
         """
         state, size = self._state, _size(tensors)
         memory = torch.empty(0, dtype=torch.uint8)
@@ -223,7 +223,7 @@ class LocalCopies:
         self._slot = 1 if own.name.startswith(f"{state.rank}.0") else 0
 
     def forget(self) -> None:
-        """Remove every copy that this rank made or keeps: the run does not go on from any."""
+        """Remove every copy that this rank made or keeps, since the run does not resume from any."""
         held = None if self._jump is None else (self._state.rank - self._jump) % self._state.world_size
         for slot in (0, 1):
             (self._folder / f"{self._state.rank}.{slot}").unlink(missing_ok=True)
@@ -231,7 +231,7 @@ class LocalCopies:
         any_rank(False, self._state.world)
 
     def _replicate(self, memory: torch.Tensor, content: Mapping[str, Any]) -> None:
-        """Send the copy on, and keep the one that comes."""
+        """Send this rank's copy to another rank, and keep the copy that this rank receives."""
         state, jump = self._state, self._jump or 0
         target, source = (state.rank + jump) % state.world_size, (state.rank - jump) % state.world_size
         own = torch.tensor([[self._slot, memory.numel()]], device=self._device)
@@ -254,7 +254,7 @@ class LocalCopies:
                 yield CopyName(content["iteration"], content["token"], int(match.group(1)), path.name)
 
     def _place(self, iteration: int, token: str, rank: int) -> str:
-        """Return the file of a copy in this process's folder, the rank's own one first."""
+        """Return the file of a copy in this process's folder, preferably the rank's own."""
         found = [name for name in self._list() if (name.iteration, name.token, name.rank) == (iteration, token, rank)]
         return min((name.place for name in found), key=len, default=f"{rank}.0")
 
@@ -274,7 +274,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _parts(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the part of the memory that is of each tensor, with its type and shape."""
+    """Yield each tensor's part of the memory, with its dtype and shape."""
     start = 0
     for tensor in tensors:
         yield memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""Report the progress and the rate of copying a checkpoint's bytes: in lines, or as a bar on a terminal."""
+"""Report the progress and rate of copying a checkpoint's bytes, as log lines or as a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _INTERVAL_S = 2.0
 
 
 class ByteProgress:
-    """Count bytes and print a line at most every two seconds (on a terminal draw a bar), and one at the end.
+    """Progress of bytes, logged at most every two seconds (on a terminal drawn as a bar) and once at the end.
 
-    A tensor that several ranks hold may be counted more than once: the share never exceeds 100 %.
+    A tensor that several ranks hold may be counted more than once, but the percentage never exceeds 100 %.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ByteProgress:
         self._start_time = self._last_time = clock()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that are done."""
+        """Add completed bytes."""
         self._num_bytes += num_bytes
         if self._bar.is_on:
             self._bar.show(self._verb, self._num_bytes, self._total_bytes, f"at {self._rate}")
@@ -39,7 +39,7 @@ class ByteProgress:
             self._log(f"  {self._verb}: {share:4.0%} of {self._total_bytes / _GIGABYTE:.2f} GB at {self._rate}")
 
     def finish(self) -> None:
-        """Print what was done in all."""
+        """Log the total."""
         elapsed_s = self._clock() - self._start_time
         self._bar.clear()
         self._log(f"  {self._verb}: {self._num_bytes / _GIGABYTE:.2f} GB in {elapsed_s:.1f} s at {self._rate}")

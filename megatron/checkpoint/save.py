@@ -1,6 +1,7 @@
-"""Save a run: what goes into a checkpoint, and how ranks write and publish it, with the tokenizer's files.
+"""Save a run: the content of a checkpoint, and how ranks write and publish it, with the tokenizer's files.
 
-When a run starts, the --save folder is prepared: which ranks share it, and recovery of an interrupted save.
+When a run starts, the --save folder is prepared: the ranks that share it are determined, and an interrupted save is
+recovered.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ _LEFTOVER = re.compile(r"\.(iter_\d{7,})(?:\.([0-9a-f]+))?\.(saving|replaced|rem
 
 @dataclass(frozen=True)
 class SaveFolders:
-    """Say which ranks save into the same folder, as one path can mean a folder of its own on each machine.
+    """Ranks that save to the same folder, since one path may be a separate folder on each node.
 
-    ``leaders[r]`` is the first of the ranks that share the folder of rank ``r``: what has to be done once in a folder
-    is done by it. It holds the ``owner`` of the folder, which is the run that ``token`` names.
+    ``leaders[r]`` is the first of the ranks that share the folder of rank ``r``, and does the work that is done once
+    per folder. It holds the ``owner`` lock of the folder for the run with this ``token``.
     """
 
     leaders: tuple[int, ...]
@@ -107,34 +108,34 @@ class SaveFolders:
         return self.leaders[rank] == rank
 
     def check_owner(self) -> None:
-        """See that the folder is still this run's, where this rank can say so.
+        """Check that this run still owns the folder, if this rank holds the lock.
 
         Raises:
-            FolderInUseError: another run took it over.
+            FolderInUseError: another run took the folder over.
         """
         if self.owner is not None:
             self.owner.check()
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder for other runs."""
         if self.owner is not None:
             self.owner.release()
 
 
 def one_folder(state: ParallelState) -> SaveFolders:
-    """Return what holds where all ranks are known to share their folder."""
+    """Return the folders of a run whose ranks are known to share one folder."""
     return SaveFolders((0,) * state.world_size)
 
 
 def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log) -> SaveFolders:
-    """Create and own the directory of a run and recover it after an interrupted save; call it before anything loads.
+    """Create and lock a run's directory, and recover it after an interrupted save; call this before anything is loaded.
 
-    Returns which ranks share it, found out by files that they put there. Where machines have a file system each, each
-    gets the directory, and what one of them published before an interruption the others publish too.
+    Returns which ranks share it, determined with marker files. If each node has its own file system, each gets the
+    directory, and a checkpoint that some nodes published before an interruption is published on the others too.
 
     Raises:
-        CheckpointError: it cannot be created or written to. On every rank alike.
-        FolderInUseError: another run writes there. On every rank alike.
+        CheckpointError: the directory cannot be created or written to. Raised on every rank.
+        FolderInUseError: another run writes to the directory. Raised on every rank.
     """
     directory = as_path(directory)
     folders = _own(directory, _find_folders(directory, state), state, log)
@@ -159,10 +160,10 @@ def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log
 
 
 def recover(directory: Path, log: Callable[[str], None]) -> None:
-    """Complete or undo what an interrupted save left in a directory; log what was done, one line each.
+    """Complete or undo an interrupted save in a directory; log one line per action.
 
-    A checkpoint that was complete but not yet in the tracker file is entered there; one that was about to be
-    replaced is put back; everything else that is half done is removed.
+    The tracker file is updated for a checkpoint that was complete but not yet in it. A checkpoint that was about to be
+    replaced is restored. All other unfinished files are removed.
     """
     if isinstance(directory, ObjectPath):
         recover_objects(directory, log)
@@ -193,7 +194,7 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
 
 
 def _own(directory: Path, folders: SaveFolders, state: ParallelState, log: Log) -> SaveFolders:
-    """Own each of the folders, or none."""
+    """Lock all of the folders, or none."""
     owned: list[RunLock] = []
 
     def own() -> None:
@@ -251,7 +252,7 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
 
 
 def _remove_old_marks(directory: Path) -> None:
-    """Remove what killed runs left of their marks; another run may be looking for its own at this moment."""
+    """Remove old marker files of killed runs; recent ones may belong to a starting run."""
     for path in directory.glob(f".*{_MARK_SUFFIX}"):
         try:
             if time.time() - path.stat().st_mtime > _OLD_MARK_S:
@@ -262,14 +263,14 @@ def _remove_old_marks(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class SealedSave:
-    """Name a save that was written completely and not published: the run that wrote it, its index's checksum."""
+    """Save that was completely written but not published: the token of its run, and its index's checksum."""
 
     token: str
     index: str
 
 
 def sealed_iterations(directory: Path) -> dict[int, SealedSave]:
-    """Return the iterations that were written completely and not published."""
+    """Return the iterations that were completely written but not published."""
     found: dict[int, SealedSave] = {}
     for entry in sorted(directory.glob(".iter_*.saving")):
         match = _LEFTOVER.fullmatch(entry.name)
@@ -280,7 +281,7 @@ def sealed_iterations(directory: Path) -> dict[int, SealedSave]:
 
 
 def index_checksum(directory: Path, iteration: int) -> str | None:
-    """Return the checksum of a published checkpoint's index, or None where there is none."""
+    """Return the checksum of a published checkpoint's index, or None if there is none."""
     path = iteration_folder(directory, iteration) / INDEX_FILE
     return checksum(path.read_bytes()) if path.exists() else None
 
@@ -288,7 +289,7 @@ def index_checksum(directory: Path, iteration: int) -> str | None:
 def _complete_what_others_published(
     directory: Path, folders: SaveFolders, state: ParallelState, lines: list[str]
 ) -> None:
-    """Publish here what was complete everywhere and, when the run was interrupted, published on some machines only."""
+    """Publish checkpoints that other nodes published before an interruption, and this node only wrote completely."""
     if folders.is_shared:
         return
     is_leader = folders.is_leader(state.rank)
@@ -307,7 +308,7 @@ def _complete_what_others_published(
 
 
 def _on_all_ranks(directory: Path, state: ParallelState, action: Callable[[], Result]) -> Result:
-    """Return what the action returns on this rank; every rank learns whether a file system refused one."""
+    """Return this rank's result of the action; raise on every rank if the file system failed on any rank."""
 
     def attempt() -> Result:
         try:
@@ -320,10 +321,10 @@ def _on_all_ranks(directory: Path, state: ParallelState, action: Callable[[], Re
 
 
 def write_tokenizer_files(folder: Path, write_tokenizer: Callable[[Path], None] | None) -> str | None:
-    """Leave the tokenizer in a checkpoint's folder; return why it cannot be, which is no reason to lose the checkpoint.
+    """Write the tokenizer to a checkpoint's folder; on a tokenizer error return the reason and keep the checkpoint.
 
     Raises:
-        CheckpointWriteError: the file system refused.
+        CheckpointWriteError: writing to the file system failed.
     """
     if write_tokenizer is None:
         return None
@@ -346,7 +347,7 @@ def write_tokenizer_files(folder: Path, write_tokenizer: Callable[[Path], None] 
 
 
 def _upload_tokenizer(target: Path, write_tokenizer: Callable[[Path], None]) -> str | None:
-    """Write the tokenizer into a folder of this machine and copy its files into the store."""
+    """Write the tokenizer to a local folder, and copy its files to the object store."""
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as name:
         local = Path(name) / TOKENIZER_FOLDER
         local.mkdir()
@@ -362,7 +363,7 @@ def _upload_tokenizer(target: Path, write_tokenizer: Callable[[Path], None]) -> 
 
 
 def warn_of_missing_tokenizer(warnings: Sequence[str | None], log: Log) -> bool:
-    """Return whether a machine could not record the tokenizer, and log it."""
+    """Return whether any node could not record the tokenizer, and log it."""
     found = list(filter(None, warnings))
     if found:
         log(f"WARNING: the checkpoint is saved without its tokenizer: {found[0]}")
@@ -376,11 +377,11 @@ Share = TypeVar("Share", TorchShare, TorchDistShare)
 
 @dataclass(frozen=True, kw_only=True)
 class CommonState:
-    """Hold the plain values that a run saves beside its tensors.
+    """Plain values that a run saves in addition to its tensors.
 
-    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state, ``model_record`` what is known
-    of the Hugging Face folder that the model came from. ``write_tokenizer`` is given a folder to leave the tokenizer's
-    files in; the first rank of each folder calls it, in the thread that writes.
+    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state, ``model_record`` the record of
+    the Hugging Face folder that the model was imported from. ``write_tokenizer`` writes the tokenizer's files to a
+    given folder. The first rank of each folder calls it in the writer thread.
     """
 
     progress: TrainProgress
@@ -392,12 +393,11 @@ class CommonState:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveContext:
-    """Hold where the checkpoints of a run go, and who does what there.
+    """Destination of a run's checkpoints, and the roles of its ranks.
 
-    The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
-    copied into it first, and may change as soon as the first step has been taken. Checkpoints of the iterations
-    ``kept`` are not this run's to remove. The oldest checkpoint ``on_trial``, which is not yet known to train, outlives
-    retention. ``number`` counts the saves of the run.
+    The ``planner`` caches the plan of the native format between saves. With an ``area`` the tensors are first copied to
+    it, and may change after the first step. The run does not remove checkpoints of the iterations ``kept``. Retention
+    also keeps the oldest checkpoint ``on_trial``, which is not yet known to train. ``number`` counts the run's saves.
     """
 
     directory: Path
@@ -417,7 +417,7 @@ class SaveContext:
 
     @property
     def place(self) -> SavePlace:
-        """Return where this save is written and published."""
+        """Return the destination of this save."""
         return place_of(self.directory, self.folders.token, self.number)
 
     def saving_folder(self, iteration: int) -> Path:
@@ -425,13 +425,13 @@ class SaveContext:
 
 
 def save_in_steps(tensors: CheckpointState, common: CommonState, target: SaveContext) -> Iterator[BackgroundTask[Any]]:
-    """Save a checkpoint in steps that all ranks take together, each as soon as the tasks before it are done everywhere.
+    """Save a checkpoint in collective steps, each after the previous tasks have ended on all ranks.
 
-    Yields this rank's task between two steps. Only the steps communicate, so that whoever takes them decides from
-    which thread; only the tasks touch the shards, so that training may go on beside them.
+    Yields this rank's task between two steps. Only the steps communicate, so that the caller chooses their thread. Only
+    the tasks access the shards, so that training can continue during them.
 
     Raises:
-        CheckpointWriteError: the checkpoint could not be written, on every rank alike.
+        CheckpointWriteError: the checkpoint could not be written. Raised on every rank.
     """
     directory, iteration = target.directory, common.progress.iteration
     content = _plain_content(tensors, common, target)
@@ -458,7 +458,7 @@ def save_in_steps(tensors: CheckpointState, common: CommonState, target: SaveCon
 def _native_steps(
     tensors: CheckpointState, common: CommonState, target: SaveContext, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
-    """Write and publish a checkpoint of the native format."""
+    """Write and publish a checkpoint in the native format."""
     state, iteration = target.state, common.progress.iteration
     folder = target.saving_folder(iteration)
     described = _described(tensors, target)
@@ -474,13 +474,13 @@ def _native_steps(
     if warn_of_missing_tokenizer([warning for _, warning in written], target.log):
         content = {**content, "tokenizer": None}
     if not target.folders.is_shared:
-        # Every machine writes the index.
+        # Every node writes the index.
         plan, shares, content = broadcast_object((plan, shares, content), state.world)
     finishing = BackgroundTask(lambda: _finish_folder(target, iteration, plan, shares, content), _THREAD_NAME)
     yield finishing
     _results(finishing, state)
     if not target.folders.is_shared:
-        # Every machine has the whole index by now: from here on any of them can complete the checkpoint.
+        # Every node now has the complete index, so that any of them can complete the checkpoint.
         publishing = BackgroundTask(lambda: _publish(target, iteration), _THREAD_NAME)
         yield publishing
         _results(publishing, state)
@@ -495,7 +495,7 @@ def _planned_share(
     content: Mapping[str, Any],
     folder: Path,
 ) -> Share:
-    """Return what this rank writes of one of Megatron's formats, staged where training goes on meanwhile."""
+    """Plan this rank's writes in one of Megatron-LM's formats, staged if training continues meanwhile."""
     rng = {} if target.options.no_save_rng else tensors.rng
     if tensors.float8 is not None:
         content = {**content, FLOAT8_SCALING: {n: each.clone() for n, each in tensors.float8.tensors().items()}}
@@ -506,7 +506,7 @@ def _planned_share(
 def _torch_steps(
     tensors: CheckpointState, common: CommonState, target: SaveContext, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
-    """Write and publish a checkpoint of Megatron's own format."""
+    """Write and publish a checkpoint in Megatron-LM's ``torch`` format."""
     iteration = common.progress.iteration
     folder = target.saving_folder(iteration)
     share = _planned_share(plan_torch_share, tensors, target, content, folder)
@@ -528,7 +528,7 @@ def _torch_steps(
 def _torch_dist_steps(
     tensors: CheckpointState, common: CommonState, target: SaveContext, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
-    """Write and publish a checkpoint of Megatron's torch_dist format."""
+    """Write and publish a checkpoint in Megatron-LM's ``torch_dist`` format."""
     iteration = common.progress.iteration
     folder = target.saving_folder(iteration)
     share = _planned_share(plan_torch_dist_share, tensors, target, content, folder)
@@ -549,7 +549,7 @@ def _torch_dist_steps(
 
 
 def _plain_content(tensors: CheckpointState, common: CommonState, target: SaveContext) -> dict[str, Any]:
-    """Return the shared state, as it is now.
+    """Return a copy of the current shared state.
 
     Raises:
         TypeError: a value is not plain data; nothing has been written yet.
@@ -601,14 +601,14 @@ def _write(
 def _finish_folder(
     target: SaveContext, iteration: int, plan: SavePlan, shares: Sequence[WrittenShare], content: Mapping[str, Any]
 ) -> None:
-    """Write the index and, where all ranks share the folder, publish it."""
+    """Write the index, and publish it if all ranks share the folder."""
     if not target.is_leader:
         return
     folder = target.saving_folder(iteration)
     try:
         target.place.finish(iteration, build_index(plan, shares, content, target.place.tag))
         if not target.folders.is_shared:
-            # After an interruption the hidden folder itself may have to be found again.
+            # So that the hidden folder is found again after an interruption.
             sync_folder(target.directory)
     except OSError as failure:
         raise write_error(folder / INDEX_FILE, failure) from failure
@@ -626,7 +626,7 @@ def _publish(target: SaveContext, iteration: int) -> None:
 
 
 def apply_retention(target: SaveContext, iteration: int) -> str | None:
-    """Remove what the retention rule gives up after the save of an iteration; return a warning where it cannot be."""
+    """Remove checkpoints according to the retention rule after a save; return a warning if that fails."""
     if target.is_leader:
         options = target.options
         retention = Retention(options.num_newest_kept, options.kept_multiple, target.kept, target.on_trial)
@@ -639,9 +639,9 @@ def apply_retention(target: SaveContext, iteration: int) -> str | None:
 
 
 def _results(task: BackgroundTask[Result], state: ParallelState) -> list[Result]:
-    """Return what every rank's task returned, in the order of the ranks, on the first rank; nothing on the others.
+    """Return the results of all ranks' tasks in rank order on the first rank; an empty list on the others.
 
     Raises:
-        MegatronError: a task failed for a reason that its rank can name; on every rank alike.
+        MegatronError: a task failed. Raised on every rank.
     """
     return gather_from_world(run_on_all_ranks(task.result, state.world), state)

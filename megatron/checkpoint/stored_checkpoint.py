@@ -47,14 +47,14 @@ def open_checkpoint(
     told: Mapping[str, Any] | None = None,
     base: Path | None = None,
 ) -> CheckpointSource:
-    """Open a folder that holds the files of one checkpoint, of any format; without ``verify`` checksums are ignored.
+    """Open a folder with the files of one checkpoint in any format; without ``verify`` checksums are ignored.
 
-    ``vocab_size`` is the number of tokens without padding, for a torch file that does not tell it; ``told`` is what a
-    torchtitan folder does not say of its model; ``base`` is the folder of the model that adapters of peft are of, where
-    it is not the one that they name.
+    ``vocab_size`` is the number of tokens without padding, for a torch file that does not record it. ``told`` are the
+    model settings that a torchtitan folder does not record. ``base`` is the base model's folder for PEFT adapters, by
+    default the one that they name.
 
     Raises:
-        CheckpointError: there is no checkpoint in it, or it is damaged.
+        CheckpointError: the folder has no checkpoint, or it is damaged.
     """
     folder = as_path(folder)
     found = detect_format(folder)
@@ -84,19 +84,19 @@ def _checked(source: MegatronTorchSource | TorchDistSource | TorchtitanSource, v
 
 
 class StoredCheckpoint(Protocol):
-    """Offer a checkpoint to a run that loads it; every rank holds one of the same folder."""
+    """Checkpoint opened by a run to load it; every rank opens the same folder."""
 
     @property
     def index(self) -> CheckpointIndex:
-        """Return what the checkpoint holds: names, shapes and dtypes of tensors, and what all ranks share."""
+        """Return the checkpoint's index: names, shapes and dtypes of tensors, and the state that all ranks share."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Return what the checkpoint records of its run's configuration; other fields are unknown."""
+        """Return the recorded fields of the run's configuration."""
 
     @property
     def version(self) -> float:
-        """Return the checkpoint_version of Megatron's files in which rows have the order that they have here."""
+        """Return the ``checkpoint_version`` of Megatron-LM's files that corresponds to the order of QKV rows."""
         ...
 
     def load(
@@ -112,7 +112,7 @@ class StoredCheckpoint(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class NativeCheckpoint:
-    """Offer a folder of the native format."""
+    """Folder of the native format, opened by a run."""
 
     folder: Path
     index: CheckpointIndex
@@ -121,7 +121,7 @@ class NativeCheckpoint:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Return the configuration of the run that saved it."""
+        """Return the configuration of the run that saved the checkpoint."""
         return with_current_fields(self.index.common["config"])
 
     @property
@@ -142,20 +142,20 @@ class NativeCheckpoint:
 
 
 def is_release(folder: Path) -> bool:
-    """Return whether a folder holds a model and no run that could go on."""
+    """Return whether a folder holds only a model, from which no run can resume."""
     return folder.name == RELEASE or detect_format(folder) in ("hf", "peft", "torchtitan")
 
 
 def open_stored(
     folder: Path, state: ParallelState, verify: bool = True, model: Mapping[str, Any] | None = None
 ) -> StoredCheckpoint:
-    """Open a folder of any format, collectively.
+    """Open a folder of any format; collective.
 
-    ``model`` is the run's configuration of it: files of Megatron hold padding beside the vocabulary and do not say how
-    much, and the oldest say nothing but shapes.
+    ``model`` is the run's model configuration. It is needed for Megatron-LM's files, which contain vocabulary padding
+    without recording its size, and the oldest of which record nothing but shapes.
 
     Raises:
-        CheckpointError: it is damaged, or not a checkpoint that can be loaded. On every rank alike.
+        CheckpointError: the checkpoint is damaged, or cannot be loaded. Raised on every rank.
     """
     found = detect_format(folder)
     refuse_objects(folder, found)
@@ -176,7 +176,7 @@ def _open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:
     """Open a Hugging Face folder on every rank.
 
     Raises:
-        InputError: it lacks files, or is of a model that is not supported. On every rank alike.
+        InputError: the folder lacks files, or the model is not supported. Raised on every rank.
     """
     return _offer_model(run_on_all_ranks(lambda: HuggingFaceSource(folder), state.world), state)
 
@@ -184,12 +184,12 @@ def _open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:
 def _open_torchtitan(
     folder: Path, state: ParallelState, verify: bool, model: Mapping[str, Any] | None
 ) -> SourceCheckpoint:
-    """Open a torchtitan folder on every rank, checked as by `open_torch_checkpoint`.
+    """Open a torchtitan folder on every rank, verified as in `open_torch_checkpoint`.
 
-    ``model`` is the run's configuration of it, which has what the files do not say.
+    ``model`` is the run's model configuration, which provides the settings that the files do not record.
 
     Raises:
-        CheckpointError: a file is damaged, or of another model. On every rank alike.
+        CheckpointError: a file is damaged, or holds another model. Raised on every rank.
     """
     source = run_on_all_ranks(lambda: TorchtitanSource(folder, model), state.world)
     if verify:
@@ -198,7 +198,7 @@ def _open_torchtitan(
 
 
 def _offer_model(source: CheckpointSource, state: ParallelState) -> SourceCheckpoint:
-    """Return a model that no run can go on from; its configuration is known as far as it makes the model."""
+    """Wrap a model from which no run can resume; only its model configuration is known."""
     model = source.common["config"]["model"]
     fields = [spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY]
     if model["lora_rank"]:

@@ -1,4 +1,4 @@
-"""Training progress: the values of a run, other than tensors, that change with its iterations."""
+"""Training progress: values of a run, other than tensors, that change with its iterations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class TrainProgress:
-    """Hold how far a run has come, as a checkpoint stores it: the data position is ``consumed_train_samples``.
+    """Training progress as stored in a checkpoint; the data position is ``consumed_train_samples``.
 
-    ``train_data`` records what was read of each data set (see `DataHistory`); None where nothing is known.
+    ``train_data`` records the position in each data set (see `DataHistory`), or is None if it is unknown.
     """
 
     iteration: int = 0
@@ -25,9 +25,9 @@ class TrainProgress:
 
 @dataclass
 class TrainState:
-    """Count what a run has done; saved in every checkpoint.
+    """Progress counters of a run, saved in every checkpoint.
 
-    ``iteration`` counts skipped iterations too; the operations are those of all ranks together.
+    ``iteration`` includes skipped iterations. The floating-point operations are summed over all ranks.
     """
 
     iteration: int = 0

@@ -73,7 +73,7 @@ def check_imbalance(imbalance: float | None, model: GPTConfig) -> None:
     Raises:
         ConfigurationError: the model has no experts.
     """
-    if imbalance is not None and model.num_experts is None:
+    if imbalance is not None and model.moe.num_experts is None:
         raise ConfigurationError(
             f"--expert-imbalance {imbalance:g} has no effect on a model without experts; leave it out, or give "
             "--num-experts"

@@ -70,7 +70,7 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     gpu = find_gpu(arguments.gpu)
     parsed = resolve_arguments(training_flags, arguments.world_size, needs_files=False)
     config = with_known_vocabulary(parsed.config)
-    if config.model.fp8_format is not None and not gpu.float8_flops:
+    if config.model.fp8.fp8_format is not None and not gpu.float8_flops:
         able = ", ".join(sorted(name for name, each in GPUS.items() if each.float8_flops))
         raise ConfigurationError(f"--gpu {arguments.gpu} has no products in fp8; use one of {able}, or leave fp8 out")
     for note in parsed.notes:

@@ -34,7 +34,7 @@ from megatron.config.megatron_flags import (
 from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint, unused_tokenizer_flags
 from megatron.config.run_config import CheckpointConfig, RunConfig, command_line_fields, config_parts
 from megatron.core.broken_pipe import reader_may_leave
-from megatron.core.config_base import FieldSpec, field_docs, field_specs
+from megatron.core.config_base import FieldSpec, field_docs, field_specs, from_fields
 from megatron.core.errors import ConfigurationError, InputError
 
 _PRINTED = (
@@ -433,5 +433,5 @@ def _build_config(values: Mapping[str, Any], broken: frozenset[str], world_size:
                 arguments[spec.name] = values[spec.name]
             elif spec.is_required and spec.name in broken:
                 arguments[spec.name] = 1
-        parts[part] = config_class(**arguments)
+        parts[part] = from_fields(config_class, **arguments)
     return RunConfig(world_size=world_size, **parts)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.config.run_config import RunConfig, config_parts
-from megatron.core.config_base import FieldSpec, field_docs, field_specs
+from megatron.core.config_base import FieldSpec, field_docs, field_specs, field_value
 
 _DOTS_END = 48
 
@@ -73,7 +73,7 @@ def format_config(config: RunConfig, heading: Sequence[str] = (), with_help: boo
         docs, values = field_docs(config_class), getattr(config, part)
         lines += ["", f"[{part}]"]
         for spec in specs:
-            lines += _entry(spec, getattr(values, spec.name), docs[spec.name] if with_help else None)
+            lines += _entry(spec, field_value(values, spec.name), docs[spec.name] if with_help else None)
     return "\n".join([*lines, ""])
 
 

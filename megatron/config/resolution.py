@@ -17,9 +17,9 @@ from megatron.config.run_config import (
     read_per_split_lists,
 )
 from megatron.core.batch_size_rampup import read_batch_size_schedule
-from megatron.core.config_base import FieldSpec, field_specs
+from megatron.core.config_base import FieldSpec, field_specs, field_value, with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.model_parallel_config import Float8Config
+from megatron.core.model_parallel_config import Fp8Config
 from megatron.core.object_store import as_path
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import read_overlap_methods
@@ -51,7 +51,7 @@ def float8_speed_line(recipe: str) -> str | None:
 
 def float8_notes(config: RunConfig) -> Iterator[str]:
     """Yield the line of the recipe that a run takes."""
-    line = None if config.model.fp8_format is None else float8_speed_line(config.model.fp8_recipe)
+    line = None if config.model.fp8.fp8_format is None else float8_speed_line(config.model.fp8.fp8_recipe)
     if line is not None:
         yield line
 
@@ -144,7 +144,7 @@ _IDLE = (
     ),
     _Idle(
         ("rope_type",),
-        lambda config: not config.model.multi_latent_attention and not config.model.stretches_positions,
+        lambda config: not config.model.mla.multi_latent_attention and not config.model.stretches_positions,
         "without --multi-latent-attention, but for yarn with a --rotary-scaling-factor other than 1",
     ),
     _Idle(
@@ -152,27 +152,27 @@ _IDLE = (
             *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
             "yarn_correction_range_round_to_int",
         ),
-        lambda config: config.model.multi_latent_attention and not config.model.stretches_positions,
+        lambda config: config.model.mla.multi_latent_attention and not config.model.stretches_positions,
         "without positions that YaRN stretches: --rope-type yarn and a --rotary-scaling-factor other than 1",
     ),
     _Idle(
         ("rotary_scaling_factor",),
         lambda config: (
-            config.model.multi_latent_attention
-            and config.model.rope_type == "rope"
-            and config.model.mscale_all_dim == 0.0
+            config.model.mla.multi_latent_attention
+            and config.model.rope.rope_type == "rope"
+            and config.model.rope.mscale_all_dim == 0.0
         ),
         "with --rope-type rope and --mscale-all-dim 0.0",
     ),
     _Idle(
         ("mscale_all_dim",),
-        lambda config: config.model.multi_latent_attention and config.model.rotary_scaling_factor <= 1.0,
+        lambda config: config.model.mla.multi_latent_attention and config.model.rope.rotary_scaling_factor <= 1.0,
         "with a --rotary-scaling-factor of 1.0 or less",
     ),
     _Idle(
         ("kv_channels",),
         lambda config: (
-            config.model.multi_latent_attention
+            config.model.mla.multi_latent_attention
             and config.model.kv_channels != config.model.hidden_size // max(config.model.num_attention_heads, 1)
         ),
         "with --multi-latent-attention: --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the widths of a head",
@@ -487,12 +487,12 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
             f"--recompute-num-layers {model.recompute_num_layers} has no effect without --recompute-granularity full"
         )
         model = dataclasses.replace(model, recompute_num_layers=None)
-    if model.num_experts is not None and model.moe_token_dispatcher_type == "flex":
+    if model.moe.num_experts is not None and model.moe.moe_token_dispatcher_type == "flex":
         notes.append(
             "--moe-token-dispatcher-type flex: neither DeepEP nor HybridEP is used here; tokens travel by alltoall, "
             "with the same results"
         )
-        model = dataclasses.replace(model, moe_token_dispatcher_type="alltoall")
+        model = with_fields(model, moe_token_dispatcher_type="alltoall")
     return dataclasses.replace(config, model=model)
 
 
@@ -505,7 +505,7 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
         missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
         notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
         return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
-    if model.fp8_format is not None:
+    if model.fp8.fp8_format is not None:
         notes.append("--tp-comm-overlap has an effect on layers in 16 bits only: fp8 products have no chunks")
     if model.tp_comm_overlap_cfg is None:
         return config
@@ -546,7 +546,7 @@ def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
         reason = reasons.get(spec.name)
         if reason and value != spec.default:
             notes.append(f"{spec.typed(value)} has no effect {reason}")
-            model = dataclasses.replace(model, **{spec.name: spec.default})
+            model = with_fields(model, **{spec.name: spec.default})
     return dataclasses.replace(config, model=model)
 
 
@@ -625,7 +625,7 @@ def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     elif ddp.overlap_param_gather:
         notes.append("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off")
         ddp = dataclasses.replace(ddp, overlap_param_gather=False)
-    if config.model.fp8_param_gather and config.parallel_sizes.num_replicas == 1:
+    if config.model.fp8.fp8_param_gather and config.parallel_sizes.num_replicas == 1:
         notes.append("--fp8-param-gather has no effect with one data-parallel rank: nothing is gathered")
     return dataclasses.replace(config, ddp=ddp)
 
@@ -636,8 +636,9 @@ def _resolve_graphs(config: RunConfig, notes: list[str]) -> RunConfig:
     The first step of delayed scaling has no amax yet. Its scales are in other memory, so that Triton compiles other
     variants of the cast than for later steps. CUDA compiles no kernel during a capture.
     """
-    steps, is_delayed = config.training.cuda_graph_warmup_steps, config.model.fp8_recipe == "delayed"
-    if config.training.cuda_graph_impl != "local" or config.model.fp8_format is None or not is_delayed or steps >= 2:
+    steps, fp8 = config.training.cuda_graph_warmup_steps, config.model.fp8
+    is_delayed = fp8.fp8_format is not None and fp8.fp8_recipe == "delayed"
+    if config.training.cuda_graph_impl != "local" or not is_delayed or steps >= 2:
         return config
     notes.append(f"--cuda-graph-warmup-steps {steps} is too small for --fp8-recipe delayed: the run uses 2")
     return dataclasses.replace(config, training=dataclasses.replace(config.training, cuda_graph_warmup_steps=2))
@@ -655,13 +656,13 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
 
 
 def _float8_notes(config: RunConfig) -> list[str]:
-    if config.model.fp8_format is not None:
+    if config.model.fp8.fp8_format is not None:
         return []
-    specs = {spec.name: spec for spec in field_specs(Float8Config)}
+    specs = {spec.name: spec for spec in field_specs(Fp8Config)}
     wanted = specs["fp8_format"]
-    given = [spec for spec in specs.values() if getattr(config.model, spec.name) != spec.default]
+    given = [spec for spec in specs.values() if field_value(config.model, spec.name) != spec.default]
     return [
-        f"{spec.typed(getattr(config.model, spec.name))} has no effect without {wanted.typed(wanted.metavar)}"
+        f"{spec.typed(field_value(config.model, spec.name))} has no effect without {wanted.typed(wanted.metavar)}"
         for spec in given
         if spec.options.needs is None
     ]

@@ -21,6 +21,7 @@ from megatron.core.config_base import (
     config_from_dict,
     config_to_dict,
     field_specs,
+    field_value,
     flag,
     idle_with,
     idle_without,
@@ -901,12 +902,12 @@ class RunConfig:
         """Yield every field that a flag sets, with its value; or those alone of which this option says something."""
         parts = vars(self)
         for part, spec in command_line_fields(option):
-            yield spec, getattr(parts[part], spec.name)
+            yield spec, field_value(parts[part], spec.name)
 
     def flag(self, name: str) -> tuple[FieldSpec, Any] | None:
         """Return the field of this name and its value, None where no flag sets it."""
         part, spec = _fields_by_name(tuple(RunConfig.__annotations__.items())).get(name, ("", None))
-        return None if spec is None else (spec, getattr(vars(self)[part], name))
+        return None if spec is None else (spec, field_value(vars(self)[part], name))
 
     def to_dict(self) -> dict[str, Any]:
         return config_to_dict(self)

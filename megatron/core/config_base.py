@@ -1,4 +1,10 @@
-"""Frozen dataclasses whose fields are command-line flags: field metadata, documentation and JSON round trip."""
+"""Frozen dataclasses whose fields are command-line flags: field metadata, documentation and JSON round trip.
+
+A configuration class may nest groups of fields (`group`), which code reads as ``config.moe.num_experts``. Flags, files
+and messages use the name of the field alone, ``num_experts``: `field_specs`, `field_docs`, `config_to_dict` and
+`config_from_dict` list the fields of groups like all others, and `field_value`, `with_fields` and `from_fields` read
+and set them by name.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -19,6 +25,7 @@ from megatron.core.errors import ConfigurationError
 ConfigType = TypeVar("ConfigType")
 
 _METADATA_KEY = "flag"
+_GROUP_KEY = "group"
 
 Role = Literal["weights", "shape", "meaning", "recipe", "layout", "run", "output"]
 """Role of a field, which decides how a configuration is compared, recorded and restored.
@@ -107,6 +114,9 @@ class FlagOptions:
 
     ``in_args`` are the field's names in the ``args`` of Megatron-LM checkpoints: the first name that exists is read,
     and all are written. True stands for the field's own name, and None for the default of its class.
+
+    Fields are listed in the order of their declaration, except that groups, and fields with ``listed_first``, precede
+    inherited fields.
     """
 
     role: Role | None = None
@@ -128,11 +138,21 @@ class FlagOptions:
     idle: Idle | None = None
     seen_as: str | None = None
     in_args: tuple[str, ...] | bool | None = None
+    listed_first: bool = False
 
 
 def flag(default: Any = dataclasses.MISSING, **options: Any) -> Any:
     """Declare a configuration field with its default, if it has one, and its `FlagOptions`."""
     return dataclasses.field(default=default, metadata={_METADATA_KEY: FlagOptions(**options)})
+
+
+def group(kind: type[Any]) -> Any:
+    """Declare a group of fields: a nested configuration whose fields are listed as those of the class that has it.
+
+    Args:
+        kind: the class of the group. Each of its fields has a default, and none is a group.
+    """
+    return dataclasses.field(default=kind(), metadata={_GROUP_KEY: kind})
 
 
 class Config:
@@ -155,6 +175,8 @@ class Config:
         for name in inspect.get_annotations(cls):
             declared = cls.__dict__.get(name, dataclasses.MISSING)
             field = declared if isinstance(declared, dataclasses.Field) else flag(declared)
+            if _GROUP_KEY in field.metadata:
+                continue
             options: FlagOptions = field.metadata.get(_METADATA_KEY, FlagOptions())
             own_role, names = options.role or role, in_args if options.in_args is None else options.in_args
             if own_role not in typing.get_args(Role):
@@ -241,12 +263,53 @@ def _item_type(annotation: Any) -> tuple[type, bool, bool]:
     return annotation, is_optional, is_sequence
 
 
+def _fields_in_order(config_class: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields and groups of a configuration class in the order in which they are listed."""
+
+    def is_listed_later(field: dataclasses.Field[Any]) -> bool:
+        options: FlagOptions = field.metadata.get(_METADATA_KEY, FlagOptions())
+        return _GROUP_KEY not in field.metadata and not options.listed_first
+
+    return sorted(dataclasses.fields(config_class), key=is_listed_later)
+
+
+def _flat_fields(config_class: type) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
+    """Yield every field with the class that has it, the class itself or a group, in the order of the list."""
+    for field in _fields_in_order(config_class):
+        if _GROUP_KEY in field.metadata:
+            yield from _flat_fields(field.metadata[_GROUP_KEY])
+        else:
+            yield config_class, field
+
+
+def _flat_hints(config_class: type) -> dict[str, Any]:
+    """Return the type of every field, by name."""
+    hints = typing.get_type_hints(config_class)
+    for kind in {owner for owner, _ in _flat_fields(config_class)} - {config_class}:
+        hints |= typing.get_type_hints(kind)
+    return hints
+
+
+@functools.cache
+def _group_names(config_class: type) -> Mapping[str, str]:
+    """Return the name of the group of each field that is in a group, by the name of the field."""
+    return {
+        inner.name: outer.name
+        for outer in dataclasses.fields(config_class)
+        if _GROUP_KEY in outer.metadata
+        for inner in dataclasses.fields(outer.metadata[_GROUP_KEY])
+    }
+
+
 @functools.cache
 def field_specs(config_class: type) -> tuple[FieldSpec, ...]:
-    """Return the description of every field of a configuration class, inherited ones first."""
-    hints = typing.get_type_hints(config_class)
+    """Return the description of every field of a configuration class, inherited ones first.
+
+    The fields of a group are listed at its place, see `FlagOptions` for the order.
+    """
+    hints = _flat_hints(config_class)
     specs = []
-    for field in dataclasses.fields(config_class):
+    for owner, field in _flat_fields(config_class):
         item_type, is_optional, is_sequence = _item_type(hints[field.name])
         options: FlagOptions = field.metadata[_METADATA_KEY]
         is_required = field.default is dataclasses.MISSING
@@ -257,7 +320,7 @@ def field_specs(config_class: type) -> tuple[FieldSpec, ...]:
         specs.append(
             FieldSpec(
                 name=field.name,
-                owner=_owner(config_class, field.name),
+                owner=_owner(owner, field.name),
                 item_type=item_type,
                 is_optional=is_optional,
                 is_sequence=is_sequence,
@@ -267,6 +330,62 @@ def field_specs(config_class: type) -> tuple[FieldSpec, ...]:
             )
         )
     return tuple(specs)
+
+
+def field_value(config: Any, name: str) -> Any:
+    """Return the value of a field, in a group or not, by its name.
+
+    Args:
+        config: the configuration.
+        name: the field, or any other attribute of the configuration.
+
+    Raises:
+        AttributeError: there is no such field or attribute.
+    """
+    config_class: type = type(config)
+    group_name = _group_names(config_class).get(name)
+    return getattr(config if group_name is None else getattr(config, group_name), name)
+
+
+def with_fields(config: ConfigType, **changes: Any) -> ConfigType:
+    """Return a copy of a configuration with other values in some fields, like `dataclasses.replace`.
+
+    Args:
+        config: the configuration, which stays as it is.
+        changes: the new values by the names of the fields, in groups or not.
+
+    Raises:
+        TypeError: there is no such field.
+    """
+    plain, of_groups = _by_group(type(config), changes)
+    groups = {name: dataclasses.replace(getattr(config, name), **values) for name, values in of_groups.items()}
+    return dataclasses.replace(config, **plain, **groups)  # type: ignore[type-var]
+
+
+def from_fields(config_class: type[ConfigType], **values: Any) -> ConfigType:
+    """Build a configuration from the values of its fields, in groups or not.
+
+    Args:
+        config_class: the class of the configuration.
+        values: the values by the names of the fields; each absent field takes its default.
+
+    Raises:
+        TypeError: there is no such field, or a required one is missing.
+    """
+    plain, of_groups = _by_group(config_class, values)
+    groups = {name: type(getattr(config_class, name))(**given) for name, given in of_groups.items()}
+    return config_class(**plain, **groups)
+
+
+def _by_group(config_class: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Split values by field into those of fields in no group, and those of each group by its name."""
+    names = _group_names(config_class)
+    plain: dict[str, Any] = {}
+    of_groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        given = of_groups.setdefault(names[name], {}) if name in names else plain
+        given[name] = value
+    return plain, of_groups
 
 
 def _owner(config_class: type, name: str) -> str:
@@ -287,6 +406,9 @@ def field_docs(config_class: type) -> Mapping[str, str]:
     for ancestor in reversed(config_class.__mro__):
         if dataclasses.is_dataclass(ancestor):
             docs.update(_class_docs(ancestor))
+            for field in dataclasses.fields(ancestor):
+                if _GROUP_KEY in field.metadata:
+                    docs.update(field_docs(field.metadata[_GROUP_KEY]))
     return docs
 
 
@@ -307,11 +429,16 @@ def _class_docs(config_class: type) -> dict[str, str]:
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Turn a configuration (nested dataclasses of plain values) into JSON-ready dicts and lists."""
+    """Turn a configuration (nested dataclasses of plain values) into JSON-ready dicts and lists.
+
+    A dataclass becomes a dictionary of its own, except that the fields of a group are among those of its class.
+    """
     result: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
+    for field in _fields_in_order(type(config)):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if _GROUP_KEY in field.metadata:
+            result |= config_to_dict(value)
+        elif dataclasses.is_dataclass(value):
             result[field.name] = config_to_dict(value)
         else:
             result[field.name] = list(value) if isinstance(value, tuple) else value
@@ -354,8 +481,8 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
         problems.append(f"{where}: {values!r} is not an object")
         return None
     values = with_current_names(config_class, values)
-    hints = typing.get_type_hints(config_class)
-    fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    hints = _flat_hints(config_class)
+    fields = {field.name: field for _, field in _flat_fields(config_class)}
     retired = config_class.retired if issubclass(config_class, Config) else ()
     before = len(problems)
     problems.extend(f"{where}: unknown field {name}" for name in values if name not in {*fields, *retired})
@@ -371,14 +498,14 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
             arguments[name] = _plain_value(hints[name], values[name], f"{where}.{name}", problems)
             if issubclass(config_class, Config):
                 problems.extend(_excesses(config_class, name, arguments[name], f"{where}.{name}"))
-    return config_class(**arguments) if len(problems) == before else None
+    return from_fields(config_class, **arguments) if len(problems) == before else None
 
 
 def excesses(config: Any) -> list[str]:
     """Return an error message for each number of a configuration that is too large for its field."""
-    kind: type[Any] = type(config)
-    names = [field.name for field in dataclasses.fields(kind)]
-    return [problem for name in names for problem in _excesses(kind, name, getattr(config, name), name)]
+    kind: type = type(config)
+    names = [spec.name for spec in field_specs(kind)]
+    return [problem for name in names for problem in _excesses(kind, name, field_value(config, name), name)]
 
 
 def _excesses(config_class: type, name: str, value: Any, where: str) -> list[str]:

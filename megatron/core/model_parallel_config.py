@@ -373,7 +373,7 @@ _DELAYED = ("fp8_recipe", "delayed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8Config(Config, role="run", in_args=False):
+class Fp8Config(Config, role="run", in_args=False):
     """FP8 options; FP8 is off without ``fp8_format``. Every scale is a power of two."""
 
     fp8_format: str | None = flag(None, choices=("hybrid", "e4m3"))

@@ -1,4 +1,4 @@
-"""A model measured: the tasks of lm-evaluation-harness, and the perplexity of texts."""
+"""Model evaluation: the tasks of lm-evaluation-harness, and the perplexity of texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of this project as lm-evaluation-harness asks one: for likelihoods, and for text until a stop."""
+"""Adapter that lets lm-evaluation-harness request log-likelihoods and generated text from a model of this project."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron.core.inference import SamplingConfig, Score, ScoredRow
 from megatron.evaluation.model_ranks import ModelRanks, TextEncoding, TextQuestion
 
 MAX_NEW_TOKENS = 256
-"""Tokens of an answer where a task does not say how many; those of the package's own models."""
+"""Default number of generated tokens if a task sets none, the same as in the harness's own models."""
 _TAKEN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 ChatForm = Callable[[Sequence[dict[str, str]]], str]
 
 
 class HarnessModel(TemplateLM):
-    """Answer the harness's requests; only the first rank has one.
+    """Model interface of lm-evaluation-harness; only the first rank has an instance.
 
-    ``max_length`` is how many tokens the model looks at at once: longer contexts lose their beginning. ``form`` writes
-    conversations, and is None where they are none.
+    ``max_length`` is the context length of the model: longer contexts are truncated on the left. ``form`` renders chat
+    conversations, and is None if the model has no chat template.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Give the tokenizer's kind, by which requests with a chat template are told apart."""
+        """Return the tokenizer's kind, which the harness uses to distinguish requests with a chat template."""
         return self._encoding.tokenizer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self._encoding.encode(string, with_leading=add_special_tokens is not False)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the name of the template that conversations are written with."""
+        """Return the name of the chat template, or an empty string if there is none."""
         return "" if self._form is None else "own"
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation, as the model's answer follows it.
+        """Render a conversation as the prompt of the model's next message.
 
         Raises:
-            InputError: there is no template, or an answer is to go on from its middle.
+            InputError: there is no template, or the harness asks to continue a partial message.
         """
         if self._form is None or not add_generation_prompt:
             what = (
@@ -71,12 +71,12 @@ class HarnessModel(TemplateLM):
         return self._form(chat_history)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return how likely each continuation is behind its context, and whether it is the likeliest."""
+        """Return the log-likelihood of each continuation and whether it is the greedy continuation of its context."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return how likely each text is, seen through windows of ``max_length``."""
+        """Return the log-likelihood of each text, computed over rolling windows of ``max_length`` tokens."""
         windows: list[tuple[int, ScoredRow]] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what follows each context, up to the first of the task's stops."""
+        """Generate a continuation of each context, up to the first of the task's stop strings."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         rows = [self._row(context, scored) for _, context, scored in requests]
-        # Choices of one letter each, and their like, come several times.
+        # Tasks often repeat the same row, such as answer choices of one letter.
         different = list(dict.fromkeys(rows))
         scores: dict[ScoredRow, Score] = dict(zip(different, self._ranks.score(different), strict=True))
         return [(scores[row].log_probability, scores[row].is_greedy) for row in rows]

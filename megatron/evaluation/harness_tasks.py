@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: loaded by their names or from files of the user's, and run on a model."""
+"""Tasks of lm-evaluation-harness: loaded by name or from the user's files, and run on a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron.core.errors import InputError, MegatronError
 
 PACKAGE = "lm_eval"
 _SEED = 1234
-# What the package fails with where a task's file does not fit its data.
+# Exceptions that the package raises if a task's file does not match its data.
 _OF_FILES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 _MOST_SHOWN = 400
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskChoice:
-    """Hold which tasks, by name or file; a folder with further ones; and how many examples precede and are asked."""
+    """Tasks to run: names or files, a folder of further tasks, and the numbers of few-shot and evaluated examples."""
 
     names: tuple[str, ...]
     include_path: str | None = None
@@ -34,10 +34,10 @@ class TaskChoice:
 
 
 def check_package(flag: str) -> None:
-    """See whether the package is there, without importing it.
+    """Check that the package lm-eval is installed, without importing it.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not installed.
     """
     if importlib.util.find_spec(PACKAGE) is None:
         raise InputError(
@@ -47,12 +47,12 @@ def check_package(flag: str) -> None:
 
 
 class HarnessTasks:
-    """Hold loaded tasks; ``names`` are those of what was found, groups taken apart.
+    """Loaded tasks; ``names`` lists the single tasks, with groups expanded.
 
-    Within a run (``in_run``) the package's own progress bars are drawn nowhere.
+    During a training run (``in_run``) the package's own progress bars are suppressed.
 
     Raises:
-        InputError: the package is missing, or a task cannot be found or loaded; its data set may not be here.
+        InputError: the package is missing, or a task cannot be found or loaded, for example without its data set.
     """
 
     def __init__(self, choice: TaskChoice, in_run: bool = False) -> None:
@@ -78,10 +78,12 @@ class HarnessTasks:
         self.names = tuple(self._loaded["tasks"])
 
     def run(self, model: Any, with_samples: bool = False, with_errors: bool = True) -> dict[str, Any]:
-        """Return the harness's results of a `HarnessModel`; standard errors of some metrics take a while.
+        """Run the tasks on a `HarnessModel` and return the harness's results.
+
+        Standard errors (``with_errors``) are bootstrapped for some metrics, which takes a while.
 
         Raises:
-            InputError: a task's files do not fit its data, or its requests the model.
+            InputError: a task's files do not match its data, or the model cannot serve its requests.
         """
         from lm_eval.evaluator import evaluate
 
@@ -108,7 +110,7 @@ class HarnessTasks:
 
 
 def table_of(results: Mapping[str, Any]) -> str:
-    """Return the results as the harness's own table."""
+    """Format the results as the harness's own table."""
     from lm_eval.utils import make_table
 
     tables = [make_table(results)]
@@ -118,7 +120,7 @@ def table_of(results: Mapping[str, Any]) -> str:
 
 
 def figures_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the figures of each task by the name of the metric; ``acc,none`` is ``acc``."""
+    """Return the metrics of each task by name; ``acc,none`` becomes ``acc``."""
     figures: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         own = figures.setdefault(task, {})
@@ -130,7 +132,9 @@ def figures_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _manager(choice: TaskChoice) -> Any:
-    """Return what knows the tasks; the package's own, which are thousands of files, only where one is asked for."""
+    """Create the package's task manager.
+
+    It indexes the thousands of task files of the package only if a requested task is not among the user's own."""
     from lm_eval.tasks import TaskManager
 
     if choice.include_path is not None or all(Path(name).is_file() for name in choice.names):
@@ -141,7 +145,7 @@ def _manager(choice: TaskChoice) -> Any:
 
 
 def _set_examples(task: Any, num_fewshot: int | None) -> None:
-    """Set how many solved examples precede a question; a task that allows none stays with none."""
+    """Set the number of few-shot examples of a task; a task that allows none keeps none."""
     own = task.get_config("num_fewshot")
     if own is None or (num_fewshot is not None and own != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -162,7 +166,7 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _kept_random() -> Iterator[None]:
-    """Leave the random states of Python and of NumPy as they are found."""
+    """Restore the random states of Python and NumPy afterwards."""
     own, arrays = random.getstate(), np.random.get_state()
     try:
         yield
@@ -173,7 +177,7 @@ def _kept_random() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(in_run: bool) -> Iterator[None]:
-    """Keep the packages' progress bars out of files, pipes and runs; what else they say comes at the end."""
+    """Suppress progress bars in files, pipes and training runs, and print the packages' other output at the end."""
     if sys.stderr is None or (sys.stderr.isatty() and not in_run):
         yield
         return

@@ -1,7 +1,7 @@
 """Score and continue texts with one model over several processes.
 
-The first rank runs the program that asks the questions; the other ranks wait for them. Replicas of the model share
-the questions. Texts are encoded as the tokenizer's own files say.
+The first rank runs the program that sends the questions, and the other ranks wait for them. Replicas of the model split
+the questions. Texts are encoded as the tokenizer's own files specify.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from megatron.core.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 
 class TextEncoding:
-    """Encode texts for a measurement, as the package transformers would with the same files.
+    """Tokenizer for evaluation that encodes texts as the package transformers does with the same files.
 
-    ``prefix_id`` is what an empty context stands for: the token that begins a text, or else the one that ends a
-    document.
+    ``prefix_id`` is the token that represents an empty context: the BOS token, or without one the EOS token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        leading = tokenizer.tokenize("")  # of Llama2Tokenizer, which always puts a token in front
+        leading = tokenizer.tokenize("")  # of Llama2Tokenizer, which always adds a BOS token
         self._own = len(leading)
         begin: int | None = leading[0] if leading else None
         if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -46,7 +45,7 @@ class TextEncoding:
 
     @property
     def end_id(self) -> int:
-        """Give the token that ends a document.
+        """Return the token that ends a document.
 
         Raises:
             InputError: the tokenizer has none.
@@ -55,7 +54,7 @@ class TextEncoding:
 
     @property
     def first_id(self) -> int:
-        """Give ``prefix_id``.
+        """Return ``prefix_id``.
 
         Raises:
             InputError: the tokenizer has no such token.
@@ -63,14 +62,14 @@ class TextEncoding:
         return self._known(self.prefix_id)
 
     def encode(self, text: str, with_leading: bool = True) -> list[int]:
-        """Return a text's tokens; what stands in front of it is not put there a second time."""
+        """Tokenize a text; a leading BOS that the text already contains is not added again."""
         ids = self.tokenizer.tokenize(text)[self._own :]
         if not with_leading or (self._begin_text and text.startswith(self._begin_text)):
             return ids
         return [*self._leading, *ids]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens that a model has made, special ones left out where the tokenizer knows them."""
+        """Detokenize generated tokens, without special tokens if the tokenizer knows which they are."""
         if isinstance(self.tokenizer, HuggingFaceTokenizer):
             return self.tokenizer.plain_text(ids)
         return self.tokenizer.detokenize(ids)
@@ -86,12 +85,12 @@ class TextEncoding:
 
 Result = TypeVar("Result")
 Show = Callable[[str, int, int], None]
-"""(what is done, how much of it, of how much): told of what gets done."""
+"""Progress callback: (activity, number done, total)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextQuestion:
-    """Hold prompts that are to be continued until one of the texts ``until`` comes, or their document ends."""
+    """Prompts to continue until one of the stop strings ``until`` or the end of the document."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: int
@@ -101,22 +100,23 @@ class TextQuestion:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreQuestion:
-    """Hold rows that are to be scored."""
+    """Rows to score."""
 
     rows: tuple[ScoredRow, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """Say that no more questions come, and why where that is an error."""
+    """End of the questions, with the error that caused it if there was one."""
 
     error: MegatronError | None = None
 
 
 class ModelRanks:
-    """Answer questions with one model, on every rank of ``world``; ``copies`` are those that hold the same part of it.
+    """Answer scoring and generation questions with one model on every rank of ``world``.
 
-    ``max_batch_size`` rows run together on a copy. ``tick`` is called whenever something has got done, on every rank.
+    ``copies`` is the data-parallel group of ranks with the same model shard. Each replica runs ``max_batch_size`` rows
+    together. ``tick`` is called on every rank whenever there is progress.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class ModelRanks:
         self._show = show
 
     def lead(self, drive: Callable[[], Result]) -> Result | None:
-        """Return what ``drive`` returns, which the first rank alone calls; it may ask this object's questions.
+        """Call ``drive`` on the first rank and return its result; ``drive`` may ask this object's questions.
 
         Raises:
-            MegatronError: what ``drive`` raises, on every rank.
-            TrainingError: ``drive`` fails with another error; the first rank raises that one.
+            MegatronError: ``drive`` raised it; every rank raises it again.
+            TrainingError: ``drive`` failed with another error, which the first rank raises unchanged.
         """
         if not self._world.is_first:
             self._follow()
@@ -159,7 +159,7 @@ class ModelRanks:
         return result
 
     def score(self, rows: Sequence[ScoredRow]) -> list[Score]:
-        """Return the scores of rows; the first rank asks.
+        """Score rows; only the first rank calls this.
 
         Raises:
             InputError: a row cannot be scored, or the model's logits are not finite.
@@ -167,7 +167,7 @@ class ModelRanks:
         return self._ask(ScoreQuestion(tuple(rows)))
 
     def continue_texts(self, question: TextQuestion) -> list[str]:
-        """Return what follows each prompt, up to the first text that ends it; the first rank asks.
+        """Generate a continuation of each prompt up to its first stop string; only the first rank calls this.
 
         Raises:
             InputError: a prompt cannot be continued, or the model's logits are not finite.
@@ -191,7 +191,7 @@ class ModelRanks:
             self._answer(question)
 
     def _answer(self, question: ScoreQuestion | TextQuestion) -> list[Any] | InputError:
-        """Return the answers to all of a question, of which each copy of the model has found its part."""
+        """Return all answers to a question, gathered from the replicas that each computed a part."""
         size, place = self._copies.size, self._copies.rank
         part: list[Any] | InputError
         try:
@@ -222,7 +222,7 @@ class ModelRanks:
 
     def _texts(self, question: TextQuestion) -> list[str]:
         texts = [""] * len(question.prompts)
-        # All of a batch run together: what has no token has then come to its end.
+        # All rows of a batch run together, so a row without a new token has ended.
         at_once = min(self._max_batch_size, self._engine.max_batch_size)
         done = 0
         for numbers in batches_of_like_length(question.prompts, at_once):
@@ -238,7 +238,7 @@ class ModelRanks:
             try:
                 self._engine.generate(request, on_token=running.add, is_cancelled=running.have_ended)
             except GenerationCancelled:
-                self._tick()  # Every text has come to its end.
+                self._tick()  # Every text has ended.
             for number, text in zip(numbers, running.texts(), strict=True):
                 texts[number] = text
             done += len(numbers)
@@ -247,7 +247,7 @@ class ModelRanks:
 
 
 class _RunningTexts:
-    """Hold texts that are being generated, each until one of some texts comes in it."""
+    """Texts being generated, each of which ends at its first stop string."""
 
     def __init__(self, encoding: TextEncoding, count: int, until: tuple[str, ...], tick: Callable[[], None]) -> None:
         self._encoding = encoding
@@ -257,7 +257,7 @@ class _RunningTexts:
         self._tick = tick
 
     def add(self, number: int, token: int) -> None:
-        """Take a token of one text."""
+        """Append a token to one text."""
         self._tick()
         self._tokens[number].append(token)
         if not self._has_stopped[number]:
@@ -265,7 +265,7 @@ class _RunningTexts:
             self._has_stopped[number] = any(end in text for end in self._until)
 
     def have_ended(self) -> bool:
-        """Return whether no text need go on: one that got no token at the last step has ended by itself."""
+        """Return whether every text has ended, by a stop string or by getting no token at the last step."""
         longest = max(map(len, self._tokens))
         return longest > 0 and all(
             has_stopped or len(tokens) < longest
@@ -273,7 +273,7 @@ class _RunningTexts:
         )
 
     def texts(self) -> list[str]:
-        """Return each text up to the first that ends it."""
+        """Return each text up to its first stop string."""
         return [self._cut(self._encoding.decode(tokens)) for tokens in self._tokens]
 
     def _cut(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The perplexity of texts, each document by itself."""
+"""Perplexity of texts, computed per document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_LOSS = 700.0
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Hold a text and where it is from."""
+    """Text with the name of its source."""
 
     name: str
     text: str
@@ -28,7 +28,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class TextLikelihood:
-    """Hold how likely a text is: the natural logarithm of its probability, over its tokens and UTF-8 bytes."""
+    """Log-likelihood of a text (natural logarithm), with its numbers of tokens and UTF-8 bytes."""
 
     name: str
     num_tokens: int
@@ -37,17 +37,17 @@ class TextLikelihood:
 
     @property
     def perplexity(self) -> float:
-        """Give the perplexity of a token; infinite where it is too large for a number."""
+        """Return the perplexity per token, or infinity if it overflows."""
         loss = -self.log_likelihood / max(self.num_tokens, 1)
         return math.exp(loss) if loss < _LARGEST_LOSS else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """Give the bits of a byte of the text, which does not depend on the tokenizer."""
+        """Return the bits per byte of the text, a figure that does not depend on the tokenizer."""
         return -self.log_likelihood / math.log(2.0) / max(self.num_bytes, 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything for a line of JSON."""
+        """Return all fields and both derived figures, for a line of JSON."""
         return {
             "document": self.name,
             "tokens": self.num_tokens,
@@ -59,7 +59,7 @@ class TextLikelihood:
 
 
 def read_documents(paths: Sequence[str], key: str) -> Iterator[Document]:
-    """Yield the documents of files: of .jsonl each line's ``key``, any other file whole.
+    """Yield the documents of files: the ``key`` of each line of a .jsonl file, or the whole of any other file.
 
     Raises:
         InputError: a file cannot be read, or a line has no such text.
@@ -91,10 +91,10 @@ def _text_of(line: str, key: str, place: str) -> str:
 def measure_texts(
     ranks: ModelRanks, encoding: TextEncoding, documents: Sequence[Document], max_length: int
 ) -> Iterator[TextLikelihood]:
-    """Yield how likely each document is; the first rank asks.
+    """Yield the likelihood of each document; only the first rank calls this.
 
-    A document's tokens are predicted behind the token that begins a text, in windows of ``max_length`` that follow one
-    another: each but the first window begins with the last token of the one before. Its tokens do not see further back.
+    The context starts with the BOS token. A document is scored in consecutive windows of ``max_length`` tokens. Each
+    window after the first starts with the last token of the previous window, and its tokens attend no further back.
 
     Raises:
         InputError: the tokenizer has no such token, or the model's logits are not finite.
@@ -110,7 +110,7 @@ def measure_texts(
 
 
 def in_all(found: Sequence[TextLikelihood]) -> TextLikelihood:
-    """Return what the texts are together."""
+    """Return the combined likelihood of all texts."""
     return TextLikelihood(
         f"{len(found)} documents",
         sum(each.num_tokens for each in found),

@@ -227,7 +227,7 @@ class Bounds:
 def _shared(plan: Plan) -> Hashable:
     """Return what a plan and its base have in common, of that in which plans of a search differ."""
     sizes = plan.parallel_sizes
-    return sizes.tp, sizes.ep, sizes.etp, plan.model.fp8_format
+    return sizes.tp, sizes.ep, sizes.etp, plan.model.fp8.fp8_format
 
 
 def _base(plan: Plan, *, is_selective: bool) -> Plan:

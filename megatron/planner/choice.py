@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import RunConfig, without_flags
+from megatron.core.config_base import with_fields
 
 LAYOUT_FLAGS = (
     "--tensor-model-parallel-size",
@@ -133,7 +134,7 @@ class Choice:
                 "expert_tensor_parallel_size": 1 if self.tp > 1 else None,
                 "moe_token_dispatcher_type": "alltoall",
             }
-        model = dataclasses.replace(
+        model = with_fields(
             config.model,
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,

@@ -245,7 +245,7 @@ def _traces_of(
 def _add_global_loss(total: TrafficSum, here: StepRank, chunk: StageContents) -> None:
     """Add how many tokens each expert has on all data-parallel ranks."""
     model = here.config.model
-    if "global_aux_loss" not in model.moe_aux_losses:
+    if "global_aux_loss" not in model.moe.moe_aux_losses:
         return
     numbers = layer_numbers(model, chunk)
     _, num_again = recomputed_groups(model, len(chunk.layer_numbers))
@@ -253,8 +253,8 @@ def _add_global_loss(total: TrafficSum, here: StepRank, chunk: StageContents) ->
     forwards = sum(model.moe_layers[model.kind_of(number)] for number in [*numbers, *again])
     if "moe" in model.recomputed_modules:
         forwards *= 2
-    score = max(here.element, 8 if model.moe_router_dtype == "fp64" else 4)
-    total.add("all_reduce", DP, (model.num_experts or 0) * score, here.num_microbatches * forwards)
+    score = max(here.element, 8 if model.moe.moe_router_dtype == "fp64" else 4)
+    total.add("all_reduce", DP, (model.moe.num_experts or 0) * score, here.num_microbatches * forwards)
 
 
 def add_sends(total: TrafficSum, here: StepRank) -> None:
@@ -319,7 +319,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
     if config.training.calculate_per_token_loss:
         total.add("broadcast", PP, 8)
         total.add("all_reduce", DP_CP, 8)
-    sizes, num_further = here.sizes, config.model.mtp_depth
+    sizes, num_further = here.sizes, config.model.mtp.mtp_depth
     layers = sum(config.model.moe_layers) + num_further * config.model.moe_layers[-1]
     replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
     is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
@@ -328,15 +328,15 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
     total.add("all_reduce", WORLD if is_of_world else MODEL_PARALLEL, norms)
     if layers:
         # How many tokens each expert was given, and how many choices were dropped.
-        total.add("all_reduce", WORLD, 8 * layers * ((config.model.num_experts or 0) + 1))
+        total.add("all_reduce", WORLD, 8 * layers * ((config.model.moe.num_experts or 0) + 1))
     num_losses = bool(config.model.z_loss_coeff) + num_further
-    if config.model.num_experts is not None:
-        num_losses += len(config.model.moe_aux_losses) + bool(config.model.moe_z_loss_coeff)
+    if config.model.moe.num_experts is not None:
+        num_losses += len(config.model.moe.moe_aux_losses) + bool(config.model.moe.moe_z_loss_coeff)
     total.add("all_reduce", WORLD, 32 + 16 * num_losses)
     if config.faults.watches:
         # Whether every rank accepts the step.
         total.add("all_reduce", WORLD, 8)
-    if config.model.fp8_recipe == "delayed" and config.model.fp8_format is not None:
+    if config.model.fp8.fp8_recipe == "delayed" and config.model.fp8.fp8_format is not None:
         # The amax of each operand of each linear layer, and of each expert's two.
         places = config.model.float8_places
         total.add("all_reduce", WORLD, places.num_layers * places.num_places * 3 * 4)

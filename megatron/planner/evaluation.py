@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config_base import from_fields
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.model_parallel_config import ParallelSizes
@@ -356,7 +357,8 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
     again = recompute if recompute in ("selective", "full") else None
     more: dict[str, Any] = {name: shape.optional(name) for name in _LATENT_FIELDS if shape.values.get(name)}
     more |= {name: shape.text(name) for name in _TEXT_FIELDS if shape.values.get(name)}
-    return GPTConfig(
+    return from_fields(
+        GPTConfig,
         num_layers=shape.integer("num_layers", most=_MOST_LAYERS),
         hidden_size=hidden,
         num_attention_heads=heads,

@@ -44,7 +44,7 @@ def saved_by_transformer_engine(
     if model.recompute_granularity == "full":
         return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
-    is_float8 = model.is_in_float8(layer_number, model.num_layers)
+    is_float8 = model.fp8.is_in_float8(layer_number, model.num_layers)
     product_input = 1 if is_float8 else element
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
     feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
@@ -329,14 +329,14 @@ def num_launches(plan: Plan, implementation: Implementation, kind: LayerKind) ->
     if kind.in_float8 or implementation.loops_over_experts:
         # transformer-engine has a kernel of its own for each recipe.
         most = max(_CAST_LAUNCHES.values())
-        per_expert = _LOOP_LAUNCHES + kind.in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8_recipe, most)
+        per_expert = _LOOP_LAUNCHES + kind.in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8.fp8_recipe, most)
     return _LAUNCHES + _EXPERT_LAUNCHES + expert_layer(plan).num_local * per_expert
 
 
 def _feed_forward_width(plan: Plan, kind: LayerKind) -> int:
     """Return a rank's width of the feed-forward, or of the shared expert in a layer of experts."""
     model = plan.model
-    whole = (model.moe_shared_expert_intermediate_size or 0) if kind.has_experts else model.ffn_hidden_size
+    whole = (model.moe.moe_shared_expert_intermediate_size or 0) if kind.has_experts else model.ffn_hidden_size
     return whole // plan.parallel_sizes.tp
 
 
@@ -348,9 +348,9 @@ def _dense_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) ->
     ffn, gates = _feed_forward_width(plan, kind), 2 if model.is_gated else 1
     # Two norms (2 tensors forward, 3 backward) and two residual sums (3 each way).
     total = rows * h * _HALF * 2.0 * (2 + 3 + 3 + 3)
-    if model.multi_latent_attention:
-        heads, narrow = model.num_attention_heads // t, (model.q_lora_rank or 0) + model.kv_lora_rank
-        total += tokens * (heads + 1) * model.qk_pos_emb_head_dim * _ROTATION
+    if model.mla.multi_latent_attention:
+        heads, narrow = model.num_attention_heads // t, (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank
+        total += tokens * (heads + 1) * model.mla.qk_pos_emb_head_dim * _ROTATION
         total += rows * narrow * _HALF * 5.0 * model.qk_layernorm
     elif kind.has_rotary and model.position_embedding_type == "rope":
         total += tokens * (queries + keys) * (_FUSED_ROTATION if implementation.is_rotation_fused else _ROTATION)

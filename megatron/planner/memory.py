@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.config_base import with_fields
 from megatron.core.distributed import MIN_POOL_SIZE, ParamLayout, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import ChunkParameter, GPTConfig, gathered_units
@@ -292,11 +293,11 @@ def _for_trace(model: GPTConfig, *, is_again: bool, is_end: bool) -> GPTConfig:
     alone = {"recompute_method": "uniform", "recompute_num_layers": 1}
     none = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
     fields: dict[str, Any] = {}
-    if is_end and not model.mtp_depth:
+    if is_end and not model.mtp.mtp_depth:
         fields = none | {"fp8_format": None, "distribute_saved_activations": False}
     elif model.recompute_granularity == "full":
         fields = alone if is_again or is_end else none | {"distribute_saved_activations": False}
-    return dataclasses.replace(model, **fields) if fields else model
+    return with_fields(model, **fields) if fields else model
 
 
 # A search asks for the same models thousands of times.
@@ -325,13 +326,13 @@ def _described_loss(plan: Plan, implementation: Implementation, further: PieceMe
     """Return the memory of another program's final norm, MTP modules, output layer and loss."""
     model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
     logits = plan.num_logits * (element + implementation.wide_logit_bytes)
-    inputs = 1 if model.lora_rank else 2 + model.mtp_depth
+    inputs = 1 if model.lora_rank else 2 + model.mtp.mtp_depth
     ends = inputs * plan.num_rows * model.hidden_size * element
     if model.sequence_parallel:
         ends += element * plan.num_predictions * model.hidden_size  # the output layer's input, gathered
     if not implementation.fuses_weight_gradients and not model.lora_rank:
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
-    kept = model.mtp_depth * further.kept
+    kept = model.mtp.mtp_depth * further.kept
     return PieceMemory(kept, kept + ends + logits, kept + ends + logits, 0, logits)
 
 
@@ -488,7 +489,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     num_frozen = sum(each.size for _, several in parameters for each in several if not each.is_trained)
     weights = num_frozen * element + rest.weights + experts.weights
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
-    if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
+    if implementation.caches_float8_weights and model.fp8.fp8_format is not None and not shards_weights:
         # Every GPU type with fp8 multiplies the same weights in it.
         traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
         traces += [end_trace(plan, HOPPER, has_loss=True) for chunk in chunks if chunk.has_loss]
@@ -627,7 +628,7 @@ def _defers(plan: Plan, parameter: ChunkParameter) -> bool:
 
 def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
     # The embedding of further tokens has its gradient long before its turn.
-    is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.mtp_depth > 0
+    is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.mtp.mtp_depth > 0
     return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
 
 

@@ -48,16 +48,16 @@ class LayerKind(NamedTuple):
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     """Return the kind of every layer, those that predict further tokens behind the others."""
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
-    float8_layers = tuple(model.float8_layers(model.num_layers))
+    float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
     own = _kinds(float8_layers, model.moe_layers, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
-    further = own[-1]._replace(in_float8=model.is_in_float8(model.num_layers, model.num_layers), is_further=True)
-    return [*own, *[further] * model.mtp_depth] if model.mtp_depth else own
+    further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
+    return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
 
 def layer_numbers(model: GPTConfig, chunk: StageContents) -> tuple[int, ...]:
     """Return the numbers of a chunk's layers, and behind them those of the layers that predict further tokens."""
-    further = model.mtp_depth if chunk.has_loss else 0
+    further = model.mtp.mtp_depth if chunk.has_loss else 0
     return (*chunk.layer_numbers, *range(model.num_layers, model.num_layers + further))
 
 
@@ -122,24 +122,24 @@ class ExpertLayer:
     @property
     def choices(self) -> int:
         """Return the rows that a rank sends, and is given in turn."""
-        factor = min(self.model.moe_expert_capacity_factor or 1.0, 1.0)
-        return round(self.rows * self.model.moe_router_topk * self.sizes.expert_tp * factor)
+        factor = min(self.model.moe.moe_expert_capacity_factor or 1.0, 1.0)
+        return round(self.rows * self.model.moe.moe_router_topk * self.sizes.expert_tp * factor)
 
     @property
     def given(self) -> int:
         """Return the rows that the experts of a rank compute, padding included."""
-        model, factor = self.model, self.model.moe_expert_capacity_factor
-        if factor is None or not model.moe_pad_expert_input_to_capacity:
+        model, factor = self.model, self.model.moe.moe_expert_capacity_factor
+        if factor is None or not model.moe.moe_pad_expert_input_to_capacity:
             return self.choices
         whole = self.tokens * self.sizes.cp
-        capacity = min(math.ceil(whole * model.moe_router_topk / self.num_experts * factor), whole)
+        capacity = min(math.ceil(whole * model.moe.moe_router_topk / self.num_experts * factor), whole)
         return self.num_ranks * min(capacity, self.rows) * self.num_local
 
     @property
     def num_experts(self) -> int:
         """Return the number of experts of the layer."""
-        assert self.model.num_experts is not None, "a dense layer was asked for its experts"
-        return self.model.num_experts
+        assert self.model.moe.num_experts is not None, "a dense layer was asked for its experts"
+        return self.model.moe.num_experts
 
     @property
     def num_local(self) -> int:
@@ -148,12 +148,12 @@ class ExpertLayer:
 
     @property
     def width(self) -> int:
-        return self.model.moe_ffn_hidden_size // self.sizes.expert_tp
+        return self.model.moe.moe_ffn_hidden_size // self.sizes.expert_tp
 
     @property
     def shared_width(self) -> int:
         """Return the width of this rank's part of the shared expert, 0 for none."""
-        return (self.model.moe_shared_expert_intermediate_size or 0) // self.sizes.tp
+        return (self.model.moe.moe_shared_expert_intermediate_size or 0) // self.sizes.tp
 
     @property
     def gates(self) -> int:
@@ -166,12 +166,12 @@ class ExpertLayer:
 
     @property
     def router_element(self) -> int:
-        return max(self.element, _ROUTER_BYTES[self.model.moe_router_dtype])
+        return max(self.element, _ROUTER_BYTES[self.model.moe.moe_router_dtype])
 
     @property
     def weight_element(self) -> int:
         """Return the bytes of the weight of an expert's output."""
-        return self.element if self.model.moe_router_dtype is None else self.wide
+        return self.element if self.model.moe.moe_router_dtype is None else self.wide
 
     @property
     def at_work(self) -> int:
@@ -191,7 +191,7 @@ class ExpertLayer:
         shared = self.tokens * self.shared_width * (self.gates + shared_keeps) * e
         if "shared_experts" in modules:
             shared = 0
-        elif self.model.moe_shared_expert_gate:
+        elif self.model.moe.moe_shared_expert_gate:
             rows = self.rows if self.model.sequence_parallel else self.tokens
             shared += rows * (h + 1) * e
         return {
@@ -221,36 +221,36 @@ class ExpertLayer:
 
     def _router(self) -> int:
         """Return what scores, weights and losses keep."""
-        model, rows, k = self.model, self.rows, self.model.moe_router_topk
+        model, rows, k = self.model, self.rows, self.model.moe.moe_router_topk
         of_scores, of_weights = rows * self.num_experts * self.wide, rows * k * self.wide
         kept = 0
         if self.router_element != self.element:
             kept += (rows + self.num_experts) * model.hidden_size * self.router_element
-        is_softmax = model.moe_router_score_function == "softmax"
-        if is_softmax and not model.moe_router_pre_softmax:
+        is_softmax = model.moe.moe_router_score_function == "softmax"
+        if is_softmax and not model.moe.moe_router_pre_softmax:
             kept += of_weights
         else:
             kept += of_scores
             kept += 0 if is_softmax or k == 1 else of_weights + rows * self.wide
         kept += (rows * k * self.sizes.expert_tp if self._is_sent else self._gathered * k) * self.weight_element
-        if model.moe_aux_losses:
+        if model.moe.moe_aux_losses:
             kept += of_scores + (0 if is_softmax else rows * self.wide)
-        if model.moe_z_loss_coeff:
+        if model.moe.moe_z_loss_coeff:
             kept += of_scores + rows * self.wide
         return kept
 
     def _places(self) -> int:
         """Return what says where rows go: whole numbers."""
-        choices = self.rows * self.model.moe_router_topk
-        places = choices + (self.rows if self.model.moe_aux_losses else 0)
+        choices = self.rows * self.model.moe.moe_router_topk
+        places = choices + (self.rows if self.model.moe.moe_aux_losses else 0)
         if not self._is_sent:
-            return _INDEX * (places + self._gathered * self.model.moe_router_topk + self.choices)
+            return _INDEX * (places + self._gathered * self.model.moe.moe_router_topk + self.choices)
         places += choices * self.sizes.expert_tp + self.choices
         return _INDEX * (places + (2 * self.choices if self.num_ranks > 1 else 0))
 
     @property
     def _is_sent(self) -> bool:
-        return self.model.moe_token_dispatcher_type == "alltoall"
+        return self.model.moe.moe_token_dispatcher_type == "alltoall"
 
     @property
     def _gathered(self) -> int:
@@ -315,7 +315,7 @@ class Plan:
     @property
     def num_predictions(self) -> int:
         """Return how many tokens are predicted from a micro-batch on a rank: the next of each, and further ones."""
-        return self.num_tokens * (1 + self.model.mtp_depth)
+        return self.num_tokens * (1 + self.model.mtp.mtp_depth)
 
     def warm_up_actions(self, stage: int) -> Sequence[Action]:
         """Return a stage's actions of one step; of many rounds of micro-batches only the first."""
@@ -352,7 +352,7 @@ def _forward_flops(model: GPTConfig, s: int) -> float:
 def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
     of_scores = 2 * model.query_projection_size
-    if model.multi_latent_attention:
-        of_scores = model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
-    unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.mtp_depth)
+    if model.mla.multi_latent_attention:
+        of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
+    unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.mtp.mtp_depth)
     return 3.0 * (_forward_flops(causal, s) + unused_half)

@@ -80,7 +80,7 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         )
     if plan.stage_layout.num_chunks > 1 and pp == 1:
         yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"
-    if model.fp8_format is None:
+    if model.fp8.fp8_format is None:
         return
     if gpu is not None and not gpu.float8_flops:
         able = ", ".join(name for name, each in GPUS.items() if each.float8_flops)

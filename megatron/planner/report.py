@@ -61,10 +61,10 @@ def describe_experts(model: GPTConfig, imbalance: float) -> Iterator[str]:
     spread = "the time is for a balanced load (--expert-imbalance 1)"
     if imbalance > 1:
         spread = f"the time is for {imbalance:g} times the mean number of tokens on the most loaded rank"
-    if model.num_experts is not None:
+    if model.moe.num_experts is not None:
         yield (
-            f"{sum(model.moe_layers)} layers of {model.num_experts} experts, of which each token goes to "
-            f"{model.moe_router_topk}; {spread}"
+            f"{sum(model.moe_layers)} layers of {model.moe.num_experts} experts, of which each token goes to "
+            f"{model.moe.moe_router_topk}; {spread}"
         )
 
 
@@ -131,7 +131,7 @@ def _stages(explanation: Explanation) -> Iterator[str]:
     for stage, (parameters, trained) in enumerate(zip(size.shards, size.trained)):
         chunks = "; ".join(
             (f"chunk {number}: " if plan.stage_layout.num_chunks > 1 else "")
-            + describe_chunk(chunk, plan.model.mtp_depth)
+            + describe_chunk(chunk, plan.model.mtp.mtp_depth)
             for number, chunk in enumerate(plan.stage_layout.chunks(stage))
         )
         of_them = f", {trained} of them trained" if trained != parameters else ""
@@ -302,7 +302,7 @@ def _memory_bars(explanation: Explanation) -> str:
 def _stage_rows(explanation: Explanation) -> Iterable[tuple[object, ...]]:
     for stage, parameters in enumerate(explanation.size.shards):
         chunks = "; ".join(
-            describe_chunk(chunk, explanation.plan.model.mtp_depth)
+            describe_chunk(chunk, explanation.plan.model.mtp.mtp_depth)
             for chunk in explanation.plan.stage_layout.chunks(stage)
         )
         yield stage, chunks, parameters
@@ -389,7 +389,7 @@ def _rows(explanations: Sequence[Explanation]) -> Iterator[_Row]:
         if max(sizes) > 1:
             yield row(f"{axis} size", *map(str, sizes))
     yield row("pipeline schedule", *(plan.pipeline_schedule for plan in plans))
-    yield row("precision", *("fp8" if plan.model.fp8_format else plan.model.params_dtype for plan in plans))
+    yield row("precision", *("fp8" if plan.model.fp8.fp8_format else plan.model.params_dtype for plan in plans))
     yield row("recompute", *(plan.model.recompute_granularity or "none" for plan in plans))
     yield row("micro-batch size", *(str(plan.micro_batch_size) for plan in plans))
     yield row("micro-batches per step", *(str(plan.num_microbatches) for plan in plans))

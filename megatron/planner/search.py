@@ -30,15 +30,15 @@ from megatron.planner.trace_store import trace_in_this_process
 def output_layers(model: GPTConfig) -> float:
     """Return how many layers' work is behind the layers, the core of attention left out: the output layer is."""
     width = model.ffn_hidden_size
-    if model.num_experts is not None:
+    if model.moe.num_experts is not None:
         # Of experts those that a token goes to.
-        of_experts = model.moe_router_topk * model.moe_ffn_hidden_size
-        of_experts += model.moe_shared_expert_intermediate_size or 0
+        of_experts = model.moe.moe_router_topk * model.moe.moe_ffn_hidden_size
+        of_experts += model.moe.moe_shared_expert_intermediate_size or 0
         share = sum(model.moe_layers) / model.num_layers
         width = round(share * of_experts + (1.0 - share) * width)
     ffn = width * (3 if model.is_gated else 2)
     attention = 2 * (model.query_projection_size + model.kv_projection_size)
-    further, layer = model.mtp_depth, ffn + attention
+    further, layer = model.mtp.mtp_depth, ffn + attention
     # Layers that predict further tokens are there too, with the product in front of each.
     return ((1 + further) * model.padded_vocab_size + further * (layer + 2 * model.hidden_size)) / layer
 
@@ -261,9 +261,9 @@ def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: b
 
 def _expert_sizes(model: GPTConfig, ranks_of_stage: int) -> Sequence[int | None]:
     """Return over how many of a stage's ranks experts may be spread; None where there are none."""
-    if model.num_experts is None:
+    if model.moe.num_experts is None:
         return (None,)
-    return _divisors(math.gcd(model.num_experts, ranks_of_stage), _MOST_EXPERT_RANKS)
+    return _divisors(math.gcd(model.moe.num_experts, ranks_of_stage), _MOST_EXPERT_RANKS)
 
 
 def _layout(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config_base import config_to_dict, field_specs, field_value, from_fields
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.pipeline_parallel import StageContents
 
@@ -128,13 +129,13 @@ class TraceRequest:
 
 
 def request_to_json(request: TraceRequest) -> dict[str, Any]:
-    return dataclasses.asdict(request)
+    return config_to_dict(request)
 
 
 def request_from_json(values: Mapping[str, Any]) -> TraceRequest:
     """Return the request that `request_to_json` has written."""
     given = {name: _as_tuples(value) for name, value in values.items()}
-    model = GPTConfig(**{name: _as_tuples(value) for name, value in values["model"].items()})
+    model = from_fields(GPTConfig, **{name: _as_tuples(value) for name, value in values["model"].items()})
     contents = StageContents(**{name: _as_tuples(value) for name, value in values["contents"].items()})
     return TraceRequest(**given | {"model": model, "contents": contents})
 
@@ -147,4 +148,5 @@ def _as_tuples(value: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _structure(model: GPTConfig) -> tuple[Any, ...]:
     """Return the fields of a configuration that a piece depends on."""
-    return tuple(getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in _OF_PIPELINE)
+    names = (spec.name for spec in field_specs(GPTConfig))
+    return tuple(field_value(model, name) for name in names if name not in _OF_PIPELINE)

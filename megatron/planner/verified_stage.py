@@ -146,7 +146,7 @@ def _with_fewer_microbatches(config: RunConfig) -> RunConfig:
 
 def _num_steps(config: RunConfig) -> int:
     """Return after how many steps every further one is the same: scales that earlier steps give need one more."""
-    is_delayed = config.model.fp8_format is not None and config.model.fp8_recipe == "delayed"
+    is_delayed = config.model.fp8.fp8_format is not None and config.model.fp8.fp8_recipe == "delayed"
     return 2 if is_delayed else 1
 
 

@@ -1,4 +1,4 @@
-"""Charts of runs, drawn as SVG or as one PNG file by matplotlib."""
+"""Charts of runs, drawn as SVG or, with matplotlib, as one PNG file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NOT_DRAWN = ("consumed_samples", "memory_mib.allocated", "memory_mib.reserved",
 
 @dataclass(frozen=True)
 class Series:
-    """Hold one line of a chart; ``color`` is the number of its color, ``dashed`` tells lines of one color apart."""
+    """One line of a chart; ``color`` is the index of its color, ``dashed`` marks further lines of the same color."""
 
     label: str
     points: Points
@@ -53,7 +53,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Hold the lines of a chart over iterations, and the unit of its values."""
+    """Lines of a chart over iterations, and the unit of their values."""
 
     title: str
     unit: str
@@ -61,7 +61,7 @@ class Chart:
 
 
 def charts_of(records: Sequence[MetricsRecord]) -> list[Chart]:
-    """Return the charts that the runs have figures for: each run has a color, each further figure a chart."""
+    """Return one chart per metric that the runs recorded, with one color per run."""
     drawn = {name for name, _, _ in _FIGURES}
     others = dict.fromkeys(name for record in records for name in record.figures)
     named = [*_FIGURES, *((name, name.replace("_", " "), "") for name in others if name not in (*drawn, *_NOT_DRAWN))]
@@ -83,7 +83,7 @@ def _lines(records: Sequence[MetricsRecord], name: str) -> Iterator[Series]:
 
 
 def _evaluations(records: Sequence[MetricsRecord]) -> Iterator[Series]:
-    """Yield a line for each data set that the runs are evaluated on; with one run each has its color."""
+    """Yield one line per validation set; a single run gets one color per set."""
     for number, record in enumerate(records):
         for place, (name, points) in enumerate(record.evaluations.items()):
             if points and len(records) == 1:
@@ -93,7 +93,7 @@ def _evaluations(records: Sequence[MetricsRecord]) -> Iterator[Series]:
 
 
 def _data_sets(records: Sequence[MetricsRecord]) -> Iterator[Series]:
-    """Yield a line for each data set that the runs are trained on, those with the most tokens first."""
+    """Yield one line per training data set, those with the most tokens first."""
     tokens = Counter[str]()
     for record in records:
         tokens.update({name: round(sum(count for _, _, count in points)) for name, points in record.data_sets.items()})
@@ -108,9 +108,9 @@ def _data_sets(records: Sequence[MetricsRecord]) -> Iterator[Series]:
 
 
 def means(points: Sequence[tuple[float, float, float]], last_iteration: int) -> Points:
-    """Return the mean losses over the tokens of stretches of as many iterations, at the last of each.
+    """Average the losses over bins of iterations, weighted by tokens, at the last iteration of each bin.
 
-    One iteration may have few tokens of a data set. There are at most a hundred stretches.
+    Binning is needed because one iteration may have few tokens of a data set. There are at most 100 bins.
     """
     size = -(-max(last_iteration, 1) // _MOST_MEANS)
     stretches: dict[float, tuple[float, float, float]] = {}
@@ -122,7 +122,7 @@ def means(points: Sequence[tuple[float, float, float]], last_iteration: int) -> 
 
 
 def thinned(points: Points) -> Points:
-    """Return at most so many points as can be seen: of each stretch the lowest and the highest, and the last of all."""
+    """Downsample to the number of visible points: the minimum and maximum of each bin, and the last point."""
     if len(points) <= MOST_POINTS:
         return points
     size = -(-len(points) // (MOST_POINTS // 2))
@@ -201,7 +201,7 @@ def draw_chart(chart: Chart) -> str:
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Return four to eight round numbers, the first at or below ``low`` and the last at or above ``high``."""
+    """Return four to eight round tick values, the first at or below ``low`` and the last at or above ``high``."""
     if high <= low:
         room = abs(low) * 0.1 or 1.0
         low, high = (low - 1, low + 1) if whole else (low - room, high + room)
@@ -215,7 +215,7 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Return a number of an axis, short: 12k, 3M, 1e-05."""
+    """Format an axis label briefly: 12k, 3M, 1e-05."""
     if value == 0:
         return "0"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -225,7 +225,7 @@ def number(value: float) -> str:
 
 
 def _legend(chart: Chart) -> Iterator[tuple[Series, int, float]]:
-    """Yield each line that the legend names, in which line of text, and where that begins."""
+    """Yield each series of the legend, with its text line and its left edge in pixels."""
     if len(chart.series) == 1:
         yield chart.series[0], 0, 12.0
         return
@@ -252,7 +252,7 @@ def _stroke(series: Series, path: str) -> str:
 
 
 def write_png(path: Path, charts: Sequence[Chart], title: str) -> None:
-    """Draw the charts in two columns.
+    """Draw the charts in two columns as a PNG file.
 
     Raises:
         ConfigurationError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The runs of a folder over HTTP, drawn anew as they go on; who asks must know the token."""
+"""Live dashboard: serve the runs of a folder over HTTP, protected by a token."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ setTimeout(refresh, %d);
 
 
 class DashboardServer(http.server.ThreadingHTTPServer):
-    """Serve the runs of a folder to those who know the token.
+    """HTTP server for the runs of a folder; every request must have the token.
 
-    What is shown is read from files; nothing is ever written.
+    The server only reads files and never writes.
     """
 
     daemon_threads = True
@@ -53,10 +53,10 @@ class DashboardServer(http.server.ThreadingHTTPServer):
         self._records = FilesRead(lambda path: read_metrics(path.parent, str(path.parent.relative_to(folder))))
 
     def record(self, run: Path) -> MetricsRecord:
-        """Return a run as it is now; its file is read again where it has changed.
+        """Return a run's current metrics; its file is read again if it has changed.
 
         Raises:
-            DataError: it cannot be read, or has no iteration yet.
+            DataError: the file cannot be read, or has no iteration yet.
         """
         try:
             return self._records.of(run / METRICS_FILE)
@@ -70,7 +70,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """Answer with the page, what it shows now, or the text of a step."""
+        """Serve the page, its refreshed body, or the text of a step."""
         place = urlsplit(self.path)
         query = parse_qs(place.query)
         given = query.get("token", [""])[0]
@@ -133,11 +133,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing for each request."""
+        """Disable the log line per request."""
 
 
 def _step(runs: dict[str, Path], query: dict[str, list[str]]) -> str:
-    """Return the samples of one step, as tools/inspect_batch.py prints them."""
+    """Return the samples of one step, as ``megatron inspect_batch`` prints them."""
     name, step = query.get("run", [""])[0], query.get("step", [""])[0]
     if name not in runs or not step.isdecimal():
         return page("Not found", "<p>There is no such run or step.</p>")
@@ -157,6 +157,6 @@ def _step(runs: dict[str, Path], query: dict[str, list[str]]) -> str:
 
 
 def address(server: DashboardServer) -> str:
-    """Return what to open in a browser."""
+    """Return the address to open in a browser."""
     host, port = server.server_address[:2]
     return f"http://{host!s}:{port}/?{urlencode({'token': server.token})}"

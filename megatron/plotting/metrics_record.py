@@ -1,4 +1,4 @@
-"""What a run wrote into its metrics file, as series of figures by iteration."""
+"""Read a run's metrics file into series of values by iteration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """Hold one run: ``figures`` are its points (iteration, value) by name, ``samples`` its texts by iteration.
+    """Metrics of one run: ``figures`` are points (iteration, value) by metric, ``samples`` texts by iteration.
 
-    ``evaluations`` are the losses by the name of the validation set, ``data_sets`` those of training by the name of the
-    data set, (iteration, loss, tokens), where several are blended. ``stragglers`` are reports by iteration,
-    ``skipped`` the iterations whose update was left out.
+    ``evaluations`` are losses by validation set. ``data_sets`` are training losses by data set, as (iteration, loss,
+    tokens), if several are blended. ``stragglers`` are straggler reports by iteration, and ``skipped`` lists the
+    iterations whose update was skipped.
     """
 
     name: str
@@ -34,12 +34,12 @@ class MetricsRecord:
 
     @property
     def last_iteration(self) -> int:
-        """Return the last iteration of training that is in the file, 0 where there is none."""
+        """Return the last training iteration in the file, or 0 if there is none."""
         return int(max((points[-1][0] for points in self.figures.values() if points), default=0))
 
 
 def metrics_file(given: Path) -> Path:
-    """Return the metrics file that a folder of ``--save``, or the file itself, stands for.
+    """Return the metrics file of a ``--save`` folder, or the given file itself.
 
     Raises:
         DataError: there is none.
@@ -51,10 +51,10 @@ def metrics_file(given: Path) -> Path:
 
 
 def read_metrics(given: Path, name: str | None = None) -> MetricsRecord:
-    """Read a run; a line that is torn or is no object, as the last one of a running run may be, is passed over.
+    """Read a run's metrics, and skip invalid lines, such as the partial last line of a running run.
 
     Raises:
-        DataError: there is no such file, or nothing in it is of a run.
+        DataError: there is no such file, or it contains no iteration of a run.
     """
     path = metrics_file(given)
     record = MetricsRecord(name or _name_of(path), path)
@@ -74,10 +74,10 @@ def read_metrics(given: Path, name: str | None = None) -> MetricsRecord:
 
 
 def read_several(given: list[Path]) -> list[MetricsRecord]:
-    """Read runs and give each a name of its own: the shortest end of its path that no other one has.
+    """Read several runs and give each a unique name: the shortest unique suffix of its path.
 
     Raises:
-        DataError: one cannot be read.
+        DataError: a run cannot be read.
     """
     records = [read_metrics(path) for path in dict.fromkeys(given)]
     parts = [record.path.resolve().parent.parts for record in records]
@@ -94,7 +94,7 @@ def read_several(given: list[Path]) -> list[MetricsRecord]:
 
 def _name_of(path: Path) -> str:
     folder = path.resolve().parent
-    # A folder of this name says nothing of the run that it is in.
+    # A folder with a name such as "checkpoints" does not identify the run.
     return f"{folder.parent.name}/{folder.name}" if folder.name.startswith("checkpoint") else folder.name or path.stem
 
 

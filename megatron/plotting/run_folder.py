@@ -1,6 +1,7 @@
-"""The contents of a run's folder besides its metrics: checkpoints, hang reports and recorded schedules.
+"""The files of a run's folder other than its metrics: checkpoints, hang reports and recorded schedules.
 
-Files are cached and reread when they change. A checkpoint is checked by names and sizes of files: no shard is read.
+Files are cached and read again if they change. A checkpoint is checked by the names and sizes of its files, and no
+shard is read.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ _MOST_KEPT = 256
 
 
 class FilesRead(Generic[Content]):
-    """Keep what ``read`` makes of files; one is read again where its size or one of its times is another."""
+    """Cache of parsed files; a file is read again if its size, modification time or change time differs."""
 
     def __init__(self, read: Callable[[Path], Content]) -> None:
         self._read = read
         self._known: dict[Path, tuple[tuple[int, int, int], Content]] = {}
 
     def of(self, path: Path) -> Content:
-        """Return what a file holds now.
+        """Return the current parsed content of a file.
 
         Raises:
-            OSError: the system does not say when it was changed.
+            OSError: the file's status cannot be read.
         """
         status = path.stat()
-        # The time of a change of its rights too: what could not be read may be readable.
+        # The ctime covers permission changes: a file that was unreadable may have become readable.
         mark = (status.st_mtime_ns, status.st_ctime_ns, status.st_size)
         known = self._known.get(path)
         if known is None or known[0] != mark:
@@ -65,14 +66,14 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class CheckpointHealth:
-    """Say in words how a checkpoint is, and whether it is as its index says."""
+    """Health of a checkpoint in words, and whether it matches its index."""
 
     words: str
     is_whole: bool = True
 
 
 class HealthChecks:
-    """Compare checkpoints with their indices; an index is read again where it has changed."""
+    """Checks of checkpoints against their indices, which are cached and read again if they change."""
 
     def __init__(self) -> None:
         self._sizes = FilesRead(lambda path: _sizes_of(path.parent))
@@ -80,7 +81,8 @@ class HealthChecks:
     def of(self, folder: Path) -> CheckpointHealth:
         """Return the health of one iteration's folder.
 
-        Of the native format the index must be there with its own checksum, and each shard that it names with its size.
+        For the native format, the index must exist and match its own checksum, and each shard must have the size that
+        the index records.
         """
         try:
             found = detect_format(folder)
@@ -106,7 +108,7 @@ class HealthChecks:
 
 
 def _sizes_of(folder: Path) -> Mapping[str, int] | str:
-    """Return the size of each shard that an index names, or what is wrong with the index."""
+    """Return the size of each shard in an index, or a message about the invalid index."""
     try:
         index: CheckpointIndex = read_index(folder)
     except CheckpointError as error:
@@ -125,12 +127,12 @@ def _problem(path: Path, size: int) -> str | None:
 
 
 def planned_timeline(recorded: Timeline) -> Timeline:
-    """Return the same passes in the same order on each rank, as early as they can run.
+    """Simulate the recorded passes in the same order on each rank, each as early as it can run.
 
-    Each takes as long as the median of its kind on its rank, and messages take no time.
+    Each pass takes the median time of its kind on its rank, and messages take no time.
 
     Raises:
-        ScheduleError: the passes are those of no schedule.
+        ScheduleError: the passes do not form a valid schedule.
     """
     return simulate(
         [rank.actions for rank in recorded.ranks], recorded.num_chunks, [_durations(rank) for rank in recorded.ranks]
@@ -144,7 +146,7 @@ def _durations(rank: RankTimeline) -> Durations:
         (action.microbatch, action.chunk): length for action, length in lengths if action.kind is Pass.OUTPUT_WEIGHT
     }
     for action, length in lengths:
-        # A backward pass counts with what it leaves for later.
+        # Count the deferred output weight gradient as part of its backward pass.
         left = late.get((action.microbatch, action.chunk), 0.0) if action.kind is Pass.BACKWARD else 0.0
         seconds[action.kind].append(length + left)
     usual = {kind: median(found) for kind, found in seconds.items()}
@@ -164,7 +166,7 @@ _CHART_WIDTH = 1080
 
 
 def find_runs(folder: Path) -> dict[str, Path]:
-    """Return the folders of runs at most four levels below a folder, or itself, by their place in it; newest first."""
+    """Find run folders down to four levels below a folder, newest first, and return them by relative path."""
     found: list[Path] = []
     level = [folder]
     for _ in range(_DEEPEST + 1):
@@ -187,7 +189,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Hold one run's folder, and show what is in it as parts of a page; ``hangs`` tells of reports."""
+    """One run's folder, rendered as parts of a page; ``hangs`` renders hang reports."""
 
     name: str
     path: Path
@@ -195,7 +197,7 @@ class RunFolder:
     hangs: FilesRead[str]
 
     def parts(self) -> Iterator[str]:
-        """Yield the parts: checkpoints, hangs and recorded schedules; nothing for what there is none of."""
+        """Yield the parts that exist: checkpoints, hang reports and recorded schedules."""
         rows = list(self._checkpoints())
         if rows:
             yield (
@@ -221,8 +223,8 @@ class RunFolder:
                 megabytes = f"{size / 2**20:.1f}"
             except OSError:
                 if not folder.is_dir():
-                    continue  # It has just been removed.
-                megabytes = ""  # A file of a checkpoint that is being written went, or something cannot be read.
+                    continue  # The folder was just removed.
+                megabytes = ""  # A file of a checkpoint in progress was renamed, or a file cannot be read.
             notes = ["the one that is loaded"] if folder.name == newest else []
             notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
             health = self.checks.of(folder)
@@ -251,7 +253,7 @@ class RunFolder:
         except (OSError, DataError, json.JSONDecodeError):
             return
         yield f'<h2>Recorded schedule of {escape(self.name)}, seconds</h2><div class="wide">{drawing}</div>'
-        with contextlib.suppress(ScheduleError):  # of a file that others wrote
+        with contextlib.suppress(ScheduleError):  # a file that another program wrote
             planned = planned_timeline(recorded)
             yield (
                 f"<h2>Planned schedule of {escape(self.name)}, seconds</h2><p>The same passes with the usual time of "
@@ -261,7 +263,7 @@ class RunFolder:
 
 
 def tell_hang(path: Path) -> str:
-    """Return the first lines of a report of a hang, and who holds up whom, as a part of a page."""
+    """Render the first lines of a hang report and its root-cause lines as a part of a page."""
     try:
         if path.stat().st_size > _LARGEST_REPORT:
             raise HangReportError(f"it is larger than {_LARGEST_REPORT} bytes")

@@ -1,7 +1,7 @@
-"""One engine over several processes that answers requests, together, until it is asked to end.
+"""Serving loop: one engine over several processes that batches and answers requests until it is told to stop.
 
-The first rank has a queue of jobs; every rank takes part in every round, the idle ones included, so that no collective
-waits for long and a signal to any process ends all of them. A round is one token of everything that runs.
+The first rank has a queue of jobs. Every rank takes part in every round, even without work, so that no collective waits
+for long and a signal to any process ends all of them. A round generates one token for each running sequence.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _ROUND_S = 0.25
 _MOST_SHOWN = 300
 
 Changes = tuple[list[tuple[int, GenerationRequest]], list[int]]
-"""The requests that begin with their numbers, and the numbers of those that are given up."""
+"""Requests to start with their numbers, and the numbers of the canceled requests."""
 
 
 def run_service(
     engine: ContinuousEngine, jobs: JobQueue | None, is_ending: Callable[[], bool], flight: FlightRecorder
 ) -> None:
-    """Answer jobs until a rank is asked to end; every rank calls, the first one with its queue.
+    """Answer jobs until a rank is asked to end; every rank calls this, and the first rank passes its queue.
 
-    A failure that is the same on every rank is the answer to all that ran, and the next ones follow. ``flight`` is told
-    of every round, the idle ones included.
+    If every rank fails in the same way, all running requests get the error and the loop continues with the next ones.
+    ``flight`` records every round, including those without work.
 
     Raises:
-        TrainingError: ranks fail in different ways, or some of them only: they are apart from then on.
+        TrainingError: ranks fail in different ways, or only some of them fail, and so are no longer in sync.
     """
     flight.enter("serve")
     state = engine.state
@@ -82,7 +82,7 @@ def run_service(
 
 
 def _take(engine: ContinuousEngine, jobs: JobQueue, timeout_s: float) -> Changes:
-    """Return what is new, as much as the engine has room for."""
+    """Take new requests from the queue, as many as the engine has room for, and the canceled ones."""
     begun: list[tuple[int, GenerationRequest]] = []
     room = engine.room
 
@@ -99,9 +99,9 @@ def _take(engine: ContinuousEngine, jobs: JobQueue, timeout_s: float) -> Changes
 def _step(
     engine: ContinuousEngine, changes: Changes, running: dict[int, int], agreement: Group
 ) -> tuple[list[News], str]:
-    """Let requests begin and leave, go one token further with all, and return what happened, or what failed.
+    """Add and drop requests, generate one token for each sequence, and return the events or the failure.
 
-    ``running`` has how many prompts of each request have not ended.
+    ``running`` counts the unfinished prompts of each request.
     """
     begun, left = changes
     try:
@@ -119,10 +119,10 @@ def _step(
 
 
 def _agree(failure: str, world: Group, agreement: Group, device: torch.device) -> None:
-    """Refuse to go on where ranks failed in different ways, before anyone is told of an answer.
+    """Check that all ranks failed in the same way, before any client gets a result.
 
     Raises:
-        TrainingError: they did.
+        TrainingError: they did not.
     """
     has_failed = torch.tensor(int(bool(failure)), device=device)
     all_reduce(has_failed, world, op="max")
@@ -134,7 +134,7 @@ def _agree(failure: str, world: Group, agreement: Group, device: torch.device) -
 
 
 def _end(engine: ContinuousEngine, news: Sequence[News], running: dict[int, int]) -> list[int]:
-    """Keep the books of what has ended, and return the requests that are over."""
+    """Update ``running`` for the prompts that ended, and return the finished requests."""
     over: list[int] = []
     for number, happened in news:
         if isinstance(happened, PromptFailed) and number in running:

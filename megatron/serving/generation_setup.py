@@ -1,6 +1,6 @@
-"""From the folder of a checkpoint to an engine that generates text, on any number of ranks.
+"""Load a checkpoint folder into an engine that generates text, on any number of ranks.
 
-torch is imported where the model is built, so that wrong usage is answered at once.
+torch is imported only to build the model, so that usage errors are reported without delay.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
     from megatron.core.parallel_state import ParallelState
 
 TIMEOUT_MINUTES = 10
-_MOST_PADDING = 1024  # Phi-2 has 905 ids more than its tokenizer, others have fewer
+_MOST_PADDING = 1024  # Phi-2 has 905 ids more than its tokenizer, other models fewer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """Hold which model to load, over which layout.
+    """Model to load, and its parallel layout.
 
     Attributes:
-        folder: folder that a run saved to, or of a Hugging Face model.
-        is_hugging_face: the folder must be of a Hugging Face model, and has no iterations.
-        ckpt_step: iteration to load; None is the newest.
-        tensor_parallel_size: None is all ranks that the pipeline leaves.
-        tokenizer: keywords of `build_tokenizer` that stand in place of the checkpoint's own.
-        expert_parallel_size: how many of the tensor-parallel ranks hold different experts.
-        told: what a torchtitan folder does not say of its model.
+        folder: a run's ``--save`` folder, or the folder of a Hugging Face model.
+        is_hugging_face: the folder must contain a Hugging Face model, which has no iterations.
+        ckpt_step: iteration to load; None loads the newest one.
+        tensor_parallel_size: None divides the number of ranks by the pipeline size.
+        tokenizer: keywords of `build_tokenizer` that replace the checkpoint's own.
+        expert_parallel_size: number of tensor-parallel ranks with different experts.
+        told: model settings that a torchtitan folder does not record.
 
     Raises:
         CheckpointError: the folder does not exist.
-        ConfigurationError: an iteration of a Hugging Face model is asked for, which has none.
+        ConfigurationError: ``ckpt_step`` is set for a Hugging Face model, which has no iterations.
     """
 
     folder: str
@@ -86,10 +86,10 @@ class ModelRequest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Hold a checkpoint's configuration and tokenizer, before its weights are read.
+    """Checkpoint whose configuration and tokenizer are read, but not its weights.
 
-    ``load_model`` is called on every rank once the processes have met, and returns this rank's stage; it tells how much
-    of it is there.
+    ``load_model`` is called on every rank after the process group is initialized. It returns this rank's pipeline stage
+    and reports the loading progress.
     """
 
     config: GPTConfig
@@ -98,10 +98,10 @@ class Checkpoint:
 
 
 def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
-    """Return the layout; tensor-parallel ranks share one copy of the experts.
+    """Compute the parallel sizes for inference; tensor-parallel ranks share one copy of the experts.
 
     Raises:
-        ConfigurationError: the sizes do not make the number of processes, or experts do not spread over them.
+        ConfigurationError: the sizes do not multiply to the number of processes, or do not fit the expert parallelism.
     """
     tensor, pipeline, experts = (
         request.tensor_parallel_size,
@@ -134,10 +134,10 @@ def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
 
 
 def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpoint:
-    """Read the configuration and the tokenizer of a checkpoint of any format. Nothing communicates.
+    """Read the configuration and the tokenizer of a checkpoint of any format, without communication.
 
     Raises:
-        InputError: it cannot be read, its tokenizer cannot be built, or its model cannot be cut like this.
+        InputError: it cannot be read, its tokenizer cannot be built, or its model cannot be sharded this way.
     """
     sizes = layout_sizes(request, launch.world_size)
     folder = _folder_of_other_format(request)
@@ -157,12 +157,12 @@ def _report_idle(told: Mapping[str, Any], folder: Path | None, log: Log) -> None
 
 
 def _folder_of_other_format(request: ModelRequest) -> Path | None:
-    """Return the folder that holds the model's files, or None where a run saved them natively, or there are none.
+    """Return the folder of a model in another format, or None if a run saved it natively or no model is found.
 
-    ``--load`` may also name such a folder itself, of any format.
+    ``--load`` may also name a folder of any format itself.
 
     Raises:
-        CheckpointError: the folder has another format than the one asked for, or one that cannot be read.
+        CheckpointError: the folder's format is not the requested one, or cannot be read.
     """
     from megatron.checkpoint import candidate_folders, detect_format
 
@@ -209,7 +209,7 @@ def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> C
     megatron = (MegatronTorchSource, TorchDistSource)
     check_tokenizer(tokenizer, config.model.vocab_size, pads_any=isinstance(source, megatron))
     if isinstance(source, megatron) and tokenizer.vocab_size < config.model.vocab_size:
-        # Rows that pad the vocabulary must not be chosen; such files need not tell how many they are.
+        # Padding rows of the vocabulary must not be sampled, and such checkpoints need not record their number.
         source.close()
         source = type(source)(folder, tokenizer.vocab_size)
         config = RunConfig.from_dict(source.common["config"])
@@ -232,7 +232,7 @@ def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> C
 
 
 def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
-    """Open a folder; checksums are compared later, by all ranks together."""
+    """Open a checkpoint folder; checksums are verified later, by all ranks together."""
     from megatron.checkpoint import detect_format
     from megatron.checkpoint.formats import NativeSource, TorchtitanSource
     from megatron.checkpoint.formats.huggingface import HuggingFaceSource
@@ -247,15 +247,15 @@ def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
 
 
 def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
-    """Return a run's configuration with the layout of generation.
+    """Return a run's configuration with the parallel layout for inference.
 
     Raises:
-        ConfigurationError: the model cannot be split this way.
+        ConfigurationError: the model cannot be sharded this way.
     """
     from megatron.checkpoint import inference_config, inference_stage
 
     inference_stage(config.model.num_layers, sizes.pp, 0)
-    if sizes.ep > 1 and config.model.num_experts is None:
+    if sizes.ep > 1 and config.model.moe.num_experts is None:
         raise ConfigurationError(f"--expert-model-parallel-size {sizes.ep}: the model has no experts; leave it out")
     model = inference_config(config.model, sizes)
     config = dataclasses.replace(config, model=model, world_size=sizes.world_size)
@@ -266,7 +266,7 @@ def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
 
 
 def load_tokenizer(request: ModelRequest, recorded: TokenizerConfig, folder: Path | None) -> Tokenizer:
-    """Return the checkpoint's tokenizer, or the one that the flags describe; ``folder`` holds the checkpoint's copy.
+    """Build the checkpoint's tokenizer, or the one that the flags describe; ``folder`` holds the checkpoint's copy.
 
     Raises:
         TokenizerError: it cannot be built.
@@ -288,7 +288,7 @@ def load_tokenizer(request: ModelRequest, recorded: TokenizerConfig, folder: Pat
 
 
 def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer with more or fewer ids than the recorded one, or of its kind but built from other files.
+    """Reject a tokenizer whose size differs from the recorded one, or whose files differ if it is of the same kind.
 
     Raises:
         InputError: the sizes or the files differ.
@@ -302,7 +302,7 @@ def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
     if tokenizer.name != record.get("tokenizer_type"):
         return
     given = describe_tokenizer(tokenizer)["files"]
-    # Those that say what ids mean; the others of a model folder may have been edited.
+    # Compare only the files that define token ids; other files of a model folder may have been edited.
     count = len([name for name in PATH_ARGUMENTS if tokenizer.arguments.get(name) is not None])
     for ours, theirs in list(zip(given, record["files"]))[:count]:
         if ours["sha256"] != theirs["sha256"]:
@@ -313,9 +313,10 @@ def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, pads_any: bool) -> None:
-    """Refuse a tokenizer whose ids are not the model's; bare ids may be fewer.
+    """Reject a tokenizer whose size does not match the model's vocabulary; NullTokenizer may be smaller.
 
-    A model's vocabulary may be padded: by any number of ids with ``pads_any``, else as published models are.
+    A model's vocabulary may be padded: by any number of ids with ``pads_any``, otherwise by as many as published models
+    use.
 
     Raises:
         InputError: the tokenizer has more ids than the model, or too few.
@@ -331,9 +332,9 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, pads_any: bool) -> No
 def load_engine(
     checkpoint: Checkpoint, launch: LaunchEnvironment, flight: FlightRecorder | None = None
 ) -> InferenceEngine:
-    """Join the process group, load this rank's part of the model and connect the stages.
+    """Initialize the process group, load this rank's shard of the model and connect the pipeline stages.
 
-    ``flight`` records what the ranks communicate.
+    ``flight`` records the collectives of the ranks.
 
     Raises:
         InputError: the weights cannot be loaded.
@@ -353,9 +354,9 @@ def load_engine(
 
 
 def _log_once(launch: LaunchEnvironment) -> Log:
-    """Return what prints each line once, on rank 0, to standard error.
+    """Return a log function that prints each distinct line once, on rank 0, to standard error.
 
-    The configuration and the weights are read one after the other: a damaged checkpoint is met twice.
+    The configuration and the weights are read separately, so a problem of a checkpoint is found twice.
     """
     said: set[str] = set()
 

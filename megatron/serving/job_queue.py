@@ -1,4 +1,4 @@
-"""Requests on their way from whoever takes them to the loop that runs them, and what they learn on the way back."""
+"""Thread-safe queue between the threads that receive requests and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron.core.errors import MegatronError
 from megatron.core.inference import Continuation, GatheredAnswer, GenerationRequest, Progress
 
 MAX_WAITING = 256
-"""How many requests may wait for their turn."""
+"""Maximum number of waiting requests."""
 
 Listener = Callable[[Sequence[Progress] | Exception], None]
-"""Called on the loop's thread with what happened at a step, or with the error that ends the request."""
+"""Called on the loop's thread with the events of a step, or with the error that ends the request."""
 
 
 class ServiceEnding(Exception):
-    """Report a request that is not answered because the service ends."""
+    """The service ends before it answered a request."""
 
 
 class QueueFull(ServiceEnding):
-    """Report a request that is not answered because too many wait before it."""
+    """Too many requests are waiting to accept another one."""
 
 
 class GenerationFailed(MegatronError):
-    """Report a request that made the program fail, on all ranks alike; the next one can be answered."""
+    """A request made the program fail in the same way on all ranks; the next request can be answered."""
 
 
 class Job:
-    """Hold one request and whom to tell of its progress."""
+    """One request with the listener for its progress."""
 
     def __init__(self, request: GenerationRequest, listener: Listener) -> None:
         self.request = request
@@ -39,7 +39,7 @@ class Job:
 
 
 class JobQueue:
-    """Pass jobs from the threads that take requests to the loop that runs them, in order; safe in several threads."""
+    """Queue of jobs from the threads that receive requests to the loop that runs them, in order; thread-safe."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.max_waiting = max_waiting
@@ -51,11 +51,11 @@ class JobQueue:
         self._is_closed = False
 
     def submit(self, request: GenerationRequest) -> Sequence[Continuation]:
-        """Wait for a request's turn and return its result.
+        """Queue a request, wait until it is finished, and return its result.
 
         Raises:
             InputError: the model cannot answer.
-            GenerationFailed: the program fails at it.
+            GenerationFailed: the program failed while it ran this request.
             ServiceEnding: the service ends first, or too many requests wait.
         """
         answer = GatheredAnswer(request)
@@ -80,7 +80,7 @@ class JobQueue:
         return answer.continuations()
 
     def start(self, job: Job) -> None:
-        """Let a job wait for its turn.
+        """Queue a job.
 
         Raises:
             QueueFull: too many requests wait.
@@ -95,7 +95,7 @@ class JobQueue:
             self._changed.notify()
 
     def leave(self, job: Job) -> None:
-        """Give a job up, wherever it is; its listener is told nothing more."""
+        """Cancel a waiting or running job; its listener gets no further events."""
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
@@ -105,9 +105,9 @@ class JobQueue:
                 self._changed.notify()
 
     def take(self, has_room: Callable[[], bool], add: Callable[[Job], None], timeout_s: float) -> list[int]:
-        """Hand waiting jobs over while there is room, and return the numbers of those that have left.
+        """Pass waiting jobs to ``add`` while there is room, and return the numbers of the canceled ones.
 
-        Waits until there is something to do, at most so long.
+        Wait up to ``timeout_s`` until there is something to do.
         """
         with self._changed:
             if timeout_s > 0.0:
@@ -121,14 +121,14 @@ class JobQueue:
             return left
 
     def tell(self, number: int, news: Sequence[Progress]) -> None:
-        """Tell a running job what happened; one that has left hears nothing."""
+        """Pass events to the listener of a running job; a canceled job gets none."""
         with self._changed:
             job = self._running.get(number)
         if job is not None:
             job.listener(news)
 
     def finish(self, numbers: Sequence[int] | None = None, error: Exception | None = None) -> None:
-        """Take jobs off the running ones, by default all, and tell them the error if there is one."""
+        """Remove jobs (by default all) from the running ones, and report the error to them if there is one."""
         with self._changed:
             chosen = list(self._running) if numbers is None else numbers
             jobs = [job for number in chosen if (job := self._running.pop(number, None)) is not None]
@@ -137,12 +137,12 @@ class JobQueue:
                 job.listener(error)
 
     def counts(self) -> tuple[int, int]:
-        """Return how many jobs wait and how many run."""
+        """Return the numbers of waiting and of running jobs."""
         with self._changed:
             return len(self._waiting), len(self._running)
 
     def close(self) -> None:
-        """Take no more jobs and send those away that wait or run."""
+        """Reject new jobs, and cancel those that wait or run."""
         with self._changed:
             self._is_closed = True
             jobs = [*self._waiting, *self._running.values()]

@@ -1,4 +1,4 @@
-"""Megatron's PUT /api: its JSON, its answers, and an HTTP server with one thread per connection."""
+"""Megatron's PUT /api: its JSON format, its responses, and an HTTP server with one thread per connection."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _MOST_SHOWN = 80
 
 
 class BadRequest(Exception):
-    """Report a request that cannot be answered; the text goes to the client."""
+    """The request cannot be answered; the text of the error goes to the client."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """Hold the fields of a request's body under their names there."""
+    """Fields of a request's body, with the names used there."""
 
     prompts: tuple[str, ...]
     tokens_to_generate: int = 64
@@ -81,10 +81,10 @@ _NOT_SUPPORTED = {
 
 
 def read_body(body: bytes) -> ApiRequest:
-    """Return the fields of a request's body.
+    """Parse a request's body.
 
     Raises:
-        BadRequest: it is not JSON, a field has no such name, or a value cannot be.
+        BadRequest: the body is not JSON, a field is unknown, or a value is invalid.
     """
     try:
         values = json.loads(body)
@@ -113,7 +113,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
         if name in _NOT_SUPPORTED:
             raise BadRequest(_NOT_SUPPORTED[name])
         if name not in known:
-            # Of a long name the comparison would take minutes.
+            # Truncate the name: the comparison of a very long one would take minutes.
             nearest = difflib.get_close_matches(name[:_MOST_SHOWN], known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
             raise BadRequest(f"{name[:_MOST_SHOWN]} is not a known field; {hint}")
@@ -163,9 +163,9 @@ def _check_values(request: ApiRequest, given: Mapping[str, Any]) -> None:
 
 
 class ApiTranslator:
-    """Turn the fields of requests into token ids for one model, and tokens into answers; safe in several threads.
+    """Translator of requests to token ids for one model, and of tokens to responses; thread-safe.
 
-    ``max_tokens`` limits prompts x (longest prompt + tokens to generate) of what runs together.
+    ``max_tokens`` limits prompts x (longest prompt + tokens to generate) of one batch.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig, max_tokens: int, max_batch_size: int) -> None:
@@ -177,10 +177,10 @@ class ApiTranslator:
         self._line_tokens: _LineTokens | None = None
 
     def generation_request(self, request: ApiRequest, default_seed: int) -> GenerationRequest:
-        """Return what the engine is asked for.
+        """Translate a request for the engine.
 
         Raises:
-            BadRequest: the model or the tokenizer cannot do it.
+            BadRequest: the model or the tokenizer cannot serve it.
         """
         with self._lock:
             try:
@@ -210,11 +210,11 @@ class ApiTranslator:
         return result
 
     def answer(self, asked: GenerationRequest, api: ApiRequest, given: Sequence[Continuation]) -> dict[str, Any]:
-        """Return the body of the response: the texts, their tokens as texts, and the log-probabilities.
+        """Build the body of the response: the texts, the text of each token, and the log-probabilities.
 
-        A text leaves out the token of add_BOS; its ``segments`` begin with it. ``logprobs`` has one number for every
-        segment but the first, or is null where it was not asked for. Of beams all texts of a prompt are there, the best
-        first, and ``scores`` has one number for each in the place of ``logprobs``.
+        A text leaves out the token of add_BOS, with which its ``segments`` start. ``logprobs`` has one number for every
+        segment after the first, or is null if it was not requested. With beam search, the response has all texts of a
+        prompt, the best first, and ``scores`` with one number per text instead of ``logprobs``.
         """
         ids = [
             [*prompt, *tokens]
@@ -280,7 +280,7 @@ class ApiTranslator:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LineTokens:
-    """Hold which ids of a vocabulary have to do with lines, whatever the tokenizer."""
+    """Token ids that contain, start or end a line, independent of the tokenizer."""
 
     newline: frozenset[int] = frozenset()
     blank_line: frozenset[int] = frozenset()
@@ -304,9 +304,9 @@ def _find_line_tokens(tokenizer: Tokenizer) -> _LineTokens:
 
 
 class PutApi:
-    """Answer one body after the other, from several threads.
+    """Handler of PUT /api that answers requests from several threads.
 
-    Requests without ``random_seed`` draw from streams that follow from ``seed`` and their number.
+    Requests without ``random_seed`` get a seed derived from ``seed`` and their number.
     """
 
     def __init__(self, translator: ApiTranslator, jobs: JobQueue, seed: int) -> None:
@@ -319,7 +319,7 @@ class PutApi:
         return stream_seed(self._seed, "request", (next(self._numbers),))
 
     def answer(self, body: bytes) -> tuple[HTTPStatus, Any, str]:
-        """Return status, content and a line for the log."""
+        """Return the HTTP status, the content and a line for the log."""
         try:
             api = read_body(body)
             asked = self._translator.generation_request(api, self.next_seed())
@@ -346,10 +346,10 @@ _IDLE_CONNECTION_S = 60.0
 
 
 class GenerationServer(ThreadingHTTPServer):
-    """Take requests for one model; made before the model is loaded, so that a taken port is known at once.
+    """HTTP server for one model, created before the model is loaded, so that a port in use is reported immediately.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port cannot be bound.
     """
 
     daemon_threads = True
@@ -369,23 +369,23 @@ class GenerationServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Return where requests go to."""
+        """Return the address for requests."""
         host, port = self.server_address[:2]
         return f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}{PATH}"
 
     def server_bind(self) -> None:
-        """Take the port; `HTTPServer` would also look up the machine's name, which can take long."""
+        """Bind the port without the lookup of the host name in `HTTPServer`, which can be slow."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def start(self, translator: ApiTranslator, seed: int) -> None:
-        """Begin to take requests."""
+        """Start accepting requests."""
         self.api = PutApi(translator, self.jobs, seed)
         self.server_activate()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more requests, send the waiting ones away, and let those leave that are being answered."""
+        """Stop accepting requests, cancel the waiting ones, and wait for the running ones."""
         self.shutdown()
         self.jobs.close()
         with self._changed:
@@ -393,12 +393,11 @@ class GenerationServer(ThreadingHTTPServer):
         self.server_close()
 
     def begin_answer(self) -> None:
-        """Count a request that must leave before the end."""
+        """Count a request that `stop` must wait for."""
         with self._changed:
             self._answering += 1
 
     def end_answer(self) -> None:
-        """Count it no more."""
         with self._changed:
             self._answering -= 1
             self._changed.notify_all()
@@ -418,7 +417,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_CONNECTION_S
 
     def do_PUT(self) -> None:
-        """Answer a request."""
         self.server.begin_answer()
         start = time.monotonic()
         try:
@@ -434,14 +432,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.end_answer()
 
     def do_GET(self) -> None:
-        """Answer with the one method that is offered."""
+        """Reply that only PUT is supported."""
         self.close_connection = True
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, f"PUT a JSON object with prompts to {PATH}")
 
     do_POST = do_DELETE = do_GET
 
     def _read_body(self) -> bytes | None:
-        """Return the body of the request, or None after it has been refused."""
+        """Read the body of the request, or send an error and return None."""
         lengths = self.headers.get_all("Content-Length", [])
         length = lengths[0].strip() if lengths else ""
         self.close_connection = True
@@ -471,4 +469,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: a request has its own line."""
+        """Disable the log line per request, because each request logs its own."""

@@ -1,4 +1,4 @@
-"""The application: arguments, the loop, logs and run folders."""
+"""Training of models: set-up, the training loop, checkpoints, evaluation and logs."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ AUTO = "auto"
 
 
 def recorded_choice(config: RunConfig, runtime: Runtime, field: str) -> str | None:
-    """Return a model's field in the checkpoint that the run goes on from, as rank 0 reads it.
+    """Return a model's field in the checkpoint that the run resumes from, as rank 0 reads it; collective.
 
-    It is ``auto`` where the checkpoint does not say, and None where the run begins anew. Collective.
+    It is ``auto`` if the checkpoint does not record the field, and None if the run does not resume.
     """
     load, world = config.checkpoint.load, runtime.state.world
     if load is None or config.checkpoint.finetune:
@@ -53,29 +53,29 @@ def _field_of(directory: Path, ckpt_step: int | None, field: str) -> str | None:
             return None
         recorded = recorded_config(folders[0])["model"].get(field, AUTO)
     except (InputError, LookupError, TypeError, ValueError):
-        return AUTO  # what is wrong with it is said where it is loaded
+        return AUTO  # loading the checkpoint reports what is wrong with it
     return str(recorded)
 
 
 _LIBRARIES = ("onednn", "mkl")
 _MIXED = "mixed"
 _MAX_SIZE = 512
-"""Larger products differ by much the same factor, and so few of them fit into the time that no minimum is quiet."""
+"""Larger GEMMs have nearly the same speed ratio, and too few of them fit into the time for a stable minimum."""
 _MIN_OPERATIONS = 1 << 27
-"""Smaller products take so little of a step that the choice would be noise: the default stays."""
+"""For smaller GEMMs the difference is noise, so the default is kept."""
 _MIN_ROUNDS, _BUDGET_S = 3, 0.25
 _MAX_SHARE = 0.95
-"""A library takes the default's place where it needs at most this share of its time."""
+"""A backend replaces the default only if it needs at most this fraction of the default's time."""
 
 
 def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
-    """Return the configuration with the library of its matrix products on CPU, on every rank the same.
+    """Choose the CPU GEMM backend, the same on every rank; collective.
 
-    The command line's counts first, then that of the checkpoint that the run goes on from (the default, where it
-    records none), then the quicker one. Collective.
+    The command line comes first, then the checkpoint that the run resumes from (the default, if it records none), then
+    the fastest backend in a measurement.
 
     Raises:
-        ConfigurationError: a processor or its torch lacks what the command line names. On every rank alike.
+        ConfigurationError: torch lacks the backend of the command line on some node's processor. Every rank raises it.
     """
     model, world = config.model, runtime.state.world
     if runtime.device.is_cuda:
@@ -109,21 +109,21 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
 
 
 def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
-    """Return the choice that computes a feed-forward's products in the least time, auto where the default is as good.
+    """Return the backend with the fastest GEMMs of a feed-forward layer, or auto if the default is as fast.
 
-    Where the model has experts the feed-forward is theirs, with the rows that each is given by an even load.
+    In a model with experts, the layer is an expert's, with the rows that each expert gets under a balanced load.
     """
     model = config.model
     rows = config.data.seq_length * config.training.micro_batch_size // model.context_parallel_size
     width, inner, groups = model.hidden_size, model.ffn_hidden_size // model.tensor_model_parallel_size, None
     num_operations = 2 * rows * width * inner
-    if model.num_experts is not None:
+    if model.moe.num_experts is not None:
         sizes = model.parallel_sizes
-        inner = model.moe_ffn_hidden_size // sizes.expert_tp
-        choices = rows * model.moe_router_topk * sizes.ep * sizes.expert_tp // sizes.tp
+        inner = model.moe.moe_ffn_hidden_size // sizes.expert_tp
+        choices = rows * model.moe.moe_router_topk * sizes.ep * sizes.expert_tp // sizes.tp
         num_operations = 2 * choices * width * inner // sizes.ep
-        rows = max(choices // model.num_experts, 1)
-        groups = min(model.num_experts // sizes.ep, max(_MAX_SIZE // rows, 1))
+        rows = max(choices // model.moe.num_experts, 1)
+        groups = min(model.moe.num_experts // sizes.ep, max(_MAX_SIZE // rows, 1))
     is_small = num_operations < _MIN_OPERATIONS
     if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
         return AUTO
@@ -135,9 +135,9 @@ def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
 
 
 def is_quicker(rounds: Sequence[Sequence[float]], default_rounds: Sequence[Sequence[float]]) -> bool:
-    """Return whether a library beats the default by more than noise.
+    """Return whether a backend is faster than the default by more than noise.
 
-    Of each product the shortest time of all rounds counts: other work on the machine only makes times longer.
+    The minimum over all rounds counts for each GEMM, because other load on the node only makes times longer.
     """
     return _shortest(rounds) <= _MAX_SHARE * _shortest(default_rounds)
 
@@ -149,10 +149,10 @@ def _shortest(rounds: Sequence[Sequence[float]]) -> float:
 def measure_libraries(
     rows: int, width: int, inner: int, dtype: torch.dtype, groups: int | None = None
 ) -> dict[str, list[list[float]]]:
-    """Return, by choice and round, the seconds of each product of a feed-forward layer, forward and backward.
+    """Measure the seconds of each GEMM of a feed-forward layer, forward and backward, by backend and round.
 
-    With ``groups`` there are so many feed-forwards, each with so many rows of its own. Libraries alternate, so that
-    other work falls upon them alike; what is mixed of both is not measured again.
+    With ``groups`` there are that many experts, each with ``rows`` rows. Backends alternate, so that other load affects
+    them equally. The mixed choice is computed from both and not measured again.
     """
     make = _products_of if groups is None else partial(_grouped_products_of, groups)
     products: list[Callable[[str], object]] = []
@@ -177,8 +177,8 @@ def measure_libraries(
 
 
 def _products_of(rows: int, fan_in: int, fan_out: int, dtype: torch.dtype) -> list[Callable[[str], object]]:
-    """Return what a linear map computes: output, input gradient and accumulated weight gradient."""
-    # Ones: no random number is drawn that the run would draw.
+    """Create the three GEMMs of a linear layer: output, input gradient and accumulated weight gradient."""
+    # Ones, because random numbers would advance the run's random streams.
     x, grad = torch.ones(rows, fan_in, dtype=dtype), torch.ones(rows, fan_out, dtype=dtype)
     weight = torch.ones(fan_out, fan_in, dtype=dtype)
     main_grad = MainGrad(torch.empty_like(weight, dtype=arithmetic_dtype(dtype)))
@@ -197,7 +197,7 @@ def _products_of(rows: int, fan_in: int, fan_out: int, dtype: torch.dtype) -> li
 def _grouped_products_of(
     groups: int, rows: int, fan_in: int, fan_out: int, dtype: torch.dtype
 ) -> list[Callable[[str], object]]:
-    """Return what the linear maps of experts compute, each of its own rows: the same three."""
+    """Create the three grouped GEMMs of the experts' linear layers."""
     x, grad = torch.ones(groups * rows, fan_in, dtype=dtype), torch.ones(groups * rows, fan_out, dtype=dtype)
     weight, counts = torch.ones(groups, fan_out, fan_in, dtype=dtype), [rows] * groups
     main_grad = MainGrad(torch.empty_like(weight, dtype=arithmetic_dtype(dtype)))
@@ -221,15 +221,14 @@ _WORDS = {
 _MAX_OVERLAP_SIZE = 512
 _NUM_ROUNDS = 7
 _MAX_OVERLAP_SHARE = 0.95
-"""Chunks are taken where they need at most this share of the time without: the rest is noise."""
+"""Overlapped chunks are used only if they need at most this fraction of the time without them, to exclude noise."""
 
 
 def choose_tp_overlap(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
-    """Return the configuration with what carries the chunks, on every rank the same, and say why.
+    """Choose the implementation of the tensor-parallel overlap, the same on every rank, and log why; collective.
 
-    On CUDA it is symmetric memory where the tensor-parallel ranks share it, and a ring else. On a CPU nothing but the
-    processes themselves moves a message: there it is measured, unless the checkpoint that the run goes on from says.
-    Collective.
+    On CUDA it is symmetric memory if the tensor-parallel ranks share it, and otherwise a ring. On a CPU, where the
+    processes themselves move the messages, it is measured, unless the checkpoint that the run resumes from records it.
     """
     model = config.model
     if not model.tp_comm_overlap or model.tp_comm_overlap_impl not in (AUTO, "symmetric-memory"):
@@ -274,12 +273,13 @@ def measure_overlap(
     dtype: torch.dtype,
     library: str,
 ) -> tuple[float, float]:
-    """Return this rank's shortest seconds of a feed-forward layer, forward and backward: with chunks, and without.
+    """Measure a feed-forward layer, forward and backward, with and without overlapped chunks; collective.
 
-    Rounds alternate, as many on every rank. Shapes: ``sizes`` are ``s, b, h``. Collective.
+    The result is this rank's minimum of seconds for each. Rounds alternate, with the same number on every rank. Shapes:
+    ``sizes`` are ``s, b, h``.
     """
     length, batch, width = sizes
-    # Ones: no random number is drawn that the run would draw.
+    # Ones, because random numbers would advance the run's random streams.
     x = torch.ones(length // tp.size, batch, width, dtype=dtype, requires_grad=True)
     up = torch.ones(inner, width, dtype=dtype, requires_grad=True)
     down = torch.ones(width, inner, dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Data loading: build the data sets, read micro-batches ahead on one rank and broadcast them to its peers."""
+"""Data loading: build the data sets, prefetch micro-batches on one rank and broadcast them to its TP group."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from megatron.training.initialize import Runtime
 
 
 def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtime: Runtime) -> DatasetSplits:
-    """Build the data sets: rank 0 first, then one process of each machine, so that the others find its index cache.
+    """Build the data sets: first on rank 0, then on one process per node, so that the others find the index cache.
 
-    Machines need not share a file system: each may hold a copy of the data and keep a cache of its own.
+    Nodes need not share a file system: each may have its own copy of the data and its own cache.
 
     Raises:
-        DataError: on every rank alike, where one of them cannot build them.
+        DataError: some rank cannot build them. Every rank raises it.
     """
     if runtime.is_reporter:
         print_line(" > datasets target sizes (minimum size):")
@@ -78,16 +78,16 @@ _Job = tuple[list[int], torch.Tensor]
 
 
 class BatchSource:
-    """Give a rank its part of the micro-batches of one split in order, read ahead by ``--num-workers`` threads.
+    """Data loader of one split that yields a rank's micro-batches in order, prefetched by ``--num-workers`` threads.
 
-    The first rank of a tensor-parallel group reads what its pipeline stage needs and sends it to the others, in one
-    broadcast a micro-batch; a stage that needs nothing reads and sends nothing. Values stay in the smallest types
-    that hold them until they are on the device. ``sample_ids`` names the samples of a whole step over all ranks; its
-    cost grows with the global batch, so that only a rank that reports them asks. With ``whole_set`` the source gives
-    that many samples from the first on, each once, and what fills its last micro-batches counts nothing. With
-    ``shift`` a rank gets what is meant for the data-parallel rank so many places after it. With ``tells_data_sets`` the
-    micro-batches of a blend say which of its ``data_sets``, by name, each sample is of. A source that
-    ``evaluates`` gives samples that may be padding as a whole.
+    The first rank of a tensor-parallel group reads the fields that its pipeline stage needs and broadcasts them to the
+    group, once per micro-batch. A stage that needs none reads and sends nothing. Values have their smallest types until
+    they are on the device. ``sample_ids`` returns the samples of a whole step over all ranks; its cost grows with the
+    global batch, so only the rank that reports them calls it. With ``whole_set`` the source yields that many samples
+    from the first one, each once, and masks the padding of its last micro-batches. With ``shift`` a rank gets the
+    samples of the data-parallel rank that many positions after it. With ``tells_data_sets`` the micro-batches of a
+    blend record the data set of each sample, as an index into ``data_sets``. A source that ``evaluates`` may yield
+    samples that are only padding.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class BatchSource:
         self.order: SampleOrder | None = None
         if not isinstance(dataset, ExternalSamples):
             self.order = order = sample_order(dataset, config)
-            # Every rank finds out alike that no samples are left.
+            # Every rank has the sampler, so that all find out together when no samples are left.
             sampler: Iterable[list[int]] = WholeSetSampler(whole_set or 0, *place)
             if whole_set is None:
                 sampler = MicroBatchSampler(order, consumed_samples, *place)
@@ -144,11 +144,11 @@ class BatchSource:
         return self.order.sample_ids(consumed_samples, count)
 
     def sample_ids_hash(self, sample_ids: NDArray[np.int64]) -> str:
-        """Hash which rows of which data sets the samples are; of samples that the caller makes, their numbers."""
+        """Hash the data set rows of the samples, or the sample numbers if the caller provides the samples."""
         return sample_ids_hash(sample_ids if self.dataset is None else sample_keys(self.dataset, sample_ids))
 
     def next(self) -> Batch:
-        """Return this rank's part of the next micro-batch, on its device.
+        """Return this rank's shard of the next micro-batch, on its device.
 
         Raises:
             DataError: on the rank that reads: a sample cannot be used.
@@ -165,7 +165,7 @@ class BatchSource:
         return self._layout.unpack(memory, self._positions)
 
     def close(self) -> None:
-        """Stop the reading threads; there are no more micro-batches after this."""
+        """Stop the prefetch threads; no micro-batch can be read after this."""
         if self._packed is not None:
             self._packed.close()
 
@@ -177,11 +177,11 @@ def _read_ahead(
     num_threads: int,
     flight: FlightRecorder,
 ) -> ReadAhead[_Job, torch.Tensor]:
-    """Return the packed micro-batches of a rank, in memory that the device can fetch them from."""
+    """Prefetch a rank's packed micro-batches into host memory that the device can copy from."""
 
     def jobs() -> Iterator[_Job]:
         for sample_ids in sampler:
-            # Taken here and not where it is filled: another thread has no current CUDA device yet.
+            # Allocated here and not in the prefetch thread, which has no current CUDA device yet.
             yield sample_ids, device.empty_host_memory(reader.layout.num_bytes)
 
     def read(job: _Job) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _read_ahead(
 def _read_external(
     reader: ExternalReader, num_bytes: int, device: Device, num_threads: int
 ) -> ReadAhead[torch.Tensor, torch.Tensor]:
-    """Return the packed micro-batches that the caller makes, by one thread at most: they come one after the other."""
+    """Prefetch the packed micro-batches of the caller's iterator, with at most one thread to keep their order."""
 
     def jobs() -> Iterator[torch.Tensor]:
         while True:
@@ -218,9 +218,9 @@ def batch_layout(
     *,
     evaluates: bool = False,
 ) -> BatchLayout:
-    """Return what a rank needs of a micro-batch: what its pipeline stage uses, of its part of the sequence.
+    """Build the layout of a rank's micro-batches: the fields that its pipeline stage uses, for its sequence shard.
 
-    ``tells_data_sets`` adds the number of each sample's data set on the stage with the loss. ``evaluates`` is set for
+    ``tells_data_sets`` adds the index of each sample's data set on the stage with the loss. ``evaluates`` is set for
     the micro-batches of an evaluation.
     """
     length, size = config.data.seq_length, config.model.context_parallel_size
@@ -234,10 +234,10 @@ def batch_layout(
 
 
 def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) -> BatchContents:
-    """Return what a pipeline stage needs: tokens for the embedding, labels for the loss, boundaries where there are.
+    """Select the fields for a pipeline stage: tokens for the embedding, labels for the loss, document ids if needed.
 
-    Rotary positions are needed wherever there are layers, learned ones by the embedding. Layers of experts are told of
-    padding if the data has some.
+    Rotary positions are needed by every stage with layers, learned ones only by the embedding. MoE layers need the
+    padding mask if the data has padding.
     """
     chunks = config.stage_layout.chunks(pp_rank)
     has_embedding = any(chunk.has_embedding for chunk in chunks)
@@ -248,7 +248,7 @@ def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) 
         position_ids=config.data.reset_position_ids
         and (positions == "rope" or (positions == "learned_absolute" and has_embedding)),
         document_ids=config.data.reset_attention_mask
-        and any(chunk.layer_numbers or (chunk.has_loss and config.model.mtp_depth) for chunk in chunks),
+        and any(chunk.layer_numbers or (chunk.has_loss and config.model.mtp.mtp_depth) for chunk in chunks),
         padding_mask=_may_pad(config, evaluates)
         and any(config.model.has_experts_among(chunk.layer_numbers, is_last=chunk.has_loss) for chunk in chunks),
     )
@@ -257,5 +257,5 @@ def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) 
 def _may_pad(config: RunConfig, evaluates: bool) -> bool:
     """Return whether batches need a padding mask. Evaluation needs one only with a capacity factor."""
     if evaluates:
-        return config.model.moe_expert_capacity_factor is not None
+        return config.model.moe.moe_expert_capacity_factor is not None
     return config.data.has_padding

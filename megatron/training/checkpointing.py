@@ -68,7 +68,7 @@ _LENGTHS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class _Conflict:
-    """Hold a flag's value in the checkpoint and in this run; ``can_be_given`` where the former is one of the flag's."""
+    """Flag whose value differs between the checkpoint and this run; ``can_be_given`` if the flag accepts ``stored``."""
 
     flag: str
     stored: str
@@ -80,10 +80,10 @@ class _Conflict:
 
 
 def check_schedule(state: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse a scheduler's stored ``state`` where the run has another schedule and no flag says which one holds.
+    """Reject a scheduler's stored ``state`` if the run has another schedule and no flag selects one of the two.
 
     Raises:
-        CheckpointError: so it is; the message names the flags that would give the stored schedule.
+        CheckpointError: the schedules differ; the message names the flags that would give the stored schedule.
     """
     if config.scheduler.override_opt_param_scheduler or config.scheduler.use_checkpoint_opt_param_scheduler:
         return
@@ -103,9 +103,9 @@ def check_schedule(state: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def _earlier_checkpoint(stored: ScheduleConfig, given: ScheduleConfig, num_samples: int, config: RunConfig) -> str:
-    """Say from which checkpoints the given schedule goes on by itself, where this one is already in the decay of WSD.
+    """Suggest checkpoints from which the given schedule can resume, if this one is already in the WSD decay phase.
 
-    A decay that is under way cannot begin again later without a leap of the learning rate.
+    A decay that is in progress cannot restart later without a jump of the learning rate.
     """
     if stored.lr_decay_style != "WSD" or stored.wsd_decay_steps is None:
         return ""
@@ -138,28 +138,28 @@ def _conflicts(
 
 
 def _length_conflict(flag: str, old: float | None, new: float | None, config: RunConfig) -> _Conflict:
-    """Return lengths of a schedule in iterations where the run has its own in them and both are whole ones."""
+    """Describe a length in iterations (or samples); it can be given as a flag only if it is a whole number of them."""
     batch, unit = config.training.global_batch_size, "iters"
     if config.training.train_samples:
         batch, unit = 1, "samples"
-    # The length of the whole run is the user's to choose.
+    # The length of the whole run is the user's choice.
     can_be_given = old is not None and old % batch == 0 and flag != "--train"
     stored, given = ("none" if value is None else f"{value / batch:.10g}" for value in (old, new))
     return _Conflict(f"{flag}-{unit}", stored, given, can_be_given)
 
 
 class CheckpointSaver:
-    """Save into one directory, one checkpoint at a time; every method is called by all ranks together.
+    """Checkpoint writer for one directory, with one save at a time; all ranks call every method together.
 
-    With ``options.async_save`` a save returns when the tensors are copied. One thread of each rank then writes the
-    copy, and `poll`, called between iterations, takes the next step of the save as soon as all ranks' threads are
-    through; the next save, and `finish`, wait for it. The threads themselves never communicate.
+    With ``options.async_save``, a save returns when the tensors are copied. One thread per rank then writes the copy.
+    `poll`, called between iterations, advances the save to its next step when the threads of all ranks are done. The
+    next save and `finish` wait for it. The threads themselves never communicate.
 
-    ``last_seconds`` is how long the newest complete save took, and ``published`` the iteration of the checkpoint that
-    the run would go on from; both are None before there is one.
+    ``last_seconds`` is the duration of the newest complete save, and ``published`` is the iteration of the checkpoint
+    that the run would resume from. Both are None before the first one.
 
-    A checkpoint that the file system does not take is reported and given up: what was saved before is still in place,
-    and training goes on. Checkpoints that were there before are never removed, unless the run goes on from them.
+    If the file system fails during a save, the failure is reported and the save is abandoned: earlier checkpoints are
+    intact, and training continues. Checkpoints of earlier runs are never removed, unless the run resumes from them.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class CheckpointSaver:
         return self._failure is not None
 
     def resume_from(self, folder: Path) -> None:
-        """Take what is in the directory for this run's own where the checkpoint that it goes on from is there."""
+        """Treat the directory's checkpoints as this run's own if the checkpoint that it resumes from is there."""
         if folder.parent.resolve() == self._target.directory.resolve():
             self._target = replace(self._target, kept=frozenset())
 
@@ -204,16 +204,16 @@ class CheckpointSaver:
         self._target = replace(self._target, kept=self._target.kept | iterations)
 
     def close(self) -> None:
-        """Let another run have the directory; no save is under way, or what it writes is of no use."""
+        """Release the directory for other runs; call it when no save is in progress or its result is not needed."""
         self._target.folders.release()
 
     def wait_for_thread(self) -> None:
-        """Wait until this rank's thread has written what it was given; whatever comes of it."""
+        """Wait until this rank's thread has finished writing, successfully or not."""
         if self._task is not None:
             self._task.wait()
 
     def save(self, tensors: CheckpointState, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
-        """Save a checkpoint, or begin to; the oldest of those ``on_trial`` outlives retention."""
+        """Save a checkpoint, or start to; retention keeps the oldest of those ``on_trial``."""
         self.finish()
         self._began = time.monotonic()
         self._iteration = common.progress.iteration
@@ -230,14 +230,14 @@ class CheckpointSaver:
             self.finish()
 
     def poll(self) -> None:
-        """Take the next step of a save that is under way where all ranks are ready for it; never wait for the disk."""
+        """Advance a save in progress to its next step if all ranks are ready for it; never wait for the disk."""
         if self._task is not None and not any_rank(not self._task.is_done, self._state.world):
             self._advance()
 
     def note_known(self, iteration: int, num_finite: int) -> bool:
-        """Mark a checkpoint as known to train and let retention give up older ones.
+        """Mark a checkpoint as known to train and let retention remove older ones.
 
-        Return whether it was there, or will never be: with ``options.async_save`` it can still be written.
+        Return False if the checkpoint may still be written (``options.async_save``), and True otherwise.
         """
         directory = self._target.directory
         if self._iteration == iteration and self.is_saving:
@@ -256,26 +256,26 @@ class CheckpointSaver:
         return True
 
     def go_back(self, iteration: int) -> None:
-        """Let the folder's tracker file name an older checkpoint, which the run goes back to.
+        """Point the directory's tracker file to an older checkpoint for a rollback.
 
         Raises:
-            CheckpointError: the file system refuses. On every rank alike.
-            FolderInUseError: another run took the folder over. On every rank alike.
+            CheckpointError: the file system fails. Every rank raises it.
+            FolderInUseError: another run took the directory over. Every rank raises it.
         """
         self.finish()
         run_on_all_ranks(lambda: self._point_tracker(iteration), self._state.world)
         self.published = iteration
 
     def finish(self) -> None:
-        """Wait until no save is under way."""
+        """Wait until no save is in progress."""
         while self._task is not None:
             self._advance()
 
     def check_last(self) -> None:
-        """Refuse to call a run done whose last checkpoint could not be written.
+        """Fail if the run's last checkpoint could not be written.
 
         Raises:
-            TrainingError: the newest save failed, on every rank alike.
+            TrainingError: the newest save failed. Every rank raises it.
         """
         if self._failure is not None:
             raise TrainingError(f"the last checkpoint, of iteration {self._iteration}, was not saved: {self._failure}")
@@ -306,18 +306,18 @@ class CheckpointSaver:
 
 
 def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> CheckpointSaver | None:
-    """Prepare the folder of ``--save`` and return what saves into it; None where it is not given.
+    """Prepare the folder of ``--save`` and return its saver, or None without the flag.
 
     Raises:
-        CheckpointError: the folder cannot be created or written to, or the format needs one folder for all ranks. On
-            every rank alike.
+        CheckpointError: the folder cannot be created or written to, or the format needs a folder shared by all ranks.
+            Every rank raises it.
     """
     if options.save is None:
         return None
     folders = prepare_save_directory(options.save, runtime.state, log)
     if options.ckpt_format != NATIVE_FORMAT and not folders.is_shared:
         folders.release()
-        # Their files belong together, or hold what ranks of several machines write.
+        # Files of these formats belong together, or contain data of ranks on several nodes.
         raise CheckpointError(
             f"--ckpt-format {options.ckpt_format} needs a folder that all machines share, and --save {options.save} is "
             "a folder of its own on each; change --save, or save in the native format and convert"
@@ -327,10 +327,10 @@ def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> Checkpo
 
 @dataclass(eq=False)
 class RunCheckpoints:
-    """Save a run and resume it, as ``--save`` and ``--load`` say; ``saver`` is None without ``--save``.
+    """Save and resume a run according to ``--save`` and ``--load``; ``saver`` is None without ``--save``.
 
-    What a loaded checkpoint says of the Hugging Face folder that its model came from is passed on to those saved.
-    ``told`` learns how far the reading of one is.
+    A loaded checkpoint's record of its original Hugging Face folder is copied to the checkpoints of this run. ``told``
+    is called with the progress of a load.
     """
 
     config: RunConfig
@@ -343,22 +343,22 @@ class RunCheckpoints:
     model_record: Mapping[str, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Begin to count the finite iterations after each checkpoint."""
+        """Start to count the finite iterations after each checkpoint."""
         self._trial = ValidationWindow(self.config.faults.checkpoint_validation_steps)
         self._own: set[int] = set()
 
     def resume(self) -> TrainState:
-        """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
+        """Load the newest checkpoint of ``--load`` and return the training state.
 
-        A run without ``--load``, or whose folder holds no checkpoint yet, stands at its beginning.
+        A run without ``--load``, or whose folder has no checkpoint yet, starts from the beginning.
         """
         options = self.config.checkpoint
         return TrainState() if options.load is None else self._load(options)
 
     def go_back(self) -> TrainState | None:
-        """Fill everything from the newest checkpoint of ``--save`` that is known to train; None where there is none.
+        """Roll back to the newest checkpoint of ``--save`` that is known to train; return None if there is none.
 
-        The tracker file names it from then on. Every rank must call.
+        The tracker file then names this checkpoint. Collective.
         """
         iteration = self.newest_known()
         if iteration is None or self.saver is None:
@@ -369,7 +369,7 @@ class RunCheckpoints:
         return self._load(self.config.checkpoint.resumed(iteration))
 
     def go_on(self, model_record: Mapping[str, Any] | None, has_saved: bool) -> None:
-        """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
+        """Continue a run that was not loaded here: set its Hugging Face record, and whether it ``has_saved`` itself."""
         self.model_record, options = model_record, self.config.checkpoint
         if options.save is not None and self.saver is not None and (has_saved or options.save == options.load):
             self.saver.resume_from(as_path(options.save) / "copies")
@@ -377,19 +377,19 @@ class RunCheckpoints:
     def newest_known(self) -> int | None:
         """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
 
-        Only those that this process has saved count, and the one that it was resumed from.
+        Only those that this process has saved count, and the one that it resumed from.
         """
         options = self.config.checkpoint
         found = None
         if options.save is not None and self.runtime.is_reporter:
-            # Others are of data that it may not have at hand, or of another run.
+            # Other checkpoints may need data that this process does not have, or belong to another run.
             directory = as_path(options.save)
             found = newest_known(directory, self._own.intersection(saved_iterations(directory)))
         known: int | None = broadcast_object(found, self.runtime.state.world)
         return known
 
     def note_step(self, iteration: int, is_finite: bool) -> None:
-        """Take note of an iteration that ended, and mark the checkpoints that are known to train now."""
+        """Record the end of an iteration, and mark the checkpoints that are now known to train."""
         if self.saver is None:
             return
         for saved in self._trial.observe(iteration, is_finite):
@@ -397,7 +397,7 @@ class RunCheckpoints:
                 self._trial.settle(saved)
 
     def _load(self, options: CheckpointConfig) -> TrainState:
-        """Fill everything from the checkpoint of ``options.load``."""
+        """Load the checkpoint of ``options.load``."""
         assert options.load is not None
         loaded = load_checkpoint(
             options.load,
@@ -443,7 +443,7 @@ class RunCheckpoints:
         return TrainState.from_progress(loaded.progress)
 
     def save(self, train_state: TrainState) -> bool:
-        """Save a checkpoint, or with ``--async-save`` begin to; return whether that has come about, as far as known."""
+        """Save a checkpoint, or start to with ``--async-save``; return False if it is already known to have failed."""
         if self.saver is None:
             return False
         common = CommonState(
@@ -461,36 +461,36 @@ class RunCheckpoints:
         return True
 
     def poll(self) -> None:
-        """Let a save that is under way go on, without waiting for it; to be called between iterations."""
+        """Advance a save in progress without waiting for it; call this between iterations."""
         if self.saver is not None:
             self.saver.poll()
 
     def finish(self) -> None:
-        """Wait until the last save is complete or given up."""
+        """Wait until the last save is complete or abandoned."""
         if self.saver is not None:
             self.saver.finish()
 
     @property
     def last_seconds(self) -> float | None:
-        """Return how long the newest complete save took, until it was published; None before there is one."""
+        """Return the duration of the newest complete save until its publication, or None before the first one."""
         return None if self.saver is None else self.saver.last_seconds
 
     @property
     def published(self) -> int | None:
-        """Return the iteration of the checkpoint that the run would go on from, None before it has saved one."""
+        """Return the iteration of the checkpoint that the run would resume from, or None before it has saved one."""
         return None if self.saver is None else self.saver.published
 
     def check_last(self) -> None:
-        """Refuse to call a run done whose last checkpoint could not be written.
+        """Fail if the run's last checkpoint could not be written.
 
         Raises:
-            TrainingError: the newest save failed, on every rank alike.
+            TrainingError: the newest save failed. Every rank raises it.
         """
         if self.saver is not None:
             self.saver.check_last()
 
     def close(self) -> None:
-        """Let another run have the folder of ``--save``."""
+        """Release the folder of ``--save`` for other runs."""
         if self.saver is not None:
             self.saver.close()
 
@@ -499,7 +499,7 @@ class RunCheckpoints:
         self.log(describe_schedule_values(state, self.config))
 
     def tensors(self) -> CheckpointState:
-        """Return what a checkpoint of this moment holds."""
+        """Collect the tensors of a checkpoint of the current state."""
         for chunk in self.parts.ddp_chunks:
             chunk.finish_param_gather()
         return CheckpointState(
@@ -510,5 +510,5 @@ class RunCheckpoints:
         )
 
     def _write_tokenizer(self, folder: Path) -> None:
-        # The record makes the folder of this name itself.
+        # `record_tokenizer` creates the folder of this name itself.
         record_tokenizer(self.tokenizer, folder.parent)

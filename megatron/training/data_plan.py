@@ -1,6 +1,6 @@
-"""Data plan: which data sets a run reads, how they are split, and how many samples of each split it needs.
+"""Data plan: the data sets that a run reads, their splits, and the number of samples that it needs of each split.
 
-Importing this module imports no torch, so that unusable data is refused quickly.
+Importing this module imports no torch, so that unusable data is rejected quickly.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
 
 
 class DatasetSplitsBuilder(Protocol):
-    """Check and build the data sets of the three splits."""
+    """Checks and builds the data sets of the three splits."""
 
     def check(self) -> None:
-        """Raise `DataError` for data that cannot be used, before anything is built."""
+        """Raise `DataError` for unusable data, before anything is built."""
 
     def build(self) -> DatasetSplits:
-        """Build what was checked."""
+        """Build the data sets."""
         ...
 
 
 DatasetsProvider = Callable[[RunConfig, Tokenizer, "SampleTargets", Callable[[str], None]], DatasetSplitsBuilder]
-"""Return what builds the data sets, given how many samples each must have and where to report lines.
+"""Create the builder of the data sets, given the number of samples per split and a function to report lines.
 
-It is called before torch is imported, and should import none.
+It is called before torch is imported, and should not import torch.
 """
 
 
 @dataclass(frozen=True)
 class SampleTargets:
-    """Hold how many samples a run will read of each split; None is all of the validation data, in one epoch.
+    """Number of samples that a run reads of each split; None means one epoch of all validation data.
 
-    ``done`` is what the run has read before.
+    ``done`` is the progress of the run so far.
     """
 
     train: int
@@ -63,7 +63,7 @@ class SampleTargets:
 
 
 def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleTargets:
-    """Return how many samples training, all evaluations together, and the final test read.
+    """Compute the numbers of samples that training, all evaluations together, and the final test read.
 
     A resumed run continues after the samples that are ``done``. These can be more than the configuration implies, if
     batches were larger or evaluations more frequent before.
@@ -87,10 +87,10 @@ def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleT
 
 
 def run_position(config: RunConfig, done: TrainState) -> RunPosition:
-    """Return where in its training data a run resumes.
+    """Return the position in the training data where a run resumes.
 
     Raises:
-        DataError: what the checkpoint records of it is damaged.
+        DataError: the checkpoint's record of it is damaged.
     """
     return RunPosition(
         dataloader_type=config.data.dataloader_type,
@@ -100,7 +100,7 @@ def run_position(config: RunConfig, done: TrainState) -> RunPosition:
 
 
 def _num_evaluations(config: RunConfig, iterations: int) -> int:
-    """Return how many evaluations the first iterations make, the last one of the run left out."""
+    """Count the evaluations within the first iterations, without the final one of the run."""
     interval = config.validation.eval_interval
     return iterations // interval if interval else 0
 
@@ -138,10 +138,10 @@ def _conversations(data: DataConfig, tokenizer: Tokenizer) -> ConversationOption
 
 
 def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:
-    """Look the special tokens up.
+    """Look up the special tokens of fill-in-the-middle.
 
     Raises:
-        ConfigurationError: the tokenizer lacks some, all of which are named.
+        ConfigurationError: the tokenizer lacks some; the message names all of them.
     """
     tokens = {
         "prefix_token": data.fim_prefix_token,

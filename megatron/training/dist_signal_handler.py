@@ -14,15 +14,15 @@ from megatron.config import TrainingConfig
 
 
 class ExitRequest:
-    """Watch for an exit signal and the time limit of this process.
+    """Watches for an exit signal and for the time limit of this process.
 
-    SIGTERM is always watched, ``--exit-signal`` with ``--exit-signal-handler``. The handler only records the signal:
-    the current step is finished, and then all ranks agree on the exit. A second ``--exit-signal`` has its usual effect.
-    A second SIGTERM does nothing: it is normal that both the cluster's scheduler and torchrun send one.
+    SIGTERM is always watched, and ``--exit-signal`` with ``--exit-signal-handler``. The handler only records the
+    signal: the current step finishes, and then all ranks agree on the exit. A second ``--exit-signal`` has its usual
+    effect. A second SIGTERM has no effect, because both the cluster's scheduler and torchrun normally send one.
 
-    torchrun also sends SIGTERM when another rank has failed. Then there is no step to finish: the collective that this
-    rank is in may never end, and no handler runs in it. So a thread receives the signal too, and ends the process if
-    ``has_run_failed`` returns true.
+    torchrun also sends SIGTERM when another rank has failed. Then the current step cannot finish: this rank's
+    collective may never end, and Python runs no signal handler during it. So a thread is also notified of the signal,
+    and it ends the process if ``has_run_failed`` returns true.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ExitRequest:
 
     @property
     def time_is_up(self) -> bool:
-        """Return whether ``--exit-duration-in-mins`` is over."""
+        """Return whether ``--exit-duration-in-mins`` has elapsed."""
         limit = self.config.exit_duration_in_mins
         return limit is not None and (time.time() - self.start_time) / 60.0 > limit
 

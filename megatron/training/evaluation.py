@@ -21,7 +21,7 @@ from megatron.training.training_step import ForwardStep, Microbatches, Microbatc
 
 @dataclass(eq=False)
 class _KeptMicrobatches:
-    """Give a source's micro-batches, and all of them again after ``rewind``."""
+    """Micro-batches of a source, recorded so that ``rewind`` can replay them."""
 
     source: MicrobatchSource
     kept: list[Batch] = field(default_factory=list)
@@ -35,7 +35,7 @@ class _KeptMicrobatches:
         return self.kept[-1]
 
     def rewind(self) -> None:
-        """Begin with the first one again."""
+        """Start again with the first micro-batch."""
         self._again = iter(self.kept)
 
 
@@ -48,9 +48,9 @@ def evaluate_weights(
     num_microbatches: int,
     begin_microbatch: Callable[[int], None] = lambda microbatch: None,
 ) -> list[tuple[str, str, float]]:
-    """Return the loss of the weights, and on the same micro-batches that of their average, where one is kept.
+    """Evaluate the weights, and on the same micro-batches their average (EMA) if there is one.
 
-    Each has what stands behind a set's name in the metrics, and in the log; see `evaluate`.
+    Each result has a suffix for the set's name in the metrics, a suffix for the log line, and the loss; see `evaluate`.
     """
     rest = (forward_step, source, num_microbatches, begin_microbatch)
     if not parts.optimizer.has_average:
@@ -72,9 +72,9 @@ def evaluate(
     num_microbatches: int,
     begin_microbatch: Callable[[int], None] = lambda microbatch: None,
 ) -> float:
-    """Return the mean loss over the tokens of ``num_microbatches`` micro-batches of each rank, equal on all ranks.
+    """Return the mean loss per token over ``num_microbatches`` micro-batches of each rank, equal on all ranks.
 
-    ``begin_microbatch`` is called with the number of each micro-batch that this rank's first chunk begins.
+    ``begin_microbatch`` is called with the number of each micro-batch that this rank's first chunk starts.
     """
     pp = runtime.state.pp
     microbatches = Microbatches(source, len(parts.chunks))
@@ -106,12 +106,12 @@ def evaluate(
 
 
 SourceMaker = Callable[[SampleDataset | ExternalSamples, int, int | None], BatchSource]
-"""Return the micro-batches of a data set from a position on, or of that many samples of it, each once."""
+"""Open a data set from a position on, or with a count, that many samples of it, each once."""
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """Hold one set to evaluate on.
+    """One data set of an evaluation.
 
     ``name`` is written to the metrics file, ``title`` to the log. The context of ``open_source`` gives each rank
     ``num_microbatches`` micro-batches. ``num_advanced`` is the number of samples after which the next evaluation
@@ -127,9 +127,9 @@ class EvaluationSet:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSets:
-    """Hold the validation sets of every evaluation, and the test set of the last; empty where there is no data.
+    """Validation sets of every evaluation, and the test set of the last one; empty without data.
 
-    ``lasting_source`` is the source that stays open from one evaluation to the next.
+    ``lasting_source`` is the source that stays open between evaluations.
     """
 
     validation: tuple[EvaluationSet, ...]
@@ -145,7 +145,7 @@ class EvaluationSets:
 def plan_evaluation(
     config: RunConfig, datasets: DatasetSplits, train_state: TrainState, source: SourceMaker
 ) -> EvaluationSets:
-    """Return what a run is evaluated on; nothing with ``--eval-iters 0``."""
+    """Plan the data sets of a run's evaluations; there are none with ``--eval-iters 0``."""
     if config.validation.eval_iters == 0:
         return EvaluationSets((), ())
     samples_per_microbatch = config.training.micro_batch_size * config.data_parallel_size
@@ -165,7 +165,7 @@ def plan_evaluation(
             assert not isinstance(datasets.valid, ExternalSamples), "refused with the command line"
             validation.append(whole("validation", "validation set", datasets.valid, None))
         else:
-            # One source for the whole run: each evaluation continues after the last.
+            # One source for the whole run: each evaluation continues after the previous one.
             lasting = opened = source(datasets.valid, train_state.consumed_valid_samples, None)
             validation.append(
                 EvaluationSet(

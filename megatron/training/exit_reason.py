@@ -27,10 +27,10 @@ from megatron.training.initialize import (
 )
 
 OWN_RUN_ID = "megatron-"
-"""How the number of a run begins whose ranks ``megatron train`` has started: it says last what went wrong."""
+"""Prefix of the torchrun run id of runs that ``megatron train`` starts, which prints the exit reason itself."""
 
-# torchrun prints its report of a failed process at its very end. What it was is printed when torchrun has given up its
-# memory: that is after its last word, and before anybody who waits for its end goes on.
+# torchrun prints its report of a failed process at its very end. The exit reason is printed when torchrun has released
+# its memory, which is after its report and before a parent that waits for torchrun continues.
 _SPEAKER = """
 import sys, time
 words, deadline = sys.stdin.read(), time.monotonic() + float(sys.argv[2])
@@ -45,16 +45,16 @@ while time.monotonic() < deadline:
 sys.stderr.write(words)
 """
 _LATEST_S = 10.0
-"""How long words wait for the end of a torchrun that waits for other ranks."""
+"""Maximum wait for the end of a torchrun that itself waits for other ranks."""
 
 
 def is_own_launcher() -> bool:
-    """Return whether ``megatron train`` started this process, and will say why it ended."""
+    """Return whether ``megatron train`` started this process, and will print why it ended."""
     return elastic_run_id().startswith(OWN_RUN_ID) and bool(launcher_error_file())
 
 
 def leave_reason(reason: str) -> bool:
-    """Write the reason to where the launcher reads it; return whether it could be written."""
+    """Write the reason to the launcher's error file; return whether it could be written."""
     if not launcher_error_file():
         return False
     now = time.time_ns()
@@ -67,11 +67,12 @@ def leave_reason(reason: str) -> bool:
 
 
 def say_last(lines: Sequence[str]) -> bool:
-    """Have lines printed to standard error when torchrun has made its own report; return whether they will be.
+    """Schedule lines to be printed to standard error after torchrun's own report; return whether they will be.
 
-    They will not be without torchrun, where its standard error is another, and where its end is that of a container.
+    They will not be printed without torchrun, if torchrun has another standard error, or if its end also ends the
+    container.
     """
-    import subprocess  # here alone: help and good command lines are answered without it
+    import subprocess  # imported only here, so that --help and valid command lines do not need it
 
     launcher = None if is_own_launcher() else find_launcher(elastic_run_id())
     if launcher is None or min(launcher, parent_of(launcher)) <= 1 or not _shares_stderr(launcher):
@@ -99,13 +100,13 @@ def _shares_stderr(pid: int) -> bool:
         return False
 
 
-# torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
+# torchrun ends the other ranks within a fraction of a second after rank 0; a busy node may delay rank 0 by this much.
 _WAIT_FOR_REPORT_S = 5.0
 _MOST_SHOWN = 4000
 
 
 def launch_environment_or_exit() -> LaunchEnvironment:
-    """Return what the launcher says, or end the program with status 2 where it cannot be understood.
+    """Read the launcher's environment, or end the program with status 2 if it is invalid.
 
     From here on the process ends when the launcher does.
     """
@@ -118,21 +119,21 @@ def launch_environment_or_exit() -> LaunchEnvironment:
 
 
 def reasons_of(error: MegatronError) -> tuple[str, ...]:
-    """Return the lines that an error is reported by."""
+    """Return the lines that report an error."""
     return error.problems if isinstance(error, ConfigurationError) else (str(error),)
 
 
 def one_line(text: str) -> str:
-    """Return text with what would break its line, or change the terminal, spelled out; a very long one cut short."""
+    """Escape line breaks and control characters of a text, and truncate a very long one."""
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:_MOST_SHOWN])
     return shown if len(text) <= _MOST_SHOWN else f"{shown} … ({len(text)} characters)"
 
 
 def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
-    """Print one line a reason on rank 0 and return the exit status.
+    """Print one line per reason on rank 0 and return the exit status.
 
     torchrun ends all processes as soon as one has failed. So the other ranks wait, which gives rank 0 the time to
-    print, and exit with the same status where torchrun ends them meanwhile.
+    print, and exit with the same status if torchrun ends them meanwhile.
     """
     if rank == 0:
         _say([f"error: {one_line(reason)}" for reason in reasons])
@@ -147,7 +148,7 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
 
 
 def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
-    """Do what `parse_arguments` does, and end the program with status 2 where the command line is wrong.
+    """Call `parse_arguments`, and end the program with status 2 if the command line is wrong.
 
     Every rank ends; only rank 0 prints the problems, one line each.
     """
@@ -158,7 +159,7 @@ def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int 
 
 
 def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int = 2) -> int:
-    """Refuse as ``refuse`` does, also where only one rank has a reason: the first rank to fail prints its own."""
+    """Like ``refuse``, but if only some ranks have a reason, the first rank to fail prints its own."""
     if launch.rank == 0:
         is_first_failure()
         return refuse(reasons, launch.rank, status)
@@ -169,7 +170,7 @@ def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int
 
 
 def report_failure(error: Exception, launch: LaunchEnvironment) -> None:
-    """Print the traceback of a fault of the program, and have the launcher name the error last."""
+    """Print the traceback of an unexpected error, and have the launcher print the error as the last line."""
     traceback.print_exc()
     line = f"error: rank {launch.rank}: {type(error).__name__}: {one_line(str(error))} (its traceback is above)"
     leave_reason(line)
@@ -179,9 +180,9 @@ def report_failure(error: Exception, launch: LaunchEnvironment) -> None:
 def _say(lines: Sequence[str]) -> None:
     """Print lines as the last ones of the run.
 
-    Where ``megatron train`` watches it, that is left to it. torchrun's report comes between lines that are printed at
-    once and the end: those of a wrong command line or wrong data wait for it, and those of a run that had begun are
-    printed again.
+    Under ``megatron train``, the launcher prints them. Under torchrun, its own report would follow lines that are
+    printed immediately. So the lines of a wrong command line or of unusable data are printed after the report, and
+    those of a run that had started are printed both times.
     """
     if is_own_launcher() and leave_reason("\n".join(lines)):
         return
@@ -195,12 +196,12 @@ def _say(lines: Sequence[str]) -> None:
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Run ``main`` and end the process with the status that it returns, that of its ``SystemExit``, or 1 if it fails.
+    """Run ``main`` and end the process with its return value, the status of its ``SystemExit``, or 1 if it fails.
 
     The functions registered with `atexit` are run and both streams are flushed, but the interpreter is not finalized.
-    During finalization a thread that returns from native code, such as one of a communication library that releases a
-    tensor, ends in ``std::terminate``: a finished run would be reported as crashed (SIGABRT), and a refused one would
-    not exit with status 2.
+    During finalization a thread that returns from native code, such as a thread of a communication library that
+    releases a tensor, ends in ``std::terminate``: a finished run would be reported as crashed (SIGABRT), and a rejected
+    one would not exit with status 2.
     """
     try:
         status = main()
@@ -216,6 +217,6 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         try:
             if stream is not None:
                 stream.flush()
-        except (OSError, ValueError):  # its reader is gone, or the program closed it
+        except (OSError, ValueError):  # the reader closed the pipe, or the program closed the stream
             status = status or 1
     os._exit(status)

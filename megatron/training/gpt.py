@@ -1,4 +1,4 @@
-"""What a GPT run is made of: its model, its data sets, and what a forward step computes."""
+"""Components of a GPT run: its model, its data sets, and its forward step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from megatron.core.tokenizers import Tokenizer
     from megatron.training.data_plan import SampleTargets
 
-# Functions import what needs torch: wrong data are rejected before torch is imported.
+# Functions import modules that need torch locally: wrong data is rejected before torch is imported.
 
 
 def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
-    """Return one model chunk of this rank, initialized: the whole model where there is no pipeline."""
+    """Build one initialized model chunk of this rank: the whole model without pipeline parallelism."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.parallel_state import ExpertGroups
 
@@ -48,7 +48,7 @@ def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) 
 def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
 ) -> BlendedDatasetBuilder:
-    """Return what builds the training, validation and test data that the flags name."""
+    """Create the builder of the training, validation and test data that the flags name."""
     from megatron.core.datasets import BlendedDatasetBuilder
     from megatron.training.data_plan import dataset_config, run_position
 
@@ -63,14 +63,14 @@ def provide_datasets(
 
 
 def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
-    """Return the masked loss sum of a micro-batch and the number of tokens in it.
+    """Return the masked loss sum of a micro-batch and its number of tokens.
 
-    A model chunk that is not the last returns its hidden states; one that is not the first is given ``hidden``. The
-    layers' auxiliary losses, if there are any, go with either.
+    A model chunk that is not the last one returns its hidden states; a chunk that is not the first one gets ``hidden``.
+    Both kinds of result include the layers' auxiliary losses.
 
-    Each context-parallel rank computes the losses of its own part of the sequences and counts an equal share of the
-    whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
-    is then that of the mean loss of the whole micro-batch. The shares add up to the count.
+    Each context-parallel rank computes the losses of its own sequence shard and counts an equal share of the whole
+    micro-batch's tokens, independent of its own mask. Gradients are averaged over these ranks, so their average is the
+    gradient of the mean loss of the whole micro-batch. The shares add up to the count.
     """
     import torch
 
@@ -104,7 +104,7 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
 
 
 def training_script() -> Path:
-    """Return the script of GPT models, which lies beside the package in a checkout and where pip installs it."""
+    """Return the path of the GPT training script, next to the package in a checkout and in an installation."""
     package = megatron.__file__
     assert package is not None
     return Path(package).resolve().parents[1] / "pretrain_gpt.py"

@@ -35,14 +35,14 @@ _BLACKWELL = 10
 
 @dataclass(frozen=True)
 class CudaSettings:
-    """The variables to set, and the log line with these and with the variables that the user has set."""
+    """Variables to set, and the log line with these and the variables that the user has set."""
 
     added: Mapping[str, str]
     line: str
 
 
 def choose_cuda_settings(config: RunConfig, environment: Mapping[str, str], capability: int) -> CudaSettings:
-    """Return the settings of a run; ``capability`` is the GPUs' major compute capability."""
+    """Choose the CUDA variables of a run; ``capability`` is the GPUs' major compute capability."""
     wanted = {_PRIORITY: "1"}
     sizes = config.parallel_sizes
     overlaps = sizes.tp > 1 or sizes.cp > 1
@@ -61,17 +61,17 @@ def choose_cuda_settings(config: RunConfig, environment: Mapping[str, str], capa
 
 
 _OUTLIVES_ERRORS = ("0", "2")
-"""Values of TORCH_NCCL_ASYNC_ERROR_HANDLING with which an error of NCCL does not end the process."""
+"""Values of TORCH_NCCL_ASYNC_ERROR_HANDLING with which an NCCL error does not end the process."""
 _FAILURE_TIMEOUT = timedelta(seconds=2)
 _STORE_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Hold what torchrun tells each process; one process on its own where there is no launcher.
+    """Values that torchrun passes to each process, or those of a single process without a launcher.
 
-    ``local_rank`` is None where nothing in the environment says it; ``local_world_size``, the number of processes of
-    this machine, is then 1.
+    ``local_rank`` is None if the environment does not set it. ``local_world_size``, the number of processes on this
+    node, is then 1.
     """
 
     rank: int = 0
@@ -82,7 +82,7 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Say where the store is that the processes meet at, and whether the launcher keeps it or rank 0 is to."""
+    """Address of the rendezvous store, and whether the launcher or rank 0 hosts it."""
 
     host: str
     port: int
@@ -91,10 +91,10 @@ class MeetingPoint:
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """Hold what the rest of the run is given of this process: its device, its groups and its random streams.
+    """Context of this process for the rest of the run: its device, process groups and random streams.
 
-    ``local_rank`` counts the processes of this machine. ``flight`` records what the process communicates over its
-    groups, and where in the run it is.
+    ``local_rank`` is the rank within the node. ``flight`` is the flight recorder of the process's collectives and of
+    its position in the run.
     """
 
     device: Device
@@ -109,15 +109,15 @@ class Runtime:
 
     @property
     def is_first_on_machine(self) -> bool:
-        """Return whether this process does for its machine what one process should do alone."""
+        """Return whether this process does the work that one process per node should do."""
         return self.local_rank == 0
 
 
 def read_launch_environment() -> LaunchEnvironment:
-    """Return this process's rank, the world size and its rank on this machine.
+    """Read this process's rank, the world size and its local rank from the environment.
 
     Raises:
-        ConfigurationError: RANK, WORLD_SIZE or LOCAL_RANK is not a number that it can be.
+        ConfigurationError: RANK, WORLD_SIZE or LOCAL_RANK is not a valid number.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     given = {name: os.environ[name] for name in names if name in os.environ}
@@ -138,17 +138,17 @@ def read_launch_environment() -> LaunchEnvironment:
 
 
 def scheduler_job_id() -> str:
-    """Return the number that SLURM gave the job; empty where there is none."""
+    """Return the SLURM job id, or an empty string outside of SLURM."""
     return os.environ.get("SLURM_JOB_ID", "")
 
 
 def elastic_run_id() -> str:
-    """Return the number that torchrun gave the run; empty where another launcher started the process, or none."""
+    """Return torchrun's run id, or an empty string if torchrun did not start the process."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def meeting_point() -> MeetingPoint | None:
-    """Return where the processes meet, None where nothing says it."""
+    """Return the address of the rendezvous store, or None if the environment does not set it."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if host is None or not port.isdecimal():
         return None
@@ -156,10 +156,10 @@ def meeting_point() -> MeetingPoint | None:
 
 
 def is_first_failure() -> bool:
-    """Return whether no other process of this run has failed before this one; to be asked once by each that fails.
+    """Return whether this process is the first of the run to fail; a process that fails may call it once.
 
-    A process that fails makes the others fail in their collectives, and only the first one's traceback says why.
-    Where there is nobody to ask, the answer is yes.
+    A failing process makes the others fail in their collectives, and only the first traceback shows the cause. If the
+    store cannot be reached, the result is True.
     """
     return _count_failures(1) <= 1
 
@@ -169,12 +169,12 @@ def has_run_failed() -> bool:
 
 
 def connect_store() -> Any:
-    """Return a connection of its own to the store that the processes met at.
+    """Open a separate connection to the rendezvous store.
 
-    A process on its own has a store in its memory.
+    A single process has a store in its memory.
 
     Raises:
-        ConfigurationError: nothing says where the store is, or it cannot be reached.
+        ConfigurationError: the store's address is not set, or it cannot be reached.
     """
     import torch.distributed as dist
 
@@ -197,12 +197,12 @@ def connect_store() -> Any:
 
 
 def launcher_error_file() -> str:
-    """Return where torchrun reads why this process failed; empty where it did not start it."""
+    """Return torchrun's error file of this process, or an empty string if torchrun did not start it."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
 
 def abort_communication() -> None:
-    """Give up what NCCL has under way, so that the process can end; gloo needs no such thing."""
+    """Abort pending NCCL operations, so that the process can end; gloo needs no abort."""
     import torch.distributed as dist
 
     if dist.is_initialized() and dist.get_backend() == "nccl":
@@ -212,8 +212,8 @@ def abort_communication() -> None:
 
 
 def _count_failures(increment: int) -> int:
-    """Add to the count in the store that the processes met at; 0 where there is none, or it is gone."""
-    if "torch.distributed" not in sys.modules:  # not met yet, and no reason to wait for the import
+    """Add to the failure count in the rendezvous store; return 0 if there is no store or it is gone."""
+    if "torch.distributed" not in sys.modules:  # no process group yet, and not worth waiting for the import
         return 0
     import torch.distributed as dist
 
@@ -232,7 +232,7 @@ def _count_failures(increment: int) -> int:
         except RuntimeError:
             answers.append(0)
 
-    # The store's own limit is for the connection: a process that is stopped keeps its port open and never answers.
+    # The store's own timeout covers only the connection: a stopped process keeps its port open and never replies.
     asking = threading.Thread(target=ask, name="failure count", daemon=True)
     asking.start()
     asking.join(2 * _FAILURE_TIMEOUT.total_seconds())
@@ -240,9 +240,9 @@ def _count_failures(increment: int) -> int:
 
 
 def outlive_errors_of_nccl() -> None:
-    """Let a process go on that has lost a peer: torch's own watchdog would end it; to be called before groups are made.
+    """Stop torch's watchdog from ending a process that lost a peer; call this before groups are created.
 
-    torchrun asks for that end in the environment of every process that it starts.
+    torchrun enables that watchdog in the environment of every process that it starts.
     """
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") not in _OUTLIVES_ERRORS:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -250,7 +250,7 @@ def outlive_errors_of_nccl() -> None:
 
 
 def initialize_device(launch: LaunchEnvironment) -> Device:
-    """Choose and occupy this process's device."""
+    """Select and initialize this process's device."""
     from megatron.core.device import select_device
 
     device = select_device(launch.local_rank or 0)
@@ -261,9 +261,9 @@ def initialize_device(launch: LaunchEnvironment) -> Device:
 def initialize_distributed(
     launch: LaunchEnvironment, device: Device, backend: str, timeout_minutes: int, store: Any = None
 ) -> str | None:
-    """Join the process group unless this process is alone; return a warning where the backend had to be changed.
+    """Join the process group unless the world size is 1; return a warning if the backend had to be changed.
 
-    The ranks find each other through ``store``, by default that of the launcher.
+    The ranks find each other through ``store``, by default the launcher's.
     """
     import torch.distributed as dist
 
@@ -285,15 +285,15 @@ def initialize_distributed(
 
 
 def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any = None) -> Runtime:
-    """Set up device, process groups and random streams, and say so as Megatron does.
+    """Set up device, process groups and random streams, and print Megatron's lines about them.
 
-    The ranks find each other through ``store``, by default that of the launcher.
+    The ranks find each other through ``store``, by default the launcher's.
     """
     from megatron.core.device import driver_capability
 
     if launch.local_rank is None:
         launch = replace(launch, local_rank=config.initialization.local_rank)
-    # CUDA reads its variables when it starts, and choosing a device starts it.
+    # CUDA reads its variables when it is initialized, and selecting a device initializes it.
     capability = driver_capability()
     settings = None if capability is None else choose_cuda_settings(config, os.environ, capability)
     if settings is not None:
@@ -327,9 +327,9 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
 
 
 def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observer: Observer | None = None) -> Runtime:
-    """Create this process's groups and random streams; the process group exists already unless it is alone.
+    """Create this process's groups and random streams; the process group already exists unless the world size is 1.
 
-    ``observer`` is told of every communication over the groups.
+    ``observer`` is called for every collective over the groups.
     """
     from megatron.core.parallel_state import create_parallel_state
     from megatron.core.tensor_parallel import RngStreams
@@ -344,7 +344,7 @@ def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observe
 
 
 def shut_down() -> None:
-    """Leave the process group."""
+    """Destroy the process group."""
     import torch.distributed as dist
 
     if dist.is_initialized():

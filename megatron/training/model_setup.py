@@ -64,14 +64,14 @@ from megatron.training.preflight import check_host_memory
 from megatron.training.theoretical_memory_usage import activation_bytes
 
 _FAILURES = (RuntimeError, ImportError, OSError, AttributeError, subprocess.SubprocessError)
-"""What torch.compile raises where it has no compiler, or one that fails; its own errors are RuntimeErrors."""
+"""Errors of torch.compile if the compiler is missing or fails; torch.compile's own errors are RuntimeErrors."""
 
 
 def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[str], None]) -> None:
-    """Compile the norms and activations of all layers, and say how long that took.
+    """Compile the norms and activations of all layers, and log the time it took.
 
-    Each is run forward and backward once with what a micro-batch brings, so that a failure is found here. Activations
-    whose gradients Triton computes, gated ones and those behind a bias, stay as they are.
+    Each is run once, forward and backward, with the shapes of a micro-batch, so that a failure is found here.
+    Activations with Triton backward kernels (gated ones and those after a bias) are not compiled.
 
     Raises:
         ConfigurationError: torch.compile fails.
@@ -96,7 +96,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
                 other.activation = activation
         for function, shape, weight in _first_calls(norms, mlps, config):
             x = torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
-            # Gradients of the parameters are computed too, and nobody keeps them.
+            # Gradients of the parameters are computed too, and discarded.
             output = function(x)
             torch.autograd.grad(output, x, torch.zeros_like(output))
     except _FAILURES as error:
@@ -108,7 +108,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
 def _first_calls(
     norms: Sequence[Norm], mlps: Sequence[MLP], config: RunConfig
 ) -> Iterator[tuple[Callable[[torch.Tensor], Any], tuple[int, ...], torch.Tensor]]:
-    """Yield one call of each kind: function, shape of its input, and a weight of its dtype and device."""
+    """Yield one call per kind: the function, the shape of its input, and a weight with its dtype and device."""
     model, tp = config.model, config.model.tensor_model_parallel_size
     *rows, hidden_size = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     seen = set[tuple[int, ...]]()
@@ -119,7 +119,7 @@ def _first_calls(
             shape = (length, rows[1], model.num_attention_heads // tp, *norm.shape)
         if shape not in seen:
             seen.add(shape)
-            # A norm of the residual stream gives the stream too.
+            # Norm.forward also returns the residual stream for a norm of that stream.
             yield partial(Norm.forward, norm), shape, norm.weight
     for mlp in mlps[:1]:
         width = mlp.linear_fc1.weight.shape[0]
@@ -136,12 +136,11 @@ def build_optimizer(
     ddp_chunks: Sequence[DistributedDataParallel],
     log: Callable[[str], None],
 ) -> MegatronOptimizer:
-    """Build the optimizer, and log in one line what is offloaded, if anything; collective.
+    """Build the optimizer, and log what is offloaded, if anything; collective.
 
     Raises:
-        ConfigurationError: the machine has too little memory for what is offloaded, a pattern of
-            --param-group-overrides matches no parameter, Muon is given no matrix, or checkpoints would not hold the
-            update rule's whole state.
+        ConfigurationError: the host has too little memory for the offload, a pattern of --param-group-overrides matches
+            no parameter, Muon has no matrix to update, or checkpoints would not contain all state of the update rule.
     """
     optimizer = config.optimizer
     _check_saved(config)
@@ -151,7 +150,7 @@ def build_optimizer(
         optimizer, why = _with_policy(config, runtime, num_elements)
         num_bytes = host_state_bytes(optimizer, num_elements)
         if config.optimizer.optimizer_offload_policy == "auto":
-            # What is static was looked at before there were processes.
+            # For the static policy, memory was checked before the process groups were created.
             _check_host_memory(dataclasses.replace(config, optimizer=optimizer), runtime)
         log(
             f"optimizer offload: {optimizer.offload_fraction:.0%} of the main parameters and the optimizer's state, "
@@ -170,7 +169,7 @@ def build_optimizer(
 
 
 def _check_saved(config: RunConfig) -> None:
-    """Reject an update rule whose state would be lost on the way through a checkpoint of this run."""
+    """Reject an update rule whose state would not be saved in the checkpoints of this run."""
     checkpoint = config.checkpoint
     rule = examine_rule(config.optimizer)
     is_saved = (checkpoint.save or checkpoint.local_save) and not checkpoint.no_save_optim
@@ -183,10 +182,10 @@ def _check_saved(config: RunConfig) -> None:
 
 
 def _check_buffers(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Reject a module with a persistent buffer if the run saves checkpoints, which hold parameters only.
+    """Reject a module with a persistent buffer if the run saves checkpoints, which contain only parameters.
 
     Raises:
-        ConfigurationError: there is one; perhaps on some ranks only.
+        ConfigurationError: there is one, possibly on some ranks only.
     """
     if not (config.checkpoint.save or config.checkpoint.local_save):
         return
@@ -203,9 +202,9 @@ def _check_buffers(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None
 
 
 def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tuple[OptimizerConfig, str]:
-    """Return the configuration with the fraction that all ranks offload, and where it comes from.
+    """Resolve the fraction of the optimizer state that all ranks offload, and explain it.
 
-    Collective: all take the largest fraction that one of them needs, in whole hundredths.
+    Collective: all ranks use the largest fraction that any of them needs, rounded up to hundredths.
     """
     optimizer = config.optimizer
     if optimizer.optimizer_offload_policy != "auto":
@@ -225,32 +224,32 @@ def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tupl
             f"{margin / _GIB:.2f} GiB"
         )
     fraction = max(of_rank[0] for of_rank in all_gather_from_world([fraction], runtime.state))
-    # The policy has been followed: what the optimizer is given is a fraction.
+    # The policy is now resolved: the optimizer gets a fixed fraction.
     optimizer = dataclasses.replace(optimizer, optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
     return optimizer, why
 
 
 def _check_host_memory(config: RunConfig, runtime: Runtime) -> None:
-    """Refuse an offload that any rank's machine has no memory for; collective."""
+    """Reject an offload that does not fit in the host memory of some rank; collective."""
     for (room,) in all_gather_from_world([runtime.device.host_room()], runtime.state):
         check_host_memory(config, room)
 
 
 ModelProvider = Callable[[RunConfig, Runtime, StageContents], Model]
-"""Return one model chunk of this rank, initialized, on its device."""
+"""Builds one initialized model chunk of this rank, on its device."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelAndOptimizer:
-    """Hold what a training step works on.
+    """Model chunks, optimizer and everything else that a training step uses.
 
-    ``chunks`` are this rank's model chunks in their order along the pipeline, ``ddp_chunks`` the same wrapped,
-    ``connection`` reaches the neighboring stages (None without a pipeline), and ``weight_grad_queues`` defer the
-    chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
-    where CUDA graphs are asked for, and ``weights`` are those that leave the device while a step's passes run.
-    ``late_grads`` defers those of the output layer, which the last chunk has. ``float8`` is what delayed scaling
-    remembers, where there is such. ``expert_loads`` counts what experts are given, where layers have some.
-    ``num_replicas_in_loss`` divides the loss of each step (see `num_replicas_in_loss`).
+    ``chunks`` are this rank's model chunks in pipeline order, and ``ddp_chunks`` their data-parallel wrappers.
+    ``connection`` reaches the neighboring stages (None without a pipeline). ``weight_grad_queues`` defer the chunks'
+    weight gradients if the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers with CUDA
+    graphs, if configured. ``weights`` are the layer weights that are offloaded during a step's passes.
+    ``late_grads`` defers the weight gradients of the output layer in the last chunk. ``float8`` is the state of delayed
+    scaling, if there is any. ``expert_loads`` counts the tokens per expert in MoE models. ``num_replicas_in_loss``
+    divides the loss of each step (see `num_replicas_in_loss`).
     """
 
     chunks: tuple[Model, ...]
@@ -268,10 +267,7 @@ class ModelAndOptimizer:
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
-    """Return the configuration with the layers that every rank can have, and say why they are not those asked for.
-
-    Collective.
-    """
+    """Fall back to local layers if some rank lacks Transformer Engine, and log why; collective."""
     model = config.model
     if model.transformer_impl != TRANSFORMER_ENGINE:
         return config
@@ -286,7 +282,7 @@ def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[st
 def build_model_and_optimizer(
     config: RunConfig, runtime: Runtime, model_provider: ModelProvider, log: Callable[[str], None]
 ) -> ModelAndOptimizer:
-    """Build everything that is trained, and log the parameter count of every model-parallel rank."""
+    """Build the model chunks and the optimizer, and log the parameter count of every model-parallel rank."""
     layout = config.stage_layout
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
     for line in describe_parameter_counts(chunks, runtime):
@@ -294,7 +290,7 @@ def build_model_and_optimizer(
     device = runtime.device.torch_device
     has_documents = config.data.reset_attention_mask
     log(describe_attention(chunks[0].config, device, config.data.seq_length, has_documents=has_documents))
-    # With packed documents the reason was given with the command line's.
+    # With packed documents the reason was already logged with the command line.
     without_flash = describe_missing_flash(
         config.model.attention_backend, config.model.params_dtype, device, has_sinks=config.model.has_sinks
     )
@@ -305,7 +301,7 @@ def build_model_and_optimizer(
     if without_family is not None:
         log(without_family)
     in_loss = num_replicas_in_loss(config, runtime.state.dp_cp.size)
-    # Gradients of a loss that is not divided are as many times as large as those of one process.
+    # Gradients of an undivided loss are larger than those of one process by the number of replicas.
     sums_gradients = config.training.calculate_per_token_loss or in_loss > 1
     num_averaged = 1 if sums_gradients else runtime.state.dp_cp.size
     float8 = compute_in_float8(chunks, model, device, num_averaged)
@@ -345,7 +341,7 @@ def build_model_and_optimizer(
 
 
 def describe_rounded_gradients(config: RunConfig, device: torch.device) -> str | None:
-    """Return a line that says why gradients are rounded before they are summed although the flags ask for float32."""
+    """Return a line on why gradients are rounded before accumulation although the flags request float32, or None."""
     name = config.model.params_dtype
     is_asked = config.ddp.gradient_accumulation_fusion and config.ddp.grad_dtype(name) == "float32" != name
     if not is_asked or device.type != "cuda":
@@ -360,12 +356,12 @@ def describe_rounded_gradients(config: RunConfig, device: torch.device) -> str |
 
 
 def num_replicas_in_loss(config: RunConfig, num_replicas: int) -> int:
-    """Return the number that a step divides its loss by so that a sum over the replicas is the gradients' average.
+    """Return the divisor of a step's loss that makes the sum over replicas the average of the gradients.
 
-    A power of two changes no bit of a gradient but its exponent, so the sum is bit by bit the average of undivided
-    gradients, and needs neither a pass over them nor NCCL's AVG. It is 1, and gradients are averaged after the backward
-    pass, for other numbers, which would round earlier than one process does, and for float16, which has too few
-    exponents: the loss scale would adapt to the number of replicas.
+    Division by a power of two changes only a gradient's exponent, so the sum is bit-identical to the average of
+    undivided gradients, and needs neither a pass over them nor NCCL's AVG. The divisor is 1, and gradients are averaged
+    after the backward pass, in two cases: for other numbers of replicas, which would round earlier than one process
+    does, and for float16, whose small exponent range would make the loss scale adapt to the number of replicas.
     """
     is_exact = num_replicas & (num_replicas - 1) == 0 and config.model.params_dtype != "float16"
     averages_later = config.training.calculate_per_token_loss or config.ddp.ddp_average_in_collective
@@ -373,9 +369,9 @@ def num_replicas_in_loss(config: RunConfig, num_replicas: int) -> int:
 
 
 def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: TransformerConfig) -> tuple[WeightOffload, ...]:
-    """Let the first layers of each chunk leave in the machine's memory what the configuration says.
+    """Offload activations and weights of the first layers of each chunk to host memory, as configured.
 
-    Returns what moves their weights, if these are to move.
+    Returns the objects that move the weights, if weights are offloaded.
 
     Raises:
         ConfigurationError: the model has no transformer layers.
@@ -396,7 +392,7 @@ def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: Transfor
 def record_layers(
     chunks: Sequence[Model], backend: GraphBackend | None, num_warmup_steps: int
 ) -> tuple[GraphedLayers, ...]:
-    """Let the chunks' layers run as graphs after so many steps.
+    """Run the chunks' layers as CUDA graphs after ``num_warmup_steps`` steps.
 
     Raises:
         ConfigurationError: the device has no graphs, or the model no transformer layers.
@@ -415,7 +411,7 @@ def record_layers(
 def connect_pipeline(
     config: RunConfig, runtime: Runtime, layout: StageLayout, model: TransformerConfig
 ) -> PipelineConnection | None:
-    """Make the links to the neighboring stages; every rank of the pipeline must call."""
+    """Create the links to the neighboring stages; every rank of the pipeline must call this."""
     pp = runtime.state.pp
     if pp.size == 1:
         return None
@@ -425,14 +421,14 @@ def connect_pipeline(
     shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     place = StagePlace(pp.size, pp.rank, layout.num_chunks)
     overlaps = config.model.overlap_p2p_communication
-    # Where a rank waits for each of its messages, the ranks must meet in them: they do in one order.
+    # If a rank waits for each of its messages, all ranks must send and receive in one common order.
     orders = None if links.post_receives_ahead and overlaps else MessageOrders(place)
     dtype = dtype_from_name(model.params_dtype)
     return PipelineConnection(place, links, lambda microbatch: shape, dtype, orders, overlaps)
 
 
 def make_late_grads(config: RunConfig, chunks: Sequence[Model]) -> WeightGradQueue | None:
-    """Return what defers the output layer's weight gradients on the stage that has it, where that is asked for."""
+    """Create the queue for the output layer's deferred weight gradients on its stage, if configured."""
     last = chunks[-1]
     if not config.model.defer_embedding_wgrad_compute or not isinstance(last, GPTModel) or not last.post_process:
         return None
@@ -440,7 +436,7 @@ def make_late_grads(config: RunConfig, chunks: Sequence[Model]) -> WeightGradQue
 
 
 def schedule_of(config: RunConfig) -> ScheduleConfig:
-    """Return the learning-rate and weight-decay schedule of a run in samples."""
+    """Return the learning-rate and weight-decay schedule of a run, in samples."""
     lengths, schedule, optimizer = config.schedule_lengths, config.scheduler, config.optimizer
     weight_decay = optimizer.weight_decay
     return ScheduleConfig(
@@ -462,7 +458,7 @@ def schedule_of(config: RunConfig) -> ScheduleConfig:
 
 
 def describe_parameter_counts(chunks: tuple[Model, ...], runtime: Runtime) -> list[str]:
-    """Return one line for every model-parallel rank, in order, padding of the vocabulary included."""
+    """Return one line per model-parallel rank, in order, with the padding of the vocabulary included."""
     count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     state = runtime.state
     counts = all_gather_objects((state.pp.rank, state.tp.rank, count), state.model_parallel)

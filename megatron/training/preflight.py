@@ -22,9 +22,10 @@ _GIB = 2**30
 
 
 def check_least_host_memory(config: RunConfig, room: HostRoom | None) -> None:
-    """Reject an offload of activations of which the layers' inputs alone do not fit in the node's memory.
+    """Reject an activation offload if the layers' inputs alone do not fit in the node's memory.
 
-    Builds nothing and imports no torch, so that it rejects a command line at once. `check_host_memory` counts the rest.
+    This builds nothing and imports no torch, so that it rejects a command line quickly. `check_host_memory` counts the
+    rest.
 
     Raises:
         ConfigurationError: they do not fit.
@@ -46,9 +47,9 @@ def check_least_host_memory(config: RunConfig, room: HostRoom | None) -> None:
 
 
 def check_host_memory(config: RunConfig, room: HostRoom | None) -> None:
-    """See that what a machine's processes offload fits in its memory, where the system says what is free.
+    """Check that the offload of a node's processes fits in its memory, if the system reports how much is free.
 
-    Taken together are activations, weights, and the optimizer's state where its fraction is known.
+    The total includes activations, weights, and the optimizer state if its fraction is known.
 
     Raises:
         ConfigurationError: it does not fit.
@@ -69,7 +70,7 @@ def check_host_memory(config: RunConfig, room: HostRoom | None) -> None:
 
 
 def _state_bytes(config: RunConfig) -> int:
-    """Return what the optimizer of the most loaded rank leaves in the machine's memory."""
+    """Return the bytes of optimizer state that the most loaded rank offloads to host memory."""
     optimizer, replicas = config.optimizer, config.parallel_sizes.num_replicas
     if not optimizer.offload_fraction or optimizer.optimizer_offload_policy == "auto":
         return 0
@@ -80,7 +81,7 @@ def _state_bytes(config: RunConfig) -> int:
 
 
 def _fewer_layers(config: RunConfig, room: HostRoom) -> str | None:
-    """Return the largest number of layers that fits beside the optimizer's state."""
+    """Suggest the largest number of offloaded layers that fits in addition to the optimizer state."""
     free = room.available // room.num_processes - _state_bytes(config)
     for number in reversed(range(1, config.model.num_offloaded_layers)):
         if offloaded_bytes(_offloading(config, number)) <= free:
@@ -94,7 +95,7 @@ def _offloading(config: RunConfig, num_layers: int) -> RunConfig:
 
 
 def _smaller_fraction(config: RunConfig, room: HostRoom) -> str | None:
-    """Return the largest fraction of the state that fits beside the layers."""
+    """Suggest the largest fraction of the optimizer state that fits in addition to the layers."""
     layers = offloaded_bytes(config) if config.model.num_offloaded_layers else 0
     state, free = _state_bytes(config), room.available // room.num_processes - layers
     hundredths = math.floor(100 * config.optimizer.offload_fraction * free / state) if state else 0
@@ -111,10 +112,10 @@ def _switches(config: RunConfig) -> list[str]:
 def prepare_data_or_exit(
     config: RunConfig, launch: LaunchEnvironment, datasets_provider: DatasetsProvider
 ) -> Tokenizer:
-    """Return the run's tokenizer; end the program with status 2 where it, the data or the memory will not do.
+    """Build the run's tokenizer; end the program with status 2 if it, the data or the memory is unsuitable.
 
-    Every rank looks, and only rank 0 prints. No index is built and nothing communicates. Host memory is compared with
-    the least that an offload needs; `pretrain` compares it with all, which it reads from the model.
+    Every rank checks, and only rank 0 prints. No index is built and nothing communicates. Host memory is compared with
+    the minimum that an offload needs; `pretrain` compares it with the total, which it reads from the model.
     """
 
     def report(line: str) -> None:

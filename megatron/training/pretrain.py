@@ -89,7 +89,7 @@ from megatron.training.training_step import ForwardStep
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Hold what a script gives to `pretrain` besides the configuration."""
+    """Arguments of `pretrain` except the configuration."""
 
     launch: LaunchEnvironment
     tokenizer: Tokenizer
@@ -100,14 +100,14 @@ class Program:
     start_time: float
 
     def log(self, text: str) -> None:
-        """Print on the first rank."""
+        """Print a line on the first rank."""
         if self.launch.rank == 0:
             print_line(text)
 
 
 @dataclass(frozen=True, eq=False)
 class RunSetup:
-    """The inputs of a run whose processes are connected: its configuration, script and continuation."""
+    """Configuration, process groups and arguments of a run whose processes are connected."""
 
     config: RunConfig
     runtime: Runtime
@@ -120,14 +120,14 @@ class RunSetup:
         consumed_samples: int,
         whole_set: int | None = None,
     ) -> BatchSource:
-        """Return the micro-batches of a data set from a position on, or of ``whole_set`` samples, each once."""
+        """Open a data set from a position on, or with ``whole_set``, that many samples of it, each once."""
         vocab_size = self.program.tokenizer.vocab_size
         return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set, evaluates=True)
 
     def training_source(
         self, dataset: SampleDataset | ExternalSamples, consumed_samples: int, shift: int = 0
     ) -> BatchSource:
-        """Return the micro-batches that are trained on, which tell a blend's data sets apart; see `BatchSource`."""
+        """Open the training data; its micro-batches record each sample's data set in a blend (see `BatchSource`)."""
         place = (self.config, self.runtime, self.program.tokenizer.vocab_size, consumed_samples)
         return BatchSource(dataset, *place, shift=shift, tells_data_sets=True)
 
@@ -144,12 +144,12 @@ def pretrain(
 ) -> int:
     """Train as configured and return the exit status: 0 done, 2 wrong input, 1 failed.
 
-    ``callbacks`` are the caller's own: at each moment of the run they are called after those of the flags, in order.
-    `megatron.training.callbacks.callback.Callback` lists the moments. Give every rank the same ones.
+    ``callbacks`` are the caller's own. Each hook of a run calls them in order, after the callbacks of the flags.
+    `megatron.training.callbacks.callback.Callback` lists the hooks. Every rank must pass the same callbacks.
 
-    Tokenizer and data were checked before (see `prepare_data_or_exit`). Errors that are the user's to fix are printed
-    once, without a traceback. With ``--inprocess-restart`` the process is a worker of `keep_rank`, which has returned
-    ``kept``; it may then also be `REPLACE` that is returned, for the keeper.
+    The tokenizer and the data must have been checked (see `prepare_data_or_exit`). Errors that the user can fix are
+    printed once, without a traceback. With ``--inprocess-restart`` the process is a worker of `keep_rank`, which has
+    returned ``kept``. The exit status may then also be `REPLACE`, for the supervisor.
     """
     start_time = time.time() if kept is None else kept.started
     providers = (model_provider, datasets_provider, forward_step)
@@ -167,7 +167,7 @@ def pretrain(
 
 
 def _pretrain_once(config: RunConfig, program: Program, member: RendezvousMember | None) -> int:
-    """Train in one set of process groups; with a ``member`` errors that are no answer to the user are raised."""
+    """Train in one set of process groups; with a ``member``, errors that the user cannot fix are raised."""
     try:
         config = _describe(config, program)
         runtime = _connect(config, program, member)
@@ -175,7 +175,7 @@ def _pretrain_once(config: RunConfig, program: Program, member: RendezvousMember
             _run(_prepare(config, runtime, program, member))
     except MegatronError as error:
         if member is not None and member.links.are_given_up:
-            raise  # What it was read from is no result.
+            raise  # The error comes from values that were read after communication was aborted.
         return refuse_in_run(reasons_of(error), program.launch, status=2 if isinstance(error, InputError) else 1)
     except Exception as error:
         if member is not None:
@@ -188,7 +188,7 @@ def _pretrain_once(config: RunConfig, program: Program, member: RendezvousMember
 
 
 def _check_offload(config: RunConfig, program: Program) -> None:
-    """Reject an offload that needs more host memory than is free; no process group is needed."""
+    """Reject an offload that needs more host memory than is free; this needs no process group."""
     available = available_bytes()
     room = None if available is None else HostRoom(available, program.launch.local_world_size)
     model = dataclasses.replace(config.model, vocab_size=program.tokenizer.vocab_size)
@@ -196,7 +196,7 @@ def _check_offload(config: RunConfig, program: Program) -> None:
 
 
 def _describe(config: RunConfig, program: Program) -> RunConfig:
-    """Check the packages and services of the loggers, and print what is trained; return it with the vocabulary."""
+    """Check the loggers' packages and services, print the configuration, and return it with the vocabulary size."""
     check_packages(config)
     if program.launch.rank == 0:
         check_services(config)
@@ -211,7 +211,7 @@ def _describe_world(config: RunConfig) -> str:
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunConfig:
-    """Return the configuration with the tokenizer's vocabulary size, and say how far it is padded."""
+    """Return the configuration with the tokenizer's vocabulary size, and log its padding."""
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     padded = model.padded_vocab_size
     num_dummies = padded - model.vocab_size
@@ -220,7 +220,7 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
 
 
 def _connect(config: RunConfig, program: Program, member: RendezvousMember | None) -> Runtime:
-    """Make the process groups."""
+    """Initialize the process groups."""
     program.log("> initializing torch distributed ...")
     runtime = initialize_runtime(config, program.launch, None if member is None else member.store)
     if member is not None:
@@ -229,7 +229,7 @@ def _connect(config: RunConfig, program: Program, member: RendezvousMember | Non
 
 
 def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
-    """Return a context in which a run that hangs is reported and ended."""
+    """Return a context in which a hang is reported and the run ended."""
     graphs = config.training.cuda_graph_impl != "none"
     settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
     seconds, folder = config.initialization.hang_timeout_seconds, config.checkpoint.local_save
@@ -238,7 +238,7 @@ def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[Non
 
 
 def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: RendezvousMember | None) -> RunSetup:
-    """Find where a restarted run goes on, and choose the implementations that are chosen by measuring."""
+    """Find where a restarted run resumes, and choose the implementations that are selected by measuring."""
     continuation = None
     if member is not None:
         config, continuation = find_continuation(config, runtime, program.launch, member)
@@ -250,7 +250,7 @@ def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: Rend
 
 
 def _run(setup: RunSetup) -> None:
-    """Set up, then train and evaluate; go back to an older checkpoint as often as a policy says so."""
+    """Set up, then train and evaluate; roll back to an older checkpoint whenever a policy requires it."""
     with (
         closing(Profiling(setup.config, setup.runtime, setup.program.log)) as profiling,
         ExitStack() as kept_open,
@@ -265,7 +265,7 @@ def _run(setup: RunSetup) -> None:
                     run = _go_back(setup, run, datasets)
             run.checkpoints.check_last()
         except TrainingError:
-            # Every rank comes here: a checkpoint that is being written is worth the wait.
+            # Every rank gets here, so a checkpoint in progress can be finished.
             run.checkpoints.finish()
             raise
         finally:
@@ -274,7 +274,7 @@ def _run(setup: RunSetup) -> None:
 
 
 def _set_up(setup: RunSetup, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
-    """Build what the run works on, and bring it to where its checkpoint stands."""
+    """Build the objects of a run, and restore them from its checkpoint."""
     config, runtime, log = setup.config, setup.runtime, setup.program.log
     live = kept_open.enter_context(LiveLine(config, runtime.flight, runtime.is_reporter))
     clock = PartsClock(runtime.flight, runtime.device.torch_device) if config.logging.log_straggler else None
@@ -351,14 +351,14 @@ def _build_model(setup: RunSetup, timers: Timers) -> ModelAndOptimizer:
 def _resume(
     setup: RunSetup, parts: ModelAndOptimizer, timers: Timers, live: LiveLine, kept_open: ExitStack
 ) -> tuple[RunCheckpoints, TrainState]:
-    """Open the checkpoint folders, load what the run goes on from, and write down that it starts."""
+    """Open the checkpoint folders, load the state that the run resumes from, and record its start."""
     config, runtime, program = setup.config, setup.runtime, setup.program
     saver = open_saver(config.checkpoint, runtime, program.log)
     checkpoints = RunCheckpoints(config, runtime, parts, program.tokenizer, saver, program.log, live.show)
     kept_open.callback(checkpoints.close)
     continuation = setup.continuation
     if continuation is not None and saver is not None:
-        # This process may go on: nothing of it may write into a folder that is brought in order again.
+        # This process may continue after a restart: its thread must not write into a folder that is being repaired.
         kept_open.callback(saver.wait_for_thread)
     with timers("load-checkpoint"):
         train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
@@ -385,7 +385,7 @@ def _build_datasets(setup: RunSetup, train_state: TrainState, timers: Timers, li
 
 
 def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSplits) -> bool:
-    """Train and evaluate to the end; return False where the run is to go back to an older checkpoint first."""
+    """Train and evaluate to the end; return False if the run must first roll back to an older checkpoint."""
     config, train_state = run.config, run.train_state
     stop_reason = None
     is_evaluated = False
@@ -410,7 +410,7 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
 
 
 def _go_back(setup: RunSetup, run: TrainingRun, datasets: DatasetSplits) -> TrainingRun:
-    """Return the run as it was at its newest checkpoint known to train, with what was left out since."""
+    """Return the run rolled back to its newest checkpoint known to train, with the samples skipped since."""
     config, runtime = setup.config, setup.runtime
     train_state = run.checkpoints.go_back()
     assert train_state is not None, "the guard has seen that there is such a checkpoint"
@@ -439,7 +439,7 @@ def _make_guard(
     train: SampleDataset | ExternalSamples,
     train_state: TrainState,
 ) -> AnomalyDetector:
-    """Return what watches the training steps of a run."""
+    """Create the anomaly detector of a run's training steps."""
     return AnomalyDetector(
         setup.config,
         setup.runtime,
@@ -453,7 +453,7 @@ def _make_guard(
 
 
 def _read_counter(config: RunConfig, datasets: DatasetSplits) -> ReadCounter | None:
-    """Return what counts the samples of each data set; None for data that is not read from files."""
+    """Create the counter of samples per data set; None for data that is not read from files."""
     if datasets.history is None or datasets.train is None or isinstance(datasets.train, ExternalSamples):
         return None
     return ReadCounter(datasets.history, datasets.train, sample_order(datasets.train, config))

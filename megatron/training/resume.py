@@ -1,4 +1,4 @@
-"""Resume a run: from the copies in memory, or from its newest checkpoint."""
+"""Resume a run from in-memory checkpoint copies or from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from megatron.training.fault_tolerance import RendezvousMember
 from megatron.training.initialize import LaunchEnvironment, Runtime
 
 _MEASURED = ("cpu_gemm_backend", "tp_comm_overlap_impl")
-"""Fields of the model that a run chooses by measuring, and keeps."""
+"""Model fields that a run chooses by measuring, and then keeps."""
 
 
 @dataclass(frozen=True, eq=False)
 class ResumeState(Callback):
-    """Bring a run to where the generation before left it, and see to it that the next one can do so.
+    """Resumes a run from the state of the previous generation, and copies its state for the next one.
 
-    ``found`` are the copies that this one goes on from; None where it is a checkpoint, or the beginning. A run that
-    ``began_from_save`` may remove what was in that folder before.
+    ``found`` are the in-memory copies to resume from, or None for a checkpoint or a fresh start. A run that
+    ``began_from_save`` may remove earlier checkpoints of that folder.
     """
 
     member: RendezvousMember
@@ -59,7 +59,7 @@ class ResumeState(Callback):
         return self.copies is not None and iteration % self.interval == 0
 
     def resume(self, checkpoints: RunCheckpoints) -> TrainState:
-        """Fill everything and return where the run stands."""
+        """Restore the run from the copies or a checkpoint, and return the training state."""
         state = self._resume(checkpoints)
         if checkpoints.saver is not None and not self.began_from_save:
             checkpoints.saver.protect(checkpoints_before(checkpoints.config.checkpoint.save, self.member.kept.started))
@@ -92,10 +92,10 @@ class ResumeState(Callback):
         self.end_iteration(run.checkpoints, run.train_state)
 
     def end_iteration(self, checkpoints: RunCheckpoints, train_state: TrainState) -> None:
-        """Take note of an iteration that is done, and copy what is due; every rank must call.
+        """Record the end of an iteration, and copy the state if a copy is due; every rank must call this.
 
         Raises:
-            CheckpointError: a machine has no room for its copies. On every rank alike.
+            CheckpointError: a node has no space for its copies. Every rank raises it.
         """
         self.member.end_iteration(checkpoints.published)
         if self.copies is None or not self.is_copied(train_state.iteration):
@@ -113,15 +113,15 @@ class ResumeState(Callback):
             self.copies.save(_values(checkpoints.tensors(), checkpoints.runtime), record)
 
     def forget_copies(self) -> None:
-        """Let no restart go on from the copies that there are: the run has gone back."""
+        """Discard the existing copies after a rollback, so that no restart resumes from them."""
         if self.copies is not None:
             self.copies.forget()
 
 
 def checkpoints_before(save: str | None, started: float) -> set[int]:
-    """Return the iterations of the checkpoints that were in a folder before a run started, in seconds since 1970.
+    """Return the iterations of a folder's checkpoints that are older than a run's start, in seconds since 1970.
 
-    An object store has no folders, and its time is that of the index, which is put last.
+    An object store has no folders. There, a checkpoint's time is that of its index, which is written last.
     """
     directory = as_path(save or "")
     name = INDEX_FILE if isinstance(directory, ObjectPath) else ""
@@ -132,7 +132,7 @@ def checkpoints_before(save: str | None, started: float) -> set[int]:
 def find_continuation(
     config: RunConfig, runtime: Runtime, launch: LaunchEnvironment, member: RendezvousMember
 ) -> tuple[RunConfig, ResumeState]:
-    """Return the configuration of a generation, and where it goes on. Collective."""
+    """Return the configuration of a generation, and the state to resume from; collective."""
     options, given = config.restart, config
     began_from_save = config.checkpoint.load == config.checkpoint.save
     config = member.resumed(config, runtime)
@@ -155,7 +155,7 @@ def find_continuation(
 
 
 def _is_older(found: FoundCopies, config: RunConfig, given: RunConfig, runtime: Runtime) -> bool:
-    """Return whether the run has a checkpoint that is newer than the copies; one that it began from is not its own."""
+    """Return whether the run has a checkpoint newer than the copies; one that the run started from does not count."""
     checkpoint = config.checkpoint
     newest = None
     if runtime.is_reporter and checkpoint.load is not None and checkpoint.load == checkpoint.save:
@@ -163,13 +163,13 @@ def _is_older(found: FoundCopies, config: RunConfig, given: RunConfig, runtime: 
             folders = candidate_folders(as_path(checkpoint.load), given.checkpoint.ckpt_step)
             newest = iteration_of_folder(folders[0]) if folders else None
         except InputError:
-            newest = None  # what is wrong with it is said where it is loaded
+            newest = None  # loading the checkpoint reports what is wrong with it
     newest = broadcast_object(newest, runtime.state.world)
     return newest is not None and newest > found.iteration
 
 
 def _values(tensors: CheckpointState, runtime: Runtime) -> list[torch.Tensor]:
-    """Return all that a rank copies, in one order: what a checkpoint holds of it."""
+    """Collect the tensors that a rank copies, in a fixed order: those that a checkpoint has of it."""
     described = model_tensors(tensors.models)
     if tensors.optimizer is not None:
         described += optimizer_tensors(tensors.optimizer)

@@ -1,4 +1,4 @@
-"""Which samples of the training data a step read, found from the run's checkpoints and its metrics file.
+"""Find the training samples that a step read, from the run's checkpoints and its metrics file.
 
 Importing this module imports no torch.
 """
@@ -19,7 +19,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Hold what a checkpoint says of its run."""
+    """Configuration and progress of a run as recorded in a checkpoint."""
 
     folder: Path
     config: RunConfig
@@ -28,9 +28,9 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Hold which samples a step trains on, by their numbers in the run, and the run that trains them.
+    """Samples that a step trains on, by their numbers in the run, and the run itself.
 
-    ``recorded_hash`` is what the metrics file has of the step; None where it has nothing.
+    ``recorded_hash`` is the step's hash in the metrics file, or None if the file does not have the step.
     """
 
     step: int
@@ -44,7 +44,7 @@ def read_saved_run(folder: Path) -> SavedRun:
     """Read the configuration and the progress of a checkpoint.
 
     Raises:
-        CheckpointError: there is none that can be read.
+        CheckpointError: there is no readable checkpoint.
     """
     index = read_index_file(folder)
     try:
@@ -57,11 +57,11 @@ def read_saved_run(folder: Path) -> SavedRun:
 def find_step(directory: Path, step: int, ckpt_step: int | None, metrics_file: Path | None) -> StepPosition:
     """Find the samples of a step from the checkpoints around it.
 
-    The configuration and the record of the data are those of the oldest checkpoint that has the step behind it; for a
-    step that is still to come, those of the newest. Where the metrics file has the step, it says which samples it was.
+    The configuration and the record of the data come from the oldest checkpoint at or after the step, or from the
+    newest checkpoint if the step is still to come. If the metrics file has the step, its record of the samples is used.
 
     Raises:
-        CheckpointError: there is no checkpoint, or the checkpoints do not tell.
+        CheckpointError: there is no checkpoint, or the checkpoints do not determine the samples.
         ConfigurationError: the run has no such step.
     """
     run = _run_of_step(directory, step, ckpt_step)
@@ -88,7 +88,7 @@ def _run_of_step(directory: Path, step: int, ckpt_step: int | None) -> SavedRun:
 
 
 def _first_sample(directory: Path, run: SavedRun, step: int) -> int:
-    """Count the samples before a step from the last checkpoint before it, or from the beginning of the run."""
+    """Count the samples before a step, from the last checkpoint before it or from the beginning of the run."""
     iteration, consumed = 0, 0
     earlier = [saved for saved in saved_iterations(directory) if saved < step]
     if earlier:
@@ -117,7 +117,7 @@ def _metrics_path(directory: Path, run: SavedRun, given: Path | None) -> Path | 
 
 
 def _recorded_step(path: Path, step: int) -> Mapping[str, Any] | None:
-    """Return the line of a step; None where there is none."""
+    """Return the line of a step, or None if there is none."""
     found = None
     with path.open(encoding="utf-8") as lines:
         for line in lines:

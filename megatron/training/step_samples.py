@@ -34,22 +34,22 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StepSample:
-    """Hold one sample of a step: its number in the run, who reads it at the run's layout, and where its text is."""
+    """One sample of a step: its number in the run, the rank that reads it, and the location of its text."""
 
     sample_id: int
     microbatch: int
     data_parallel_rank: int
     weight: float | None
-    """Its data set's share of the blend; None for data that is not read from files."""
+    """Weight of its data set in the blend; None for data that is not read from files."""
     place: SamplePlace
     sample: GPTSample
 
 
 class StepSamples:
-    """Open the data of a step; ``hash`` is that of the samples' text places, as the metrics file has it.
+    """Samples of a step; ``hash`` is their hash as in the metrics file.
 
     Raises:
-        DataError: the data is not what the run trained on, or cannot be read.
+        DataError: the data is not the run's training data, or cannot be read.
     """
 
     def __init__(self, position: StepPosition, tokenizer: Tokenizer, report: Report) -> None:
@@ -90,7 +90,7 @@ def _open_data(
     config, progress = position.run.config, position.run.progress
     history = recorded_history(progress.train_data)
     if history is None:
-        # Nothing is recorded: the data is what the configuration alone makes of it.
+        # Nothing is recorded, so the configuration alone determines the data.
         targets = sample_targets(config)
         builder = BlendedDatasetBuilder(dataset_config(config, tokenizer), (targets.train, 0, 0), report)
         splits = builder.build()
@@ -123,7 +123,7 @@ def _open_part(history: DataHistory, number: int, config: GPTDatasetConfig, repo
     """Open a data set that the run has read.
 
     Raises:
-        DataError: it is not there, or holds another text now.
+        DataError: it does not exist, or its text has changed.
     """
     record = history.data_sets[number]
     key = record.key

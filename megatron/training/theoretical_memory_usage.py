@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.core.config_base import with_fields
 from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import ChunkParameter, GPTConfig
@@ -32,23 +33,23 @@ if TYPE_CHECKING:
 
 
 _READ_FIRST_NORM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
-"""Linear layers of an attention whose input is the output of the norm in front of it."""
+"""Linear layers of an attention layer that read the output of the norm before it."""
 _UP_PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-"""Linear layers of multi-head latent attention (MLA) whose outputs --recompute-modules mla_up_proj computes again."""
+"""Linear layers of multi-head latent attention (MLA) whose outputs --recompute-modules mla_up_proj recomputes."""
 _JOINED = 5
-"""Hidden states that a multi-token prediction (MTP) module saves besides its layer: the inputs of three norms,
-and the two that it concatenates."""
+"""Number of hidden states that a multi-token prediction (MTP) module saves in addition to its layer: the inputs of
+three norms, and the two that it concatenates."""
 
 
 def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Collection[str] = ()) -> int:
-    """Return what a layer saves of a micro-batch of so many tokens of the tensor-parallel group.
+    """Return the bytes that a layer saves for a micro-batch with ``tokens`` tokens per tensor-parallel group.
 
-    ``recomputed`` are the modules of --recompute-modules that are computed again. Layers from ``num_layers`` on belong
-    to the MTP modules.
+    ``recomputed`` are the modules of --recompute-modules that are recomputed. Layers from ``num_layers`` on belong to
+    the MTP modules.
     """
     layer, sizes = _Layer(model, number, frozenset(recomputed)), model.parallel_sizes
-    # A balanced load gives each rank's experts their share of the choices.
-    choices = tokens * model.moe_router_topk * sizes.expert_tp // sizes.tp
+    # A balanced load gives each rank's experts their share of the routed tokens.
+    choices = tokens * model.moe.moe_router_topk * sizes.expert_tp // sizes.tp
     saved = sum(
         (choices if each.is_expert else tokens) * layer.bytes_per_token(each)
         for each in chunk_parameters(model, StageContents((number,)))
@@ -59,14 +60,14 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
 
 
 def hidden_bytes(model: GPTConfig, tokens: int, *, is_sharded: bool) -> int:
-    """Return the bytes of the hidden states of so many tokens on a rank, whole or sharded by tensor parallelism."""
+    """Return the bytes of a rank's hidden states of ``tokens`` tokens, whole or sharded by tensor parallelism."""
     rows = tokens // (model.tensor_model_parallel_size if is_sharded else 1)
     return rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Say of a layer's matrices which of their inputs and outputs are saved."""
+    """Activations of one layer that are saved as inputs and outputs of its matrices."""
 
     model: GPTConfig
     number: int
@@ -86,7 +87,7 @@ class _Layer:
 
     @property
     def cp_exchange(self) -> str:
-        """Return how context-parallel ranks exchange keys and values; empty for one rank."""
+        """Return how context-parallel ranks exchange keys and values, or an empty string for one rank."""
         return self.model.cp_exchange(self.model.kind_of(self.number)) if self.model.context_parallel_size > 1 else ""
 
     @property
@@ -97,14 +98,14 @@ class _Layer:
     @property
     def pads_values(self) -> bool:
         """Return whether the values of MLA are padded to the width of its keys."""
-        return self.model.multi_latent_attention and self.model.v_head_dim < self.model.latent_head_width
+        return self.model.mla.multi_latent_attention and self.model.mla.v_head_dim < self.model.mla.latent_head_width
 
     def bytes_per_token(self, matrix: ChunkParameter) -> int:
-        """Return what is saved of a matrix's input and output per token that it computes."""
+        """Return the saved bytes of a matrix's input and output, per token that the matrix processes."""
         name, _, adapter = matrix.name.partition(".adapters.")
         linear = name.removesuffix(".weight").rpartition(".")[2]
         if adapter:
-            # An adapter reads what its layer reads, unless dropout makes a copy, and the layer adds what it writes.
+            # An adapter shares its layer's input, unless dropout makes a copy, and its output is added to the layer's.
             is_first = adapter.endswith("lora_A")
             reads = matrix.reads * (self.model.lora_dropout > 0.0)
             is_recomputed = name.startswith("mlp.") and self._recomputes_feed_forward
@@ -112,7 +113,7 @@ class _Layer:
         if name.startswith("mlp."):
             return (self._of_experts if self.has_experts else self._of_mlp)(matrix, linear)
         writes = matrix.writes * self.element
-        if self.model.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
+        if self.model.mla.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
             writes = 0
         if linear == "linear_kv_up_proj" and (self.pads_values or self.is_copied):
             writes = 0
@@ -120,27 +121,27 @@ class _Layer:
             return self._of_attention_output(matrix) + writes
         if linear not in _READ_FIRST_NORM:
             return self._input(matrix, linear) + writes
-        # The two down-projections of MLA read the same.
+        # The two down-projections of MLA share their input.
         is_counted = "layernorm" not in self.recomputed and (linear != "linear_kv_down_proj" or self._rounds)
         return self._input(matrix, linear) * is_counted + writes
 
     def bytes_without_matrices(self) -> int:
-        """Return what the attention saves per token that is no matrix's input or output."""
+        """Return the bytes per token that the attention saves and that are no matrix's input or output."""
         model, tp = self.model, self.model.tensor_model_parallel_size
         heads, groups = model.num_attention_heads // tp, key_value_heads_of_rank(model.num_query_groups, tp)
         exchange, query_width, key_width = self.cp_exchange, heads * model.kv_channels, groups * model.kv_channels
         width = 0
-        if model.multi_latent_attention:
-            # Keys are joined with their rotary part; values are padded to the width of keys, or copied.
-            key_width = heads * model.latent_head_width
+        if model.mla.multi_latent_attention:
+            # Keys are concatenated with their rotary part; values are padded to the width of the keys, or copied.
+            key_width = heads * model.mla.latent_head_width
             is_kept = "mla_up_proj" not in self.recomputed or (self.saves_core and self.is_copied)
             width += key_width * is_kept * (2 if self.pads_values or self.is_copied else 1)
         elif model.qk_layernorm:
-            # The norms' outputs; a fused norm copies queries of which several share a key.
+            # The norms' outputs; a fused norm copies the queries if several of them share a key.
             width += query_width + key_width + query_width * (heads > groups)
         if self.saves_core and exchange == "all_gather":
             width += (model.context_parallel_size - 1) * 2 * key_width
-        elif self.saves_core and exchange.startswith("a2a") and not model.multi_latent_attention:
+        elif self.saves_core and exchange.startswith("a2a") and not model.mla.multi_latent_attention:
             num_ranks = model.context_parallel_size if exchange == "a2a" else model.cp_inner_size or 1
             width += ((copies_of_key_value_heads(heads, groups, num_ranks) or 1) - 1) * 2 * key_width
         return width * self.element
@@ -149,7 +150,7 @@ class _Layer:
     def _rounds(self) -> bool:
         """Return whether linear layers save their inputs in fp8."""
         model = self.model
-        return model.is_in_float8(self.number, model.num_layers) and model.fp8_wgrad and not model.lora_rank
+        return model.fp8.is_in_float8(self.number, model.num_layers) and model.fp8.fp8_wgrad and not model.lora_rank
 
     @property
     def _recomputes_feed_forward(self) -> bool:
@@ -165,10 +166,10 @@ class _Layer:
         return matrix.reads * (1 if self._rounds and not matrix.is_expert else self.element)
 
     def _of_attention_output(self, matrix: ChunkParameter) -> int:
-        """Return what is saved of the attention's output: for its own backward pass, and for the projection's."""
+        """Return the saved bytes of the attention's output, for its own backward pass and for the projection's."""
         own = matrix.reads * self.element * self.saves_core
         if self.pads_values:
-            own = own * self.model.latent_head_width // self.model.v_head_dim
+            own = own * self.model.mla.latent_head_width // self.model.mla.v_head_dim
         is_same = not (self._rounds or self.is_copied or self.pads_values)
         of_projection = self._input(matrix, "linear_proj")
         return max(own, of_projection) if is_same else own + of_projection
@@ -176,17 +177,17 @@ class _Layer:
     def _of_mlp(self, matrix: ChunkParameter, linear: str) -> int:
         writes = matrix.writes * self.element
         if linear == "linear_fc1":
-            # A feed-forward that is computed again is computed from its whole input.
+            # A recomputed feed-forward layer needs its whole input.
             reads = matrix.reads * self.element if self._recomputes_feed_forward else self._input(matrix, linear)
             return reads * ("layernorm" not in self.recomputed) + writes * (not self._recomputes_feed_forward)
         return self._input(matrix, linear) * (not self._recomputes_feed_forward) + writes
 
     def _of_experts(self, matrix: ChunkParameter, linear: str) -> int:
-        """Return what is saved because of a matrix of a layer of experts: router, shared or routed experts."""
+        """Return the bytes saved because of a matrix of a MoE layer: router, shared or routed experts."""
         is_recomputed, element = self._recomputes_feed_forward, self.element
         if linear == "router":
-            wide = element if self.model.moe_router_dtype is None else max(element, 4)
-            # The layer's output, and its input, which shared experts read too.
+            wide = element if self.model.moe.moe_router_dtype is None else max(element, 4)
+            # The router's input, and the layer's, which the shared experts read too.
             reads = matrix.reads * (element if is_recomputed else wide) * ("layernorm" not in self.recomputed)
             return matrix.reads * element + reads + matrix.writes * 4 * (not is_recomputed)
         is_routed = matrix.is_expert
@@ -199,15 +200,15 @@ class _Layer:
 
 
 def kept_layer_bytes(model: GPTConfig, tokens: int, number: int, place: int) -> int:
-    """Return what a layer keeps with the recompute that is configured; ``place`` counts the layers of its chunk.
+    """Return the bytes that a layer saves with the configured recomputation; ``place`` is its index in its chunk.
 
-    A layer of a multi-token prediction (MTP) module is alone, with place 0.
+    A layer of a multi-token prediction (MTP) module is alone, with index 0.
     """
     if model.recompute_granularity != "full":
         return saved_layer_bytes(model, tokens, number, model.recomputed_modules)
     length = model.recompute_num_layers or 1
     if number >= model.num_layers:
-        # The states before it and the embedded tokens.
+        # The hidden states before it and the embedded tokens.
         return 2 * _input_bytes(model, tokens)
     if model.recompute_method == "block":
         return _input_bytes(model, tokens) if place < length else saved_layer_bytes(model, tokens, number)
@@ -215,7 +216,7 @@ def kept_layer_bytes(model: GPTConfig, tokens: int, number: int, place: int) -> 
 
 
 def offloaded_bytes(config: RunConfig) -> int:
-    """Return the most that a rank leaves in host memory: weights, and activations of the passes in flight."""
+    """Return the most that a rank offloads to host memory: weights, and activations of the passes in flight."""
     model, most = config.model, 0
     for stage in range(model.pipeline_model_parallel_size):
         chunks = config.stage_layout.chunks(stage)
@@ -228,7 +229,7 @@ def offloaded_bytes(config: RunConfig) -> int:
 
 
 def least_offloaded_bytes(config: RunConfig) -> int:
-    """Return the least that a rank leaves in host memory: the inputs of offloaded layers in flight. Needs no torch."""
+    """Return the minimum that a rank offloads to host memory, the inputs of its layers in flight; needs no torch."""
     model, most = config.model, 0
     is_uniform = model.recompute_granularity == "full" and model.recompute_method != "block"
     length = (model.recompute_num_layers or 1) if is_uniform else 1
@@ -240,11 +241,11 @@ def least_offloaded_bytes(config: RunConfig) -> int:
 
 
 def activation_bytes(config: RunConfig, rank: int) -> int:
-    """Return the activations on a rank's device at the fullest moment of a step, offloaded ones left out.
+    """Return the peak bytes of activations on a rank's device during a step, without the offloaded ones.
 
-    In addition to the activations of micro-batches in flight, the device holds either those of one layer's backward
-    pass, which are no more than the layer saves, or those of the loss. It holds recomputed layers once more, and also
-    two layers that are being copied to the host.
+    In addition to the activations of micro-batches in flight, the device stores either the activations of one layer's
+    backward pass, which are no more than the layer saves, or those of the loss. It also stores the layers being
+    recomputed, and two layers that are being copied to the host.
     """
     model, stage = config.model, config.parallel_sizes.place(rank)["pp"]
     chunks, tokens = config.stage_layout.chunks(stage), tokens_of_rank(config)
@@ -254,21 +255,21 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     is_grouped = model.recompute_granularity == "full" and model.recompute_method != "block"
     working, loss = largest * (model.recompute_num_layers or 1 if is_grouped else 1), 0
     if chunks[-1].has_loss:
-        predictions = tokens * (1 + model.mtp_depth)
+        predictions = tokens * (1 + model.mtp.mtp_depth)
         element = ELEMENT_BYTES[model.params_dtype]
-        loss = 2 * (1 + model.mtp_depth) * _input_bytes(model, tokens)
+        loss = 2 * (1 + model.mtp.mtp_depth) * _input_bytes(model, tokens)
         loss += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
     moving = max(sum(sorted(_kept_by_offloaded(config, chunk))[-2:]) for chunk in chunks)
     return waiting + max(working, loss) + moving
 
 
 def tokens_of_rank(config: RunConfig) -> int:
-    """Return the tokens of a micro-batch that a tensor-parallel group holds."""
+    """Return the tokens of a micro-batch per tensor-parallel group."""
     return config.data.seq_length // config.model.context_parallel_size * config.training.micro_batch_size
 
 
 def most_of_chunks(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
-    """Return the most that a stage's passes in flight keep at once, if those of its chunks keep ``sizes``."""
+    """Return the peak over the passes in flight of a stage, if each pass of its chunks saves ``sizes``."""
     model, parallel, layout = config.model, config.parallel_sizes, config.stage_layout
     num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parallel.dp)
     group_size = model.microbatch_group_size_per_virtual_pipeline_stage
@@ -279,19 +280,19 @@ def most_of_chunks(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
 
 
 def _mtp_layers(model: GPTConfig, chunk: StageContents) -> range:
-    """Return the numbers of the layers of the MTP modules that a chunk has."""
-    return range(model.num_layers, model.num_layers + model.mtp_depth * chunk.has_loss)
+    """Return the layer numbers of the MTP modules in a chunk."""
+    return range(model.num_layers, model.num_layers + model.mtp.mtp_depth * chunk.has_loss)
 
 
 def _kept_on_device(config: RunConfig, chunk: StageContents) -> int:
-    """Return what a chunk's layers keep on the device of one micro-batch; layers of MTP modules are not offloaded."""
+    """Return the bytes that a chunk's layers save on the device per micro-batch; MTP layers are not offloaded."""
     model, tokens = config.model, tokens_of_rank(config)
     mtp = sum(kept_layer_bytes(model, tokens, number, 0) for number in _mtp_layers(model, chunk))
     return _kept_by(config, chunk) - sum(_kept_by_offloaded(config, chunk)) + mtp
 
 
 def _kept_by_offloaded(config: RunConfig, chunk: StageContents) -> list[int]:
-    """Return what each of a chunk's layers keeps whose activations are offloaded."""
+    """Return the saved bytes of each layer of a chunk whose activations are offloaded."""
     model, tokens = config.model, tokens_of_rank(config)
     numbers = chunk.layer_numbers[: model.num_offloaded_layers * model.cpu_offloading_activations]
     return [kept_layer_bytes(model, tokens, number, place) for place, number in enumerate(numbers)]
@@ -305,22 +306,22 @@ def _kept_by(config: RunConfig, chunk: StageContents) -> int:
 
 
 def _input_bytes(model: GPTConfig, tokens: int) -> int:
-    """Return the bytes of the hidden states that a rank holds of so many tokens, as they are saved."""
+    """Return the bytes of a rank's hidden states of ``tokens`` tokens, as they are saved."""
     return hidden_bytes(model, tokens, is_sharded=model.sequence_parallel or model.distribute_saved_activations)
 
 
 _MEGABYTE = 1024 * 1024
 _Kind = tuple[bool, bool]
-"""Whether a parameter is an expert's, and whether it is a matrix between the embeddings and the output layer."""
+"""Whether a parameter belongs to an expert, and whether it is a matrix between the embeddings and the output layer."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage.
+    """Parameter counts of the whole model, and of one tensor-parallel rank of each pipeline stage.
 
-    ``kinds`` are those of the shards that have gradients and an optimizer's state, all or low-rank adapters, by
-    whether they are replicated over the experts' data-parallel ranks, and whether they are matrices between the
-    embeddings and the output layer.
+    ``kinds`` counts the parameters with gradients and optimizer state (all, or only the low-rank adapters) in each
+    shard, by whether they are replicated over the experts' data-parallel ranks, and whether they are matrices between
+    the embeddings and the output layer.
     """
 
     block: int
@@ -334,20 +335,20 @@ class ModelSize:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Return how many of the trained ones are experts'."""
+        """Return the number of trained expert parameters per stage."""
         return tuple(sum(n for (is_expert, _), n in kinds.items() if is_expert) for kinds in self.kinds)
 
 
 @dataclass(frozen=True)
 class TheoreticalMemory:
-    """Hold bytes of the most loaded rank; ``activations`` is None where no closed form holds."""
+    """Bytes on the most loaded rank; ``activations`` is None if no closed form applies."""
 
     weights_and_optimizer: float
     activations: float | None
 
 
 def model_size(config: RunConfig) -> ModelSize:
-    """Return how many parameters a configuration's model has, all ranks' copies of one counted once."""
+    """Count the parameters of a configuration's model, with replicas counted once."""
     model, layout = config.model, config.stage_layout
     whole = dataclasses.replace(
         model,
@@ -357,11 +358,11 @@ def model_size(config: RunConfig) -> ModelSize:
         expert_tensor_parallel_size=None,
     )
     block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
-    # A tied output layer is counted with the embedding that it shares.
+    # A tied output layer is counted with the embedding whose weight it shares.
     ends = StageContents((), has_embedding=True, has_loss=True)
     num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     rows = model.padded_vocab_size - whole.padded_vocab_size
-    plain = dataclasses.replace(whole, mtp_num_layers=None)
+    plain = with_fields(whole, mtp_num_layers=None)
     embedding = _count(plain, ends) - num_norm
     further = _count(whole, ends) - _count(plain, ends)
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
@@ -373,7 +374,7 @@ def model_size(config: RunConfig) -> ModelSize:
 
 
 def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
-    """Return what weights, gradients, the optimizer's state and activations take on the most loaded rank."""
+    """Return the bytes of weights, gradients, optimizer state and activations on the most loaded rank."""
     size = model_size(config)
     weight, sizes = ELEMENT_BYTES[config.model.params_dtype], config.parallel_sizes
     replicas = {False: sizes.num_replicas, True: sizes.num_expert_replicas}
@@ -389,7 +390,7 @@ def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
 
 
 def describe_theoretical_memory(config: RunConfig) -> list[str]:
-    """Return Megatron's lines on the numbers of parameters and on the memory of the most loaded rank."""
+    """Return Megatron's lines on the parameter counts and on the memory of the most loaded rank."""
     size, memory = model_size(config), theoretical_memory(config)
     *others, most = sorted(size.shards)
     lines = [
@@ -421,7 +422,7 @@ def _count_by_kind(model: GPTConfig, chunks: Iterable[StageContents]) -> Mapping
 
 
 def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: bool = False) -> float:
-    """Return the bytes of a gradient, and its share of main parameter and moments, less the weight that is not held."""
+    """Return the bytes of a gradient, plus the main parameter and moments, minus the weight's bytes on other shards."""
     ddp = config.ddp
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
     state: float = state_bytes(config.optimizer, is_matrix=is_matrix)
@@ -430,20 +431,20 @@ def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: b
         state /= replicas
         gradient /= replicas if ddp.shards_gradients else 1
         if ddp.shards_weights:
-            # What a weight is short of the whole one, which is counted for every parameter.
+            # Subtract the part of the weight on other shards, because the full weight is counted for every parameter.
             gradient -= ELEMENT_BYTES[config.model.params_dtype] * (1 - 1 / replicas)
     return gradient + state
 
 
 def _activation_bytes(config: RunConfig) -> float | None:
-    """Return the bytes that the first stage keeps for its backward passes.
+    """Return the bytes that the first stage saves for its backward passes.
 
-    None where the tensor-parallel ranks hold copies, the layers recompute all that they keep, tokens choose experts,
-    or the layers are others than those of the closed form.
+    The result is None if the tensor-parallel ranks store replicas, if the layers recompute all their activations, in
+    MoE models, or if the closed form does not cover the model's layers.
     """
     model, sizes = config.model, config.parallel_sizes
     has_copies = sizes.tp > 1 and not model.sequence_parallel
-    is_unplanned = model.num_experts or model.multi_latent_attention or model.mtp_depth
+    is_unplanned = model.moe.num_experts or model.mla.multi_latent_attention or model.mtp.mtp_depth
     if has_copies or model.recompute_granularity != "selective" or is_unplanned:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
@@ -455,11 +456,11 @@ def _activation_bytes(config: RunConfig) -> float | None:
     num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp)
     in_flight: float = min(sizes.pp, num_microbatches)
     if len(chunks) > 1:
-        # Interleaved chunks warm up further.
+        # An interleaved schedule has more warmup passes.
         in_flight = sizes.pp * (1 + (sizes.pp - 1) / (sizes.pp * len(chunks)))
     total = per_microbatch * in_flight
     if sizes.pp == 1:
-        # The last norm's and the output layer's inputs, and the logits in float32.
+        # The inputs of the last norm and of the output layer, and the logits in float32.
         inputs = 1 if model.lora_rank else 2
         total += tokens * (inputs * element * h + 4 * model.padded_vocab_size) / sizes.tp
     return total

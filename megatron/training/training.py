@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, and the reasons to stop. What else happens is in callbacks."""
+"""The training loop: step, log, evaluate, save and exit. All other actions are callbacks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megatron.training.training_step import StepReduction, TrainingStep, agree_t
 
 
 def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest) -> str | None:
-    """Train until the last iteration; return why the run was stopped before it, or None.
+    """Train until the last iteration; return the reason if the run was stopped before it, or None.
 
-    The newest checkpoint is of the last iteration when this returns, where ``--save`` is given.
+    With ``--save``, the newest checkpoint is of the last completed iteration when this returns.
     """
     config, state, callbacks = run.config, run.train_state, run.callbacks
     observe_gradients = partial(callbacks.on_gradients, run)
@@ -67,13 +67,13 @@ def _train_iteration(
     batch_size: int,
     exit_request: ExitRequest,
 ) -> StepReduction:
-    """Train one iteration and log it; return what the ranks have agreed on."""
+    """Train one iteration and log it; return the values that the ranks agreed on."""
     state, flight = run.train_state, run.runtime.flight
     run.callbacks.before_step(run)
     report, agreement = step.run(state, train_source, batch_size, exit_request)
     report = run.callbacks.measure(run, report)
     flight.end_iteration(state.iteration, report.step_time_s)
-    flight.ensure_not_given_up()  # What was read since the ranks agreed is logged from here on.
+    flight.ensure_not_given_up()  # Values read after the ranks agreed are logged from here on, so they must be valid.
     run.checkpoints.poll()
     run.checkpoints.note_step(state.iteration, not report.is_skipped)
     run.callbacks.after_step(run, report)
@@ -84,7 +84,7 @@ def _train_iteration(
 def _skip_iteration(
     run: TrainingRun, train_source: BatchSource, batch_size: int, reason: str, exit_request: ExitRequest
 ) -> StepReduction:
-    """Advance past the samples of an iteration that are to be left out; return what the ranks have agreed on."""
+    """Skip the samples of an iteration; return the values that the ranks agreed on."""
     state, config = run.train_state, run.config
     first = state.consumed_train_samples
     for _ in range(batch_size // (config.training.micro_batch_size * config.data_parallel_size)):
@@ -111,7 +111,7 @@ def _skip_iteration(
 
 
 class _StepLog:
-    """Print a line on the iterations of each ``--log-interval``, and one on the first iteration of a run."""
+    """Prints a line on the iterations of each ``--log-interval``, and one on the first iteration of a run."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -119,7 +119,7 @@ class _StepLog:
         self._is_first = True
 
     def add(self, report: StepReport) -> None:
-        """Count an iteration, and print what is due after it; every rank must call."""
+        """Add an iteration, and print the lines that are due after it; every rank must call this."""
         run, options = self._run, self._run.config.logging
         self._average.add(report)
         with_memory = is_due(options.log_memory_interval, report.iteration)
@@ -140,7 +140,7 @@ class _StepLog:
 
 
 def _evaluate(run: TrainingRun, agreement: StepReduction) -> None:
-    """Evaluate on the validation sets, unless a signal leaves no time for it: then go past their samples."""
+    """Evaluate on the validation sets; if a signal leaves no time for it, skip their samples."""
     evaluation_sets = run.evaluation_sets.validation
     if agreement.signal_received and run.config.checkpoint.preemption_grace_seconds is not None:
         run.log(f"no evaluation at iteration {run.train_state.iteration}: the run is ending after a signal")
@@ -150,7 +150,7 @@ def _evaluate(run: TrainingRun, agreement: StepReduction) -> None:
 
 
 def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet], is_verbose: bool = False) -> None:
-    """Evaluate on each set, print the framed line and write the figure down; where it is verbose, count along."""
+    """Evaluate on each set, and log and record the losses; with ``is_verbose``, also log the progress."""
     iteration = run.train_state.iteration
     for chosen in evaluation_sets:
         count = chosen.num_microbatches
@@ -169,9 +169,9 @@ def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
 
 
 def _evaluation_counter(run: TrainingRun, num_microbatches: int, is_verbose: bool) -> Callable[[int], None]:
-    """Return what shows how far an evaluation is as each micro-batch begins.
+    """Return a function that shows an evaluation's progress when a micro-batch starts.
 
-    Where it is verbose, that is Megatron's line on each global batch too.
+    With ``is_verbose``, it also prints Megatron's line for each global batch.
     """
     training = run.config.training
     samples_per_microbatch = training.micro_batch_size * run.config.data_parallel_size
@@ -200,7 +200,7 @@ def _save(run: TrainingRun) -> None:
 
 
 def _report_time(run: TrainingRun, name: str) -> None:
-    """Print the time of something that is no part of an iteration; every rank must call."""
+    """Print the time of an operation outside of the iterations; every rank must call this."""
     run.log(run.timers.report(run.runtime.state, [name]))
 
 
@@ -211,7 +211,7 @@ def _log_memory(run: TrainingRun) -> None:
 
 
 def _log_model_size(run: TrainingRun) -> None:
-    """Print the numbers of parameters and the theoretical memory, where the closed form is of this model."""
+    """Print the parameter counts and the theoretical memory, if the closed form covers this model."""
     count = sum(parameter.numel() for chunk in run.parts.chunks for parameter in chunk.parameters())
     if count == model_size(run.config).shards[run.runtime.state.pp.rank]:
         run.log("\n".join(describe_theoretical_memory(run.config)))

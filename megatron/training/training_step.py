@@ -41,10 +41,9 @@ from megatron.training.model_setup import ModelAndOptimizer
 
 
 class DataSetSums:
-    """Sum the losses and the tokens of each data set on this rank, all on the device.
+    """Sums of losses and tokens per data set on this rank, all on the device.
 
-    ``names`` are those of the blend's data sets in its order, the same on all ranks; there is nothing to sum where
-    there are none.
+    ``names`` are the data sets of the blend in order, the same on all ranks; without names, nothing is summed.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -53,9 +52,9 @@ class DataSetSums:
         self._sums: torch.Tensor | None = None
 
     def begin(self) -> torch.Tensor | None:
-        """Return the sums of a step that begins, which `add` adds to; None where no data sets are told apart.
+        """Reset the sums at the start of a step, and return them for `add`, or None without data sets.
 
-        A rank that computes no loss has them too: all ranks sum as many numbers.
+        A rank that computes no loss has them too, because all ranks must reduce the same number of values.
 
         Shapes: ``-> [n, 2]`` float64, the loss sum and the number of tokens.
         """
@@ -64,15 +63,15 @@ class DataSetSums:
         return self._sums
 
     def add(self, batch: Batch, result: ChunkResult) -> None:
-        """Add the samples of a micro-batch, where this chunk has made their losses."""
+        """Add the samples of a micro-batch, if this chunk computed their losses."""
         if self._sums is not None and isinstance(result, MicrobatchLoss) and result.samples is not None:
             assert batch.data_sets is not None, "the source says which data set a sample is of"
-            # A product adds in one order; on CUDA, adding by index would take any.
+            # A matmul adds in a fixed order; on CUDA, index_add would not be deterministic.
             chosen = self._numbers[:, None] == batch.data_sets
             self._sums += chosen.to(result.samples.dtype) @ result.samples
 
     def losses(self, totals: Sequence[tuple[float, float]]) -> Mapping[str, DataSetLoss]:
-        """Return, by name, the losses of the data sets that have tokens in the sums over all ranks."""
+        """Return the losses by name of the data sets that have tokens in the sums over all ranks."""
         return {
             name: DataSetLoss(loss_sum / num_tokens, round(num_tokens))
             for name, (loss_sum, num_tokens) in zip(self._names, totals)
@@ -82,10 +81,10 @@ class DataSetSums:
 
 @dataclass(frozen=True)
 class StepReduction:
-    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name.
+    """Sums over all ranks after a step; ``auxiliary`` are means by name.
 
-    ``data_sets`` are the loss sum and the number of tokens of each data set of a blend, where they are told apart.
-    ``read_along`` are numbers of this rank's own that were read from the device in the same go.
+    ``data_sets`` are the loss sum and the number of tokens of each data set of a blend, if they are counted separately.
+    ``read_along`` are values of this rank only that were read from the device in the same transfer.
     """
 
     loss_sum: float
@@ -108,11 +107,11 @@ def agree(
     auxiliary_names: Sequence[str] = (),
     read_along: torch.Tensor | None = None,
 ) -> StepReduction:
-    """Sum losses and reasons to exit over all ranks, in one collective, so that every rank decides alike.
+    """Sum losses and exit requests over all ranks in one collective, so that every rank decides in the same way.
 
-    Of the ranks that computed the same loss only the first tensor-parallel rank counts. ``auxiliary_names`` are the
-    auxiliary losses that are reported, the same on every rank. This is where the host waits for the device: what else
-    it has to know comes with the sums, as ``read_along``.
+    Of the ranks that computed the same loss, only the first tensor-parallel rank counts. ``auxiliary_names`` are the
+    auxiliary losses that are reported, the same on every rank. The host waits for the device here: other values that it
+    needs are read together with the sums, as ``read_along``.
 
     Shapes: ``read_along: [n]`` float64.
     """
@@ -121,7 +120,7 @@ def agree(
 
 
 def agree_to_exit(exit_request: ExitRequest | None, runtime: Runtime) -> StepReduction:
-    """Agree on reasons to exit alone, where the ranks have computed nothing."""
+    """Agree only on exit requests, if the ranks have computed nothing."""
     nothing = torch.zeros((), dtype=torch.float64, device=runtime.device.torch_device)
     return agree(ScheduleResult(nothing, nothing, {}), exit_request, runtime)
 
@@ -131,7 +130,7 @@ def sum_over_ranks(
 ) -> torch.Tensor:
     """Return the sums of `agree`, on the device, for `read_agreement`: first the loss sum and the tokens.
 
-    Where the result tells ``n`` data sets apart, their sums are the last.
+    If the result has ``n`` separate data sets, their sums are the last values.
 
     Shapes: ``-> [4 + 2 * len(auxiliary_names) + 2 * n]`` float64.
     """
@@ -149,7 +148,7 @@ def sum_over_ranks(
                 values[2 * index : 2 * index + 2] = result.auxiliary[name]
         if of_data_sets is not None:
             values[num_sums:] = of_data_sets.flatten()
-    # Not by assignment, which would copy a number from the host and wait for the copy.
+    # fill_ instead of assignment, which would copy a value from the host and wait for the copy.
     values[2].fill_(signal_received)
     values[3].fill_(time_is_up)
     all_reduce(values, runtime.state.world)
@@ -159,10 +158,10 @@ def sum_over_ranks(
 def read_agreement(
     values: torch.Tensor, runtime: Runtime, auxiliary_names: Sequence[str], read_along: torch.Tensor | None = None
 ) -> StepReduction:
-    """Return what the sums say; the host waits for the device here.
+    """Read the sums from the device; the host waits for the device here.
 
     Raises:
-        GivenUpError: communication was given up meanwhile, and they say nothing.
+        GivenUpError: communication was aborted meanwhile, so the sums are invalid.
     """
     num_values = len(values)
     read = (values if read_along is None else torch.cat((values, read_along))).tolist()
@@ -175,7 +174,7 @@ def read_agreement(
 
 
 class MicrobatchSource(Protocol):
-    """Give micro-batches in order."""
+    """Source of micro-batches in order."""
 
     def next(self) -> Batch:
         """Return the next micro-batch on this process's device."""
@@ -183,10 +182,10 @@ class MicrobatchSource(Protocol):
 
 
 class Microbatches:
-    """Give each of a rank's model chunks the micro-batches of an iteration by number.
+    """Micro-batches of an iteration by number, for each of a rank's model chunks.
 
-    Every chunk asks for them in order, but chunks are at different ones at a time: what the first has read is kept
-    until the last has had it.
+    Every chunk reads them in order, but the chunks are at different positions. A micro-batch is kept from its first
+    read by a chunk until its last.
     """
 
     def __init__(self, source: MicrobatchSource, num_chunks: int) -> None:
@@ -197,7 +196,7 @@ class Microbatches:
         self._num_uses: dict[int, int] = {}
 
     def take(self, microbatch: int) -> Batch:
-        """Return a micro-batch; the call of the last chunk lets go of it."""
+        """Return a micro-batch; the last chunk's call releases it."""
         while self._num_read <= microbatch:
             self._held[self._num_read] = self._source.next()
             self._num_uses[self._num_read] = 0
@@ -210,29 +209,29 @@ class Microbatches:
 
 
 ForwardStep = Callable[[Batch, Model, "torch.Tensor | None"], ChunkResult]
-"""Run a model chunk on one micro-batch, given the hidden states of the chunk before (None on the first chunk).
+"""Runs a model chunk on one micro-batch, given the hidden states of the previous chunk (None on the first chunk).
 
-The last chunk returns the micro-batch's loss sum and token count, every other one its hidden states; with either go the
-auxiliary losses, where layers have some."""
+The last chunk returns the micro-batch's loss sum and token count, every other chunk its hidden states. Both kinds of
+result include the layers' auxiliary losses, if there are any."""
 
 _NUM_NAMED_SAMPLES = 16
 
 
 class SampleSource(MicrobatchSource, Protocol):
-    """Give micro-batches in order, and name the samples in them."""
+    """Source of micro-batches in order, with the ids of their samples."""
 
     def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
         """Return the ids of the ``count`` samples after ``consumed_samples``, over all data-parallel ranks."""
         ...
 
     def sample_ids_hash(self, sample_ids: NDArray[np.int64]) -> str:
-        """Hash which text the samples are."""
+        """Hash the samples' text."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class BegunStep:
-    """Hold what an iteration begins with; ``iteration`` counts those before it."""
+    """State of a step at its start; ``iteration`` is the number of completed iterations."""
 
     start_time: float
     iteration: int
@@ -245,51 +244,52 @@ class BegunStep:
 
 
 class StepGuard(Protocol):
-    """Watch the results of training steps, and say what becomes of one that looks wrong; the same on all ranks."""
+    """Checks the results of training steps, and decides about those that look wrong; the same on all ranks."""
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """Return the largest loss and gradient norm that are accepted; None where any are."""
+        """Return the largest accepted loss and gradient norm, or None without limits."""
 
     @property
     def repeats_all(self) -> bool:
         """Return whether every step is computed twice, to compare the results."""
 
     def begin(self, begun: BegunStep) -> None:
-        """Take note of a step that begins."""
+        """Record the start of a step."""
 
     def see(self, chunk: int, microbatch: int, result: ChunkResult) -> ChunkResult:
-        """Take note of what a model chunk made of a micro-batch, and return it."""
+        """Record a model chunk's result for a micro-batch, and return it."""
         ...
 
     def resolve(
         self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: StepReduction
     ) -> tuple[StepReduction, StepOutcome]:
-        """Find out why a step went wrong, and return what it comes to in the end.
+        """Find out why a step went wrong, and return its final result.
 
-        ``trouble`` is None where everything was finite.
+        ``trouble`` is None if everything was finite.
 
         Raises:
-            TrainingError: the run cannot go on.
+            TrainingError: the run cannot continue.
         """
         ...
 
     def compare(self, step: TrainingStep, begun: BegunStep, agreement: StepReduction) -> None:
-        """Compute a step again and compare it with its first results; leave its gradients to be used."""
+        """Recompute a step and compare it with its first results; the new gradients are used."""
 
 
 def is_within(limits: tuple[float, float], loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return whether a finite loss and a gradient norm are at most the limits; nothing waits for the device."""
+    """Return whether a finite loss and a gradient norm are within the limits, without waiting for the device."""
     largest_loss, largest_norm = limits
     return loss.isfinite() & (loss <= largest_loss) & (norm <= largest_norm)
 
 
 class TrainingStep:
-    """Run iterations of a model on a source of micro-batches, under the eyes of a ``guard`` where there is one.
+    """Runs iterations of a model on a source of micro-batches, checked by a ``guard`` if there is one.
 
-    ``observe_gradients`` is called between the last reduction of the gradients and the update, and ``action_clock``
-    with the actions of an iteration for the executor's clock. ``data_sets`` are the names of the blend's data sets,
-    whose losses are told apart where the micro-batches say which samples are theirs; the same on all ranks.
+    ``observe_gradients`` is called between the last reduction of the gradients and the update. ``action_clock`` is
+    called with the actions of an iteration and returns the executor's clock. ``data_sets`` are the names of the blend's
+    data sets, the same on all ranks. Their losses are summed separately if the micro-batches record each sample's data
+    set.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class TrainingStep:
         """Train one iteration and advance ``train_state``.
 
         Raises:
-            TrainingError: a gradient is not finite and no loss scaling can help; no weight has been changed.
+            TrainingError: a gradient is not finite and loss scaling cannot help; the weights are unchanged.
         """
         begun = self._begin(train_state, source, global_batch_size)
         if self._guard is not None:
@@ -343,7 +343,7 @@ class TrainingStep:
         return self._report(begun, train_state, outcome, agreement, expert_load), agreement
 
     def _count_experts(self, outcome: StepOutcome) -> LoadReport | None:
-        """Move the experts' biases after an update, and return what the experts were given, where there are some."""
+        """Update the experts' biases after an optimizer step, and return the tokens per expert in MoE models."""
         loads = self.parts.expert_loads
         if loads is None:
             return None
@@ -353,9 +353,9 @@ class TrainingStep:
         return loads.report(totals)
 
     def compute(self, source: MicrobatchSource, begun: BegunStep, shift: int = 0) -> ScheduleResult:
-        """Compute losses and reduced gradients of a step, and leave the weights as they are.
+        """Compute the losses and reduced gradients of a step, without an update of the weights.
 
-        With ``shift`` the source gives what is meant for the data-parallel rank so many places after this one.
+        With ``shift`` the source yields the samples of the data-parallel rank that many positions after this one.
         """
         for chunk in self.parts.ddp_chunks:
             chunk.zero_grad_buffer()
@@ -371,7 +371,7 @@ class TrainingStep:
         return result
 
     def repeat(self, source: MicrobatchSource, begun: BegunStep) -> tuple[StepReduction, StepOutcome]:
-        """Compute a step that was begun anew, and update the weights whatever its loss is.
+        """Recompute a step, and update the weights whatever its loss is.
 
         Raises:
             TrainingError: a gradient is not finite.
@@ -382,7 +382,7 @@ class TrainingStep:
         return agreement, self.parts.optimizer.finish_step(agreement.read_along)
 
     def name_samples(self, source: SampleSource, begun: BegunStep) -> str:
-        """Return the iteration and the samples of a step as a message names them."""
+        """Format a step's iteration and samples for a message."""
         ids = source.sample_ids(begun.consumed_samples, min(begun.global_batch_size, _NUM_NAMED_SAMPLES))
         more = begun.global_batch_size - len(ids)
         named = ", ".join(map(str, ids.tolist())) + (f" and {more} more" if more else "")
@@ -391,7 +391,7 @@ class TrainingStep:
     def _update(
         self, result: ScheduleResult, exit_request: ExitRequest | None, begun: BegunStep
     ) -> tuple[StepReduction, bool]:
-        """Update the weights where the step is accepted, and return what all ranks agree on, and whether it is."""
+        """Update the weights if the step is accepted; return the agreed values, and whether it was accepted."""
         names, optimizer, guard = self.parts.chunks[0].auxiliary_loss_names, self.parts.optimizer, self._guard
         if guard is not None and guard.repeats_all:
             guard.compare(self, begun, agree(result, None, self.runtime))
@@ -400,7 +400,7 @@ class TrainingStep:
             with self.timers("optimizer", log_level=1):
                 totals = optimizer.begin_step(self.timers)
             return agree(result, exit_request, self.runtime, names, totals), True
-        # The device decides: nothing waits for it before the agreement.
+        # The device decides: the host does not wait for it before `read_agreement`.
         sums = sum_over_ranks(result, exit_request, self.runtime, names)
         loss = sums[0] / sums[1].clamp(min=1.0)
         answer = torch.zeros(1, dtype=torch.float64, device=sums.device)
@@ -547,7 +547,7 @@ class TrainingStep:
         return forward
 
     def _dropout_samples(self, iteration: int, microbatch: int, shift: int) -> DropoutSamples:
-        """Return the samples of this rank's micro-batch by their places in the iteration's global batch."""
+        """Return the samples of this rank's micro-batch by their positions in the iteration's global batch."""
         config, size = self.config, self.config.training.micro_batch_size
         rank = (self.runtime.state.dp.rank + shift) % config.data_parallel_size
         first = (microbatch * config.data_parallel_size + rank) * size
@@ -563,7 +563,7 @@ class TrainingStep:
             outcome = self.parts.optimizer.finish_step(agreement.read_along, is_accepted)
         except TrainingError as error:
             trouble = type(error)(f"{error} {self.name_samples(source, begun)}")
-        # What is not finite and raises no error is to be skipped.
+        # A non-finite step without an error is to be skipped.
         if outcome is not None and (is_accepted or outcome.grad_norm is None):
             return agreement, outcome
         guard = self._guard

@@ -1,4 +1,4 @@
-"""Prove that a parallel layout computes what one process computes."""
+"""Parity tests: check that a parallel layout computes the same results as one process."""
 
 from __future__ import annotations
 

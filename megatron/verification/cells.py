@@ -1,4 +1,4 @@
-"""The layouts that are verified, as the command lines that a user would type."""
+"""Parity test cases: the layouts that are verified, as command lines."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "--untie-embeddings-and-output-weights",
     ),
 }
-"""Model shapes by name: what each adds to the base command line."""
+"""Model shapes by name: the flags that each adds to the base command line."""
 FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3")
-"""Shapes of further families, each with the features that make it one."""
+"""Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {
     "plain": (),
     "packed": ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
     "uneven": ("--calculate-per-token-loss",),
 }
-"""Kinds of samples: whole ones, packed documents, and very unequal numbers of tokens that count."""
+"""Kinds of samples: whole ones, packed documents, and very different numbers of tokens that count in the loss."""
 
 BASE_FLAGS: tuple[str, ...] = (
     *("--num-layers", "4", "--hidden-size", "24", "--num-attention-heads", "4", "--ffn-hidden-size", "40"),
@@ -65,17 +65,18 @@ BASE_FLAGS: tuple[str, ...] = (
     *("--make-vocab-size-divisible-by", "4", "--tokenizer-type", "NullTokenizer", "--vocab-size", "52"),
     *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "3", "--mock-data"),
     *("--lr", "1e-2", "--lr-decay-style", "constant", "--weight-decay", "0.1", "--clip-grad", "1.0"),
-    # A gradient that is rounding alone, that of a key's bias, is nothing beside this epsilon, and moves nothing.
+    # The gradient of a key bias is only rounding error. It is small relative to this epsilon, so the bias does not
+    # move.
     *("--adam-eps", "1e-5"),
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0"),
     *("--distributed-backend", "gloo", "--seed", "1234"),
 )
-"""The tiny model that every cell starts from; later flags win."""
+"""The tiny model of every test case; later flags override earlier ones."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Name one configuration: the reference flags, which one process runs, and what the layout adds to them."""
+    """Test case: the flags of the reference run on one process, and the flags that the layout adds."""
 
     name: str
     world_size: int
@@ -85,18 +86,17 @@ class Cell:
 
     @property
     def reference_flags(self) -> tuple[str, ...]:
-        """Return the command line of the one process that the cell is compared with."""
+        """Return the command line of the reference run on one process."""
         return (*BASE_FLAGS, *self.model_flags, *DATA[self.data])
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Return the command line of the layout."""
         return (*self.reference_flags, *self.layout_flags)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Hold one way to shard a model over processes."""
+    """Parallel layout of a model over processes."""
 
     tp: int = 1
     sequence_parallel: bool = False
@@ -119,12 +119,10 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Return the number of processes."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def name(self) -> str:
-        """Return the layout in short."""
         parts = [f"tp{self.tp}" + ("sp" if self.sequence_parallel else "")]
         parts.append(f"pp{self.pp}" + (f"v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
         parts += [self.schedule] if self.schedule else []
@@ -141,7 +139,7 @@ class Layout:
         return " ".join(parts)
 
     def to_flags(self, num_layers: int = 4) -> tuple[str, ...]:
-        """Return the layout as flags of the training command."""
+        """Convert the layout to flags of the training command."""
         flags = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--context-parallel-size", str(self.cp)]
         flags += ["--sequence-parallel"] if self.sequence_parallel else []
@@ -177,10 +175,10 @@ class Layout:
 
 
 DROPOUT: tuple[str, ...] = ("--hidden-dropout", "0.2", "--attention-dropout", "0.15")
-"""What a cell adds to drop hidden states and attention weights: every layout must drop the same ones."""
+"""Flags for dropout of hidden states and attention weights; every layout must drop the same elements."""
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("selective",), ("full", "uniform", "1"), ("full", "block", "1"))
 MODULES: tuple[str, ...] = ("selective", "core_attn", "layernorm", "mlp")
-"""What a layout recomputes: every part of a layer that can be chosen."""
+"""Recomputation of every selectable part of a layer."""
 IN_PARTS: tuple[str, ...] = ("full", "uniform", "1", "distributed")
 SHARDING: tuple[str, ...] = ("no_shard", "optim", "optim_grads")
 EXCHANGES: tuple[str, ...] = ("p2p", "all_gather", "a2a")
@@ -195,19 +193,19 @@ TP_OVERLAP: tuple[tuple[str, ...], ...] = (
         "--disable-tp-comm-bulk-wgrad",
     ),
 )
-"""Which communication of a layer goes in chunks beside which product; --tp-comm-overlap alone is the usual choice."""
+"""Variants of the tensor-parallel overlap of communication with GEMMs; --tp-comm-overlap alone is the usual one."""
 PP_OVERLAP: tuple[tuple[str, ...], ...] = (
     ("--no-overlap-p2p-communication",),
     ("--delay-wgrad-compute",),
     ("--defer-embedding-wgrad-compute",),
     ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit", "2"),
 )
-"""What of a pipeline's messages and weight gradients is computed beside what."""
+"""Variants of the overlap of pipeline messages and weight gradients with computation."""
 MAX_WORLD_SIZE = 8
 
 
 def make_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = (), num_layers: int = 4) -> Cell:
-    """Return the cell of a shape at a layout; ``extra`` flags go to the reference too."""
+    """Create the test case of a shape at a layout; ``extra`` flags also apply to the reference."""
     if num_layers != 4:
         extra = ("--num-layers", str(num_layers), *extra)
     name = f"{shape} {data} {layout.name}" + (f" {' '.join(extra)}" if extra else "")
@@ -215,13 +213,13 @@ def make_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[s
 
 
 def with_micro_batch_size(cell: Cell, size: int) -> Cell:
-    """Return the cell with another micro-batch size than its reference, which takes the same samples."""
+    """Change the micro-batch size of a test case, but not that of its reference, which uses the same samples."""
     flags = ("--micro-batch-size", str(size))
     return replace(cell, name=f"{cell.name} {' '.join(flags)}", layout_flags=(*cell.layout_flags, *flags))
 
 
 def matrix() -> list[Cell]:
-    """Return the layouts that every release must pass, each once."""
+    """Return the test cases that every release must pass, without duplicates."""
     cells = [
         cell
         for family in (
@@ -368,7 +366,7 @@ def _dropout() -> Iterator[Cell]:
         yield make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=RECOMPUTE[2]), extra=DROPOUT)
     for sharding in SHARDING:
         yield make_cell("gpt2", Layout(dp=2, sharding=sharding), extra=DROPOUT)
-    # The reference takes one sample at a time: these ranks drop the same of each by its place in the global batch.
+    # The reference processes one sample at a time. Dropout must depend only on a sample's index in the global batch.
     yield with_micro_batch_size(make_cell("gpt2", Layout(dp=2), extra=DROPOUT), 2)
     yield with_micro_batch_size(make_cell("llama", Layout(tp=2, pp=2), extra=DROPOUT), 4)
     for shape in ("llama-one-group", "mistral", "gemma2"):
@@ -376,7 +374,7 @@ def _dropout() -> Iterator[Cell]:
 
 
 def _kept() -> Iterator[Cell]:
-    """Yield the ways in which activations are kept for the backward pass at all kinds of layout."""
+    """Yield recomputation and activation offloading at all kinds of layouts."""
     full, block = RECOMPUTE[2:]
     for shape, extra in itertools.product(("gpt2", "llama"), ((), DROPOUT)):
         for layout in (

@@ -1,4 +1,4 @@
-"""Record what a layout sends: every communication of any rank of any world, without a network."""
+"""Record the collectives and messages of any rank of any layout, without a network."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ from megatron.verification.traffic import Traffic, Volume
 
 
 class CollectiveRecorder:
-    """Keep every communication that it is told of, in order.
+    """Recorder of communication in order.
 
-    ``calls`` are what groups tell it as their observer, ``operations`` what reaches torch inside `recording`: with
-    the making of groups, the receives, and what is inside or beside the library's own collectives.
+    ``calls`` are those that process groups report to it as their observer. ``operations`` are those that reach torch
+    inside `recording`: these include the creation of groups, the receives, and calls inside or outside of the library's
+    own collectives.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class CollectiveRecorder:
         self._together: list[Call] | None = None
 
     def __call__(self, call: CollectiveCall) -> None:
-        """Note a communication."""
+        """Record a communication."""
         self.calls.append(call)
         self._reduction = call.reduction
         if threading.get_ident() != self._thread:
@@ -63,7 +64,7 @@ class CollectiveRecorder:
             self.operations.append((other,))
 
     def traffic(self) -> Traffic:
-        """Return how many communications there were and their bytes, summed by operation and axes."""
+        """Sum the numbers of communications and their bytes by operation and axes."""
         totals: Traffic = {}
         for call in self.calls:
             key = (call.operation, call.axes)
@@ -71,7 +72,7 @@ class CollectiveRecorder:
         return totals
 
     def note(self, call: Call) -> None:
-        """Note what reaches torch: an operation of its own, or a part of one."""
+        """Record a call that reaches torch: a separate operation, or a part of one."""
         if self._together is None:
             self.operations.append((call,))
         else:
@@ -79,7 +80,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Make one operation of what is noted inside."""
+        """Combine the calls recorded inside into one operation."""
         self._together = []
         try:
             yield
@@ -89,10 +90,10 @@ class CollectiveRecorder:
             self._together = None
 
     def note_dispatched(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Note an operator of torch's distributed library."""
+        """Record an operator of torch's distributed library."""
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args)}
         group = dist.ProcessGroup.unbox(given["process_group"])
-        # Where there is an input, the outputs are of its size on the ranks that have them.
+        # Use the inputs if there are any: the outputs have their size on the ranks that have outputs.
         sent = given.get("input_tensors", args)
         tensors = [leaf for leaf in tree_leaves(sent) if isinstance(leaf, torch.Tensor)]
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -101,7 +102,8 @@ class CollectiveRecorder:
         details += [self._reduction] if "reduce_op" in given else []
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if given.get("input_split_sizes"):
-            # Each pair of ranks has a number of rows of its own, so that totals differ: only a row is the same to all.
+            # Each pair of ranks exchanges its own number of rows, so totals differ and only the size of a row is
+            # common.
             num_bytes = tensors[0].shape[1:].numel() * tensors[0].element_size()
             details.append("rows by count")
         call = Call(
@@ -119,10 +121,10 @@ class CollectiveRecorder:
 def record_step(
     config: RunConfig, rank: int, model_provider: ModelProvider, forward_step: ForwardStep, data: str = "plain"
 ) -> Traffic:
-    """Return what ``rank`` of the configuration's world sends in one training step.
+    """Return the communication of one training step on ``rank`` of the configuration's world.
 
-    This process stands in for the rank, on torch's fake backend: nothing leaves it, and what would arrive is zeros, so
-    that the numbers of the step mean nothing and only what is sent, and how much, does.
+    This process simulates the rank on torch's fake backend: nothing is sent, and received data is zeros. So the values
+    of the step are meaningless, and only the operations and their sizes are valid.
     """
     recorder = CollectiveRecorder()
     with stand_in(rank, config.world_size):
@@ -146,10 +148,10 @@ def record_run(
     data: str = "plain",
     num_steps: int = 1,
 ) -> list[Operation]:
-    """Return what ``rank`` of the configuration's world asks of torch.distributed in a short run, in order.
+    """Return the torch.distributed operations of ``rank`` of the configuration's world in a short run, in order.
 
-    The run is the set-up, ``num_steps`` training steps, an evaluation, and what a training loop asks of all ranks
-    between steps. Pipelines take the path of backends other than gloo.
+    The run consists of the set-up, ``num_steps`` training steps, an evaluation, and the checks of a training loop
+    between steps. Pipelines take the code path of backends other than gloo.
     """
     recorder = CollectiveRecorder()
     with stand_in(rank, config.world_size, recorder):
@@ -171,13 +173,13 @@ def record_run(
 def record_cell(
     cell: Cell, model_provider: ModelProvider, forward_step: ForwardStep, dtype: str = "bfloat16"
 ) -> list[list[Operation]]:
-    """Return what each rank of a cell asks of torch.distributed in a short run.
+    """Return the torch.distributed operations of each rank of a test case in a short run.
 
     Raises:
-        ConfigurationError: the configuration is refused.
+        ConfigurationError: the configuration is rejected.
     """
     config = resolve_cell(cell.flags, cell.world_size, dtype)
-    # A norm of zeros multiplies gradients by the root of 1/epsilon, and through many layers they would overflow.
+    # A norm of zeros multiplies gradients by 1/sqrt(epsilon), which would overflow over many layers.
     config = replace(config, model=replace(config.model, norm_epsilon=1.0))
     return [record_run(config, rank, model_provider, forward_step, cell.data) for rank in range(cell.world_size)]
 
@@ -185,14 +187,14 @@ def record_cell(
 def _guard(
     config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, forward_step: ForwardStep, data: str
 ) -> AnomalyDetector:
-    """Return what watches the steps of a run."""
+    """Create the anomaly detector of a run's steps."""
     return AnomalyDetector.without_run(
         config, runtime, parts, forward_step, partial(make_source, config, runtime, data)
     )
 
 
 def _check(runtime: Runtime, parts: ModelAndOptimizer, timers: Timers) -> None:
-    """Ask of all ranks what a training loop does between steps."""
+    """Run the checks that a training loop makes on all ranks between steps."""
     for chunk in parts.ddp_chunks:
         chunk.finish_param_gather()
     parameters = [parameter for chunk in parts.chunks for parameter in chunk.parameters()]
@@ -204,7 +206,7 @@ def _check(runtime: Runtime, parts: ModelAndOptimizer, timers: Timers) -> None:
 
 @contextmanager
 def recording(recorder: CollectiveRecorder) -> Iterator[None]:
-    """Tell a recorder of everything that this thread asks of torch.distributed, on any backend."""
+    """Report all torch.distributed operations of this thread to a recorder, on any backend."""
     with _Noting(recorder), _noting_groups_and_batches(recorder):
         yield
 
@@ -227,9 +229,9 @@ def _noting_groups_and_batches(recorder: CollectiveRecorder) -> Iterator[None]:
 
 @contextmanager
 def stand_in(rank: int, world_size: int, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
-    """Be one rank of a world that does not exist: every communication succeeds at once and brings zeros.
+    """Simulate one rank of a world: every communication succeeds at once and receives zeros.
 
-    ``recorder`` is told of all that reaches torch.
+    ``recorder`` gets all calls that reach torch.
     """
     with _ZeroedMemory(recorder), ExitStack() as stack:
         if world_size == 1:
@@ -247,7 +249,7 @@ def stand_in(rank: int, world_size: int, recorder: CollectiveRecorder | None = N
 
 @contextmanager
 def _objects_of_nobody(recorder: CollectiveRecorder) -> Iterator[None]:
-    """Answer object collectives with this rank's own: their bytes differ from rank to rank, and zeros are no object."""
+    """Return this rank's own object from object collectives: sizes differ by rank, and zeros are not a valid pickle."""
 
     def all_gather(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
         recorder.note(_call("all_gather_object", group))
@@ -275,7 +277,7 @@ _ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tell a recorder, where there is one, of every operator of torch's distributed library."""
+    """Report every operator of torch's distributed library to a recorder, if there is one."""
 
     def __init__(self, recorder: CollectiveRecorder | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -293,11 +295,11 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _ZeroedMemory(_Noting):  # type: ignore[no-untyped-call]
-    """Fill new memory with zeros: the fake backend leaves what it should fill as it is, and a NaN ends the step."""
+    """Fill new memory with zeros, because the fake backend leaves outputs unwritten, and a NaN would end the step."""
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.overloadpacket is torch.ops.c10d.alltoall_base_ and not args[1].numel():
-            # The fake backend fills what arrives with what is sent, and refuses where nothing is.
+            # The fake backend copies the input to the output, and rejects an empty input.
             output, _, group, output_sizes, _, *further = args
             args = (output, torch.zeros_like(output), group, output_sizes, output_sizes, *further)
         result = func(*args, **kwargs)

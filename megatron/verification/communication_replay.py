@@ -1,28 +1,28 @@
-"""Replay what all ranks of a layout ask of torch.distributed, together, under the rules of NCCL.
+"""Replay the torch.distributed operations of all ranks of a layout together, under the rules of NCCL.
 
-A log has one rank's operations in the order in which its host calls them; `collective_recorder` makes them. The rules:
+A log has one rank's operations in the order of the host's calls; `collective_recorder` records it. The rules:
 
 - **Match.** The members of a communicator call the same collectives in the same order, with equal bytes, dtype, root
   and reduction; the n-th send of a rank to a peer has the bytes and dtype of that peer's n-th receive. NCCL checks none
-  of this: it hangs, or gives wrong numbers (NCCL user guide, "Collective Operations", "Point-to-point communication").
-  Of an exchange of rows whose numbers the ranks have told each other, the bytes of a row are compared: the numbers
-  follow from values, which a recording does not have.
-- **Groups.** A process group bound to a device is split off the communicator of all ranks, which all of them do
-  together, each with its own new members (``ncclCommSplit``). Torch names a group made with
-  ``use_local_synchronization`` by its members and the number of groups that the rank has made.
+  of this: it hangs, or returns wrong results (NCCL user guide, "Collective Operations", "Point-to-point
+  communication"). For an all-to-all with variable numbers of rows, only the bytes of a row are compared, because the
+  numbers depend on values, which a recording does not have.
+- **Groups.** A process group bound to a device is split off the communicator of all ranks. All of them must call
+  ``ncclCommSplit`` together, each with its own new members. Torch names a group created with
+  ``use_local_synchronization`` by its members and the number of groups that the rank has created.
 - **Dtypes.** NCCL has no 16-bit integers and no complex numbers.
-- **Threads.** One thread uses communicators: nothing orders the calls of two.
+- **Threads.** Only one thread may use communicators, because the calls of two threads have no defined order.
 - **First use.** The first collective of a communicator and the first message of each direction of a pair connect the
-  ranks, and hold the host until all of them have come (NVIDIA/nccl #783 and #1691, PaddlePaddle/Paddle #54431).
+  ranks, and block the host until all of them have called (NVIDIA/nccl #783 and #1691, PaddlePaddle/Paddle #54431).
 - **One order.** A message is not buffered: a send may last until its receive has been called. The kernels of two
-  communicators on one GPU need not run at one time, and then what was called first holds up everything behind it, on
-  the device and, where it waits for the device, on the host (NCCL user guide, "Using multiple NCCL communicators
-  concurrently"; meta-pytorch/torchrec #4472). So a layout is safe whatever the device does where it would also run if
-  every operation held its rank until all who take part have called it. This is exact in one direction: such a run gives
-  the operations of all ranks one common order, and the first in it that is not finished has nothing before it anywhere.
-  A layout that needs independent progress fails here, and may yet run on a device that grants it.
+  communicators on one GPU need not run concurrently. Then the first call blocks all later ones, on the device and, if
+  the host waits for the device, on the host (NCCL user guide, "Using multiple NCCL communicators concurrently";
+  meta-pytorch/torchrec #4472). So a layout is safe on any device if it also runs when every operation blocks its rank
+  until all participants have called it. The rule is sufficient: such a run gives the operations of all ranks one common
+  order, and the first unfinished operation in it is not blocked by any other. The rule is not necessary: a layout that
+  needs independent progress fails here, but may run on a device that provides it.
 
-Sends and receives that are called together (``batch_isend_irecv``) are one operation, whose parts progress together.
+Sends and receives that are called together (``batch_isend_irecv``) are one operation whose parts progress together.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ NCCL_DTYPES = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """Describe one call of a rank.
+    """One call of a rank.
 
-    ``ranks`` are the communicator's. ``signature`` has what its members must agree on: dtype, bytes, root, reduction.
-    ``peer`` is the other rank of a send or a receive, ``new_ranks`` are the members of a group that is made.
+    ``ranks`` are the communicator's. ``signature`` has the properties that its members must agree on: dtype, bytes,
+    root, reduction. ``peer`` is the other rank of a send or a receive, and ``new_ranks`` are the members of a new
+    group.
     """
 
     kind: str
@@ -59,11 +60,11 @@ class Call:
 
     @property
     def signature(self) -> tuple[str, int, str, str]:
-        """Return what all who take part agree on; a send and its receive have one kind."""
+        """Return the properties that all participants must agree on; a send and its receive have the same kind."""
         return "message" if self.peer is not None else self.kind, self.num_bytes, self.dtype, self.detail
 
     def describe(self) -> str:
-        """Return the call in words."""
+        """Describe the call in words."""
         where = f"of ranks {list(self.ranks)}" if self.peer is None else f"with rank {self.peer}"
         made = f" of {list(self.new_ranks)}" if self.new_ranks else ""
         size = f" ({self.num_bytes} bytes of {self.dtype}{', ' + self.detail if self.detail else ''})"
@@ -76,13 +77,13 @@ Operation = tuple[Call, ...]
 CallLog = Sequence[Operation]
 
 INDEPENDENT_PROGRESS = "this runs only where communicators progress independently"
-"""What a problem begins with that a device need not have."""
+"""Prefix of problems that need not occur on every device."""
 
 _Key = tuple[str | int, ...]
 
 
 def communication_problems(logs: Sequence[CallLog]) -> list[str]:
-    """Return which rules the logs of ranks 0, 1, … of one world break, one line each; none where it is empty."""
+    """Return the rule violations in the logs of ranks 0, 1, … of one world, one line each."""
     problems = [*_problems_of_calls(logs)]
     connected = _Replay(logs, holds_always=False)
     problems += connected.run()
@@ -101,7 +102,7 @@ def _problems_of_calls(logs: Sequence[CallLog]) -> Iterator[str]:
 
 
 class _Replay:
-    """Let every rank run its log as far as the others allow."""
+    """Simulation in which every rank runs its log as far as the others allow."""
 
     def __init__(self, logs: Sequence[CallLog], holds_always: bool) -> None:
         self._logs = logs
@@ -113,7 +114,7 @@ class _Replay:
         self._waiters: dict[_Key, set[int]] = defaultdict(set)
 
     def run(self) -> list[str]:
-        """Return what is wrong: ranks that wait in a circle, or calls that do not match."""
+        """Return the problems: ranks that deadlock, or calls that do not match."""
         runnable = list(range(len(self._logs)))
         while runnable:
             runnable += self._advance(runnable.pop())
@@ -124,7 +125,7 @@ class _Replay:
         return problems
 
     def _advance(self, rank: int) -> set[int]:
-        """Run a rank until it is held, and return those whom its calls let go."""
+        """Run a rank until it blocks, and return the ranks that its calls unblock."""
         released: set[int] = set()
         while self._position[rank] < len(self._logs[rank]):
             operation = self._logs[rank][self._position[rank]]
@@ -144,7 +145,7 @@ class _Replay:
         return released - {rank}
 
     def _call(self, rank: int, call: Call) -> _Key:
-        """Note a call, and return by what name those who take part know it."""
+        """Record a call, and return the key that its participants share."""
         if call.peer is None:
             place: _Key = (call.communicator, rank)
             self._num_calls[place] += 1
@@ -165,7 +166,7 @@ class _Replay:
         return may_hold and len(self._called[key]) < len(self._takes_part(key, call))
 
     def _mismatches(self) -> Iterator[str]:
-        """Report the first difference on each communicator: what follows it is its consequence."""
+        """Report the first difference on each communicator, because later ones are its consequences."""
         reported: set[str | int] = set()
         for key, calls in self._called.items():
             if key[0] in reported:

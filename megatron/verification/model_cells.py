@@ -1,7 +1,7 @@
-"""Parity test cases of model features: experts, latent attention, multi-token prediction and attention sinks.
+"""Parity test cases of MoE, multi-head latent attention (MLA), multi-token prediction (MTP) and attention sinks.
 
-Routing is a choice: if two experts score alike, rounding decides, and layouts may differ. In float64 with weights
-drawn at random, no two scores of these cells are that close.
+Routing is discrete: if two experts have equal scores, rounding decides, and layouts may differ. In float64 with random
+weights, no two scores of these test cases are that close.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
         *("--moe-shared-expert-intermediate-size", "16"),
     ),
     "dropping": (
-        # Positions are learned: with rotary ones two equal tokens at the start of a sequence weigh the same.
+        # Positions are learned: with rotary positions, two equal tokens at the start of a sequence have the same
+        # weight.
         *("--swiglu", "--disable-bias-linear"),
         *_EXPERTS,
         *("--moe-expert-capacity-factor", "0.75", "--moe-shared-expert-intermediate-size", "16"),
@@ -41,12 +42,12 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
         "alltoall",
     ),
 }
-"""Model shapes with experts by name: what each adds to the base command line."""
+"""MoE model shapes by name: the flags that each adds to the base command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout(Layout):
-    """Hold one way to shard a model with experts over processes."""
+    """Parallel layout of a MoE model over processes."""
 
     ep: int = 1
     etp: int | None = None
@@ -55,20 +56,19 @@ class ExpertLayout(Layout):
 
     @property
     def name(self) -> str:
-        """Return the layout in short."""
         cut = "" if self.etp is None else f" etp{self.etp}"
         further = "".join(" " + flag.removeprefix("--") for flag in self.expert_flags)
         return f"{super().name} ep{self.ep}{cut} {self.dispatcher}{further}"
 
     def to_flags(self, num_layers: int = 4) -> tuple[str, ...]:
-        """Return the layout as flags of the training command."""
+        """Convert the layout to flags of the training command."""
         flags = ["--expert-model-parallel-size", str(self.ep), "--moe-token-dispatcher-type", self.dispatcher]
         flags += [] if self.etp is None else ["--expert-tensor-parallel-size", str(self.etp)]
         return (*super().to_flags(num_layers), *flags, *self.expert_flags)
 
 
 def make_expert_cell(shape: str, layout: ExpertLayout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
-    """Return the cell of a shape with experts at a layout; ``extra`` flags go to the reference too."""
+    """Create the test case of a MoE shape at a layout; ``extra`` flags also apply to the reference."""
     cell = make_cell("gpt2", layout, data, (*EXPERT_SHAPES[shape], *extra))
     further = "".join(f" {flag}" for flag in extra)
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")
@@ -78,7 +78,7 @@ DISPATCHERS = ("alltoall", "allgather")
 
 
 def expert_matrix() -> list[Cell]:
-    """Return the layouts of models with experts that every release must pass, each once."""
+    """Return the test cases of MoE models that every release must pass, without duplicates."""
     cells = [cell for family in (_spread, _mixed, _kept, _dropped, _global, _at_random) for cell in family()]
     return list({cell.name: cell for cell in cells}.values())
 
@@ -101,7 +101,7 @@ _EXPERT_LAYOUTS = (
 
 
 def _spread() -> Iterator[Cell]:
-    """Yield every shape at every way to spread experts, by both dispatchers."""
+    """Yield every shape at every expert-parallel layout, with both dispatchers."""
     for shape, layout, dispatcher in itertools.product(EXPERT_SHAPES, _EXPERT_LAYOUTS, DISPATCHERS):
         if layout.tp > 1 and not layout.sequence_parallel and layout.ep * (layout.etp or layout.tp) > layout.world_size:
             continue
@@ -110,7 +110,7 @@ def _spread() -> Iterator[Cell]:
 
 
 def _mixed() -> Iterator[Cell]:
-    """Yield several kinds of parallelism together, with sharded state."""
+    """Yield several kinds of parallelism together, with sharded optimizer state."""
     for sharding, shape in itertools.product(("optim", "optim_grads"), ("mixtral", "deepseek-experts")):
         for layout in (
             ExpertLayout(dp=4, ep=2),
@@ -129,7 +129,7 @@ def _mixed() -> Iterator[Cell]:
 
 
 def _kept() -> Iterator[Cell]:
-    """Yield the ways in which activations are kept."""
+    """Yield the variants of recomputation."""
     of_parts = ("selective", "core_attn", "layernorm", "moe_act", "shared_experts")
     for recompute in (("selective", "core_attn", "layernorm", "mlp", "moe"), of_parts, ("full", "uniform", "1")):
         for layout in (
@@ -145,7 +145,7 @@ def _kept() -> Iterator[Cell]:
 
 
 def _dropped() -> Iterator[Cell]:
-    """Yield experts of limited capacity, padded and not, by both policies."""
+    """Yield experts with a capacity factor, with and without padding, with both drop policies."""
     by_position = ("--moe-token-drop-policy", "position")
     padded = ("--moe-pad-expert-input-to-capacity",)
     for extra, flags in itertools.product(((), by_position), ((), padded)):
@@ -158,7 +158,7 @@ def _dropped() -> Iterator[Cell]:
 
 
 def _global() -> Iterator[Cell]:
-    """Yield the loss of the global batch: one process takes the batch as one micro-batch, and so do all ranks."""
+    """Yield the global-batch auxiliary loss: the reference, like all ranks, takes the batch as one micro-batch."""
     extra = ("--moe-router-load-balancing-type", "global_aux_loss", "--micro-batch-size", "8")
     for layout in (ExpertLayout(dp=2, ep=2), ExpertLayout(dp=4, ep=2), ExpertLayout(tp=2, cp=2, dp=2, ep=2)):
         flags = ("--micro-batch-size", str(8 // layout.dp))
@@ -166,7 +166,7 @@ def _global() -> Iterator[Cell]:
 
 
 def _at_random() -> Iterator[Cell]:
-    """Yield experts that random numbers choose, which every layout draws alike."""
+    """Yield random routing, which must be the same in every layout."""
     for shape in ("mixtral", "deepseek-experts"):
         for layout in (
             ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True),
@@ -192,11 +192,11 @@ LATENT_SHAPES: dict[str, tuple[str, ...]] = {
         *("--mtp-num-layers", "1", "--untie-embeddings-and-output-weights"),
     ),
 }
-"""Model shapes with latent attention by name: what each adds to the base command line."""
+"""MLA model shapes by name: the flags that each adds to the base command line."""
 
 
 def make_latent_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
-    """Return the cell of a shape with latent attention at a layout; ``extra`` flags go to the reference too."""
+    """Create the test case of an MLA shape at a layout; ``extra`` flags also apply to the reference."""
     cell = make_cell("gpt2", layout, data, (*LATENT_SHAPES[shape], *extra))
     further = "".join(f" {flag}" for flag in extra)
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")
@@ -222,7 +222,7 @@ _LATENT_LAYOUTS = (
 
 
 def latent_matrix() -> list[Cell]:
-    """Return the layouts of models with latent attention that every release must pass."""
+    """Return the test cases of MLA models that every release must pass."""
     return list(_latent_cells())
 
 
@@ -246,11 +246,11 @@ PREDICTION_SHAPES: dict[str, tuple[str, ...]] = {
     "qwen-mtp": (*SHAPES["qwen"], *_TWO_MTP_LAYERS),
     "gemma3-mtp": (*SHAPES["gemma3"], *_ONE_MTP_LAYER),
 }
-"""Model shapes with further tokens by name: what each adds to the base command line. The second is tied."""
+"""MTP model shapes by name: the flags that each adds to the base command line. The second shape has tied embeddings."""
 
 
 def make_prediction_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
-    """Return the cell of a shape with further tokens at a layout; ``extra`` flags go to the reference too."""
+    """Create the test case of an MTP shape at a layout; ``extra`` flags also apply to the reference."""
     cell = make_cell("gpt2", layout, data, (*PREDICTION_SHAPES[shape], *extra))
     further = "".join(f" {flag}" for flag in extra)
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")
@@ -319,11 +319,11 @@ ATTENTION_SHAPES: dict[str, tuple[str, ...]] = {
         *("--moe-aux-loss-coeff", "0.1"),
     ),
 }
-"""Model shapes by name: what each adds to the base command line."""
+"""Attention shapes by name: the flags that each adds to the base command line."""
 
 
 def make_attention_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
-    """Return the cell of one of these shapes at a layout; ``extra`` flags go to the reference too."""
+    """Create the test case of one of these shapes at a layout; ``extra`` flags also apply to the reference."""
     cell = make_cell("gpt2", layout, data, (*ATTENTION_SHAPES[shape], *extra))
     further = "".join(f" {flag}" for flag in extra)
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")

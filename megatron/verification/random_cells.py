@@ -1,4 +1,4 @@
-"""Layouts and sizes that are drawn at random."""
+"""Randomly drawn layouts and sizes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ from megatron.verification.training_cells import (
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:
-    """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
+    """Draw ``count`` random configurations, some of which must be rejected.
 
-    A number's configuration depends on the seed and on it alone. Every fourth model has experts, and every fourth one
-    latent attention, further tokens, sinks or layers without positions. Of those with data parallelism some have
-    sharded weights, and some copies of what is sharded. Some have another recipe than Adam on all weights.
+    Each configuration depends only on the seed and its number. Every fourth model is a MoE model, and every fourth one
+    has MLA, MTP, attention sinks or layers without positions. Some layouts with data parallelism use FSDP, and some
+    have several instances of the distributed optimizer. Some configurations have another recipe than Adam on all
+    weights.
     """
     cells = []
     for number in range(count):
@@ -60,20 +61,20 @@ def fuzz(seed: int, count: int) -> list[Cell]:
 
 
 _SHARE_OF_WILD = 0.15
-"""How many of the random configurations draw their sizes without a thought for what the layout can take."""
+"""Fraction of the random configurations whose sizes are drawn independently of the layout."""
 
 _STRATEGY = "--data-parallel-sharding-strategy"
 _SHARE_OF_SHARDED = 0.7
-"""How many of the configurations with sharded state have sharded weights or copies."""
+"""Fraction of the configurations with sharded optimizer state that have sharded weights or several instances."""
 
 _RECIPES = (MUON, UNSPLIT_MUON, Z_LOSS, GROUPS, CLIPPING, MUP)
 _WITHOUT_ADAPTERS = ("--mtp-num-layers", "--multi-latent-attention", WEIGHTS)
-"""Flags beside which there are no low-rank adapters."""
+"""Flags that are incompatible with low-rank adapters."""
 _SHARE_OF_RECIPES = 0.3
-"""How many of the random configurations are trained by one of these, or with the optimizer's state on the host."""
+"""Fraction of the random configurations with one of these recipes, or with the optimizer state on the host."""
 
 _LATENT_EXPERTS = ("mixtral", "gpt2-experts", "deepseek-experts")
-"""Shapes with experts that may have latent attention; its positions are rotary (see "dropping"), its products bare."""
+"""MoE shapes that support MLA, which has rotary positions (see "dropping") and no QKV bias."""
 
 
 def _draw(generator: random.Random, number: int) -> Cell:
@@ -91,7 +92,7 @@ def _draw(generator: random.Random, number: int) -> Cell:
 
 
 def _draw_copies(cell: Cell, generator: random.Random) -> Cell:
-    """Draw anew what is sharded, and into how many copies."""
+    """Redraw the sharding strategy and the number of instances."""
     flags = list(cell.layout_flags)
     place = flags.index(_STRATEGY) + 1 if _STRATEGY in flags else None
     if place is None or generator.random() >= _SHARE_OF_SHARDED:
@@ -109,7 +110,7 @@ def _draw_copies(cell: Cell, generator: random.Random) -> Cell:
 
 
 def _draw_recipe(cell: Cell, generator: random.Random) -> Cell:
-    """Draw another optimizer, loss or rates, adapters in place of all weights, or the optimizer's state on the host."""
+    """Draw another optimizer, loss or rates, adapters instead of all weights, or the optimizer state on the host."""
     if generator.random() >= _SHARE_OF_RECIPES:
         return cell
     if generator.random() < 0.15:
@@ -127,7 +128,7 @@ def _size(flags: Sequence[str], name: str, otherwise: int = 1) -> int:
 
 
 def _draw_special(generator: random.Random, number: int) -> Cell:
-    """Draw a model with latent attention, with further tokens, with both, or with sinks or layers without positions."""
+    """Draw a model with MLA, with MTP, with both, or with attention sinks or layers without positions."""
     layout = _draw_layout(generator)
     shape = generator.choice((*LATENT_SHAPES, *PREDICTION_SHAPES, *ATTENTION_SHAPES))
     if shape in LATENT_SHAPES and generator.random() < 0.3:
@@ -136,7 +137,7 @@ def _draw_special(generator: random.Random, number: int) -> Cell:
     flags = (LATENT_SHAPES | PREDICTION_SHAPES | ATTENTION_SHAPES)[shape]
     if shape in LATENT_SHAPES:
         sizes = _draw_fitting_sizes(generator, layout, ())
-        # Every head has a key of its own.
+        # Every head has its own key.
         sizes = (*sizes, "--num-query-groups", sizes[3], *_draw_further(generator))
     else:
         sizes = _draw_fitting_sizes(generator, layout, flags)
@@ -149,7 +150,7 @@ def _draw_further(generator: random.Random) -> tuple[str, ...]:
 
 
 def _draw_experts(generator: random.Random, number: int) -> Cell:
-    """Draw a model with experts, and how they are spread; some spreads do not fit, and are refused."""
+    """Draw a MoE model and its expert parallelism; some layouts do not fit and are rejected."""
     shape = generator.choice(tuple(EXPERT_SHAPES))
     drawn = _draw_layout(generator)
     ranks = drawn.tp * drawn.cp * drawn.dp
@@ -163,7 +164,7 @@ def _draw_experts(generator: random.Random, number: int) -> Cell:
         parts = ["moe_act", "core_attn", "layernorm", "moe"]
         parts += ["shared_experts"] if "--moe-shared-expert-intermediate-size" in EXPERT_SHAPES[shape] else []
         layout = replace(layout, recompute=("selective", *generator.sample(parts, 2)))
-    # The shapes' lists say which of four layers have experts.
+    # The shapes' lists select the MoE layers among four layers.
     batch = layout.dp * generator.randint(1, 12 // layout.dp)
     data = generator.choice(tuple(DATA))
     is_latent = shape in _LATENT_EXPERTS and generator.random() < 0.4
@@ -215,7 +216,7 @@ def _draw_sizes(generator: random.Random) -> tuple[str, ...]:
 
 
 def _draw_fitting_sizes(generator: random.Random, layout: Layout, flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Draw sizes of which the layout divides what it cuts; a shape's number of key-value heads may still not fit."""
+    """Draw sizes that the layout divides evenly; a shape's number of key-value heads may still not fit."""
     groups = int(flags[flags.index("--num-query-groups") + 1]) if "--num-query-groups" in flags else 1
     heads = math.lcm(layout.tp, groups)
     if layout.cp > 1 and layout.cp_comm_type == "a2a":

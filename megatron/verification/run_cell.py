@@ -1,7 +1,7 @@
-"""Train one configuration for a few steps on this rank and report everything that must not depend on the layout.
+"""Train one configuration for a few steps on this rank and report all results that must not depend on the layout.
 
-The samples are a function of their number alone. Gradients and parameters are reported as fragments, from which global
-tensors are assembled and compared element by element.
+Each sample depends only on its number. Gradients and parameters are reported as fragments, from which global tensors
+are assembled and compared element by element.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _DOCUMENT_ENDS = 0.15
 
 
 class SyntheticDataset:
-    """Give samples of random tokens, cut into documents; training reads them in order.
+    """Samples of random tokens, divided into documents; training reads them in order.
 
-    ``uneven`` samples count between one token and all of them; every third counts only its first two, so that a
-    context-parallel rank can be left with nothing.
+    ``uneven`` samples have between one token and all tokens in the loss. Every third sample has only its first two, so
+    that a context-parallel rank can have none.
     """
 
     def __init__(self, dataset_config: GPTDatasetConfig, uneven: bool) -> None:
@@ -53,7 +53,7 @@ class SyntheticDataset:
         return _NUM_SAMPLES
 
     def source_of(self, index: int) -> str:
-        """Say that the data is made up; ``index`` does not matter here."""
+        """Describe the source of a sample; ``index`` is ignored."""
         return "random tokens"
 
     def __getitem__(self, index: int) -> GPTSample:
@@ -77,7 +77,7 @@ _GRADIENT_FLOOR = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """Hold one box of a global tensor as one rank has it."""
+    """One box of a global tensor on one rank."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Name the first element in which a rank's tensor differs from the reference, and by how much the tensor does."""
+    """First element in which a rank's tensor differs from the reference, and the relative difference of the tensor."""
 
     name: str
     rank: int
@@ -98,7 +98,7 @@ class Mismatch:
     relative_difference: float
 
     def describe(self) -> str:
-        """Return one line."""
+        """Format one line."""
         return (
             f"{self.name}: rank {self.rank}, first differing element {list(self.index)}: {self.actual!r} instead of "
             f"{self.expected!r}; relative difference of the tensor {self.relative_difference:.3e}"
@@ -106,7 +106,7 @@ class Mismatch:
 
 
 def fragments_of(spec: ParamSpec, tensor: torch.Tensor, rank: int, name: str | None = None) -> list[Fragment]:
-    """Cut a local tensor of a parameter's shape into the boxes that it holds of the global one; padding is left out."""
+    """Split a local tensor of a parameter's shape into its boxes of the global tensor, without padding."""
     return [
         Fragment(
             name or spec.name,
@@ -120,7 +120,7 @@ def fragments_of(spec: ParamSpec, tensor: torch.Tensor, rank: int, name: str | N
 
 
 def assemble(fragments: Iterable[Fragment]) -> dict[str, Array]:
-    """Return the global tensors; elements that no rank holds are NaN."""
+    """Assemble the global tensors; elements that no rank has are NaN."""
     tensors: dict[str, Array] = {}
     for fragment in fragments:
         whole = tensors.setdefault(fragment.name, np.full(fragment.global_shape, np.nan))
@@ -129,9 +129,9 @@ def assemble(fragments: Iterable[Fragment]) -> dict[str, Array]:
 
 
 def gradient_floor(reference: Mapping[str, Array]) -> float:
-    """Return the size below which a gradient tensor's difference is not held against its own size.
+    """Return the size below which a gradient tensor's difference is not relative to its own size.
 
-    A key's bias has a gradient that is zero in exact arithmetic: what remains is rounding of the other gradients.
+    The gradient of a key bias is zero in exact arithmetic, and in practice rounding error of the other gradients.
     """
     return _GRADIENT_FLOOR * max(float(np.abs(tensor).max()) for tensor in reference.values())
 
@@ -139,9 +139,9 @@ def gradient_floor(reference: Mapping[str, Array]) -> float:
 def compare(
     fragments: Iterable[Fragment], reference: Mapping[str, Array], tolerance: float, floor: float = 0.0
 ) -> tuple[list[Mismatch], float]:
-    """Compare every rank's boxes, copies included, with the reference; return the mismatches and the worst difference.
+    """Compare every rank's boxes, including replicas, with the reference; return mismatches and the worst difference.
 
-    Two tensors agree where ``max |a - b| <= tolerance * max(max |b|, floor)``, taken per global tensor.
+    Two tensors agree if ``max |a - b| <= tolerance * max(max |b|, floor)``, taken per global tensor.
     """
     mismatches = []
     worst = 0.0
@@ -155,7 +155,7 @@ def compare(
         seen[fragment.name] = seen.get(fragment.name, 0) + fragment.values.size
         scale = max(float(np.abs(expected_whole).max()), floor) or 1.0
         difference = np.abs(fragment.values - expected)
-        # A NaN is further off than any number.
+        # A NaN counts as an infinite difference.
         largest = float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0)) / scale
         worst = max(worst, largest)
         if largest > tolerance:
@@ -182,7 +182,7 @@ CPU = Device("cpu")
 
 @dataclass
 class CellResult:
-    """Hold what one rank saw: losses and norms of every step, gradients of the first, parameters after the last."""
+    """Results of one rank: losses and norms of every step, gradients of the first, parameters after the last."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -201,11 +201,11 @@ def run_cell(
 ) -> CellResult:
     """Train the configuration for a few steps in ``dtype`` and return this rank's result.
 
-    The process group is initialized already unless this process is alone. On CUDA, attention with dropout is unfused:
-    a fused kernel drops other weights at every layout.
+    The process group must be initialized, unless the world size is 1. On CUDA, attention with dropout is unfused,
+    because a fused kernel drops different weights in every layout.
 
     Raises:
-        ConfigurationError: the configuration is refused.
+        ConfigurationError: the configuration is rejected.
     """
     config = resolve_cell(flags, world_size, dtype)
     if device.is_cuda and config.model.attention_dropout > 0:
@@ -236,7 +236,7 @@ def run_cell(
 
 
 def gradient_fragments(parts: ModelAndOptimizer, rank: int) -> list[Fragment]:
-    """Return what this rank holds of the reduced gradients: all of them, or those of its shards."""
+    """Return this rank's reduced gradients: all of them, or those of its shards."""
     return [
         fragment
         for chunk in parts.ddp_chunks
@@ -247,10 +247,10 @@ def gradient_fragments(parts: ModelAndOptimizer, rank: int) -> list[Fragment]:
 
 
 def resolve_cell(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig:
-    """Return the configuration of a command line, in a number format that need not be one of the command line's.
+    """Resolve a command line into a configuration with ``dtype``, which need not be a value of the command line.
 
     Raises:
-        ConfigurationError: the configuration is refused.
+        ConfigurationError: the configuration is rejected.
     """
     config = resolve_arguments(flags, world_size).config
     tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
@@ -260,7 +260,7 @@ def resolve_cell(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig
 
 
 def make_source(config: RunConfig, runtime: Runtime, data: str) -> BatchSource:
-    """Return this rank's samples of a kind of ``cells.DATA``, read and sent as those of a training are."""
+    """Create this rank's source of samples of a kind in ``cells.DATA``, read and broadcast as in training."""
     tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
     dataset = SyntheticDataset(dataset_config(config, tokenizer), data == "uneven")
     return BatchSource(dataset, config, runtime, tokenizer.vocab_size, 0)

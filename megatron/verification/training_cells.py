@@ -1,7 +1,7 @@
 """Parity test cases of training features: FSDP, optimizers, losses, adapters, and uneven sizes on three ranks.
 
-Lion steps by the sign of a moment. Its cells have no key bias: the gradient of a key bias is rounding error alone,
-so the sign would be random.
+Lion's update is the sign of a moment. Its test cases have no key bias: the gradient of a key bias is only rounding
+error, so its sign would be random.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EXPERT_LAYOUTS = (
 
 
 def hybrid(cell: Cell, instances: int = 2) -> Cell:
-    """Return the cell with so many copies of what is sharded."""
+    """Return the test case with several instances of the distributed optimizer."""
     flags = ("--num-distributed-optimizer-instances", str(instances))
     return replace(cell, name=f"{cell.name} in {instances} copies", layout_flags=(*cell.layout_flags, *flags))
 
@@ -110,14 +110,14 @@ _SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", ov
 
 
 def with_optimizer_on_host(cell: Cell) -> Cell:
-    """Return the cell with its optimizer's state on the host, which the reference has beside its weights."""
+    """Return the test case with the optimizer state on the host; the reference keeps it with its weights."""
     return replace(
         cell, name=f"{cell.name} {OFFLOAD[0].removeprefix('--')}", layout_flags=(*cell.layout_flags, *OFFLOAD)
     )
 
 
 def recipe_matrix() -> list[Cell]:
-    """Return the layouts of such trainings that every release must pass."""
+    """Return the test cases of training recipes that every release must pass."""
     return [*optimizer_matrix(), *adapter_matrix(), *_recipes()]
 
 
@@ -126,12 +126,12 @@ def optimizer_matrix() -> list[Cell]:
 
 
 def adapter_matrix() -> list[Cell]:
-    """Return the layouts of trainings of low-rank adapters."""
+    """Return the test cases of low-rank adapters."""
     return [*_adapters(), *_expert_adapters()]
 
 
 def _optimizers() -> Iterator[Cell]:
-    # Ranks that share a key-value group.
+    # Tensor-parallel ranks that share a key-value group.
     yield make_cell("llama-one-group", Layout(tp=4), extra=MUON)
     for shape in ("gpt2", "llama", "qwen"):
         yield make_cell(shape, Layout(tp=2), extra=MUON)
@@ -173,7 +173,7 @@ def _adapters() -> Iterator[Cell]:
     yield make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=SPLIT_LORA)
     yield make_cell("llama", Layout(cp=2), "packed", extra=SPLIT_LORA)
     yield make_cell("llama", Layout(tp=2, pp=2, schedule="zero-bubble", recompute=_FULL), extra=SPLIT_LORA)
-    # Ranks that share a key-value group, with one adapter for all rows and with one for each part.
+    # Ranks that share a key-value group, with one adapter for all rows and with one adapter per part.
     yield make_cell("llama-one-group", Layout(tp=4), extra=FUSED_LORA)
     yield make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True), extra=SPLIT_LORA)
     yield make_cell("llama", Layout(tp=2), extra=(*MUON, "--lora-rank", "3"))
@@ -201,7 +201,7 @@ def _expert_adapters() -> Iterator[Cell]:
         ("mixtral", ExpertLayout(cp=2, dp=2, ep=4, recompute=kept), "packed", GATE_LORA),
         ("deepseek-experts", replace(spread, recompute=MODULES), "plain", (*LORA, *STILL)),
         ("qwen3-moe", ExpertLayout(pp=2, ep=2, dp=2, schedule="zero-bubble"), "plain", GATE_LORA),
-        # Ranks that cut an expert have copies of one of its adapter's matrices.
+        # Ranks that shard an expert have replicas of one of its adapter's matrices.
         ("mixtral", replace(spread, sequence_parallel=True), "plain", (*MUON, "--lora-rank", "3")),
     ):
         yield make_expert_cell(shape, layout, data, extra)
@@ -231,7 +231,7 @@ _ODD_SIZES = (
     *("--num-attention-heads", "6", "--hidden-size", "24", "--ffn-hidden-size", "42", "--global-batch-size", "9"),
     *("--seq-length", "36", "--max-position-embeddings", "36", "--make-vocab-size-divisible-by", "3"),
 )
-"""Sizes that three divides."""
+"""Sizes divisible by three."""
 _FOR_TWO = ("--global-batch-size", "6")
 """Three micro-batches on each of two data-parallel ranks."""
 _THREE_GROUPS = ("--num-query-groups", "3")

@@ -1,4 +1,4 @@
-"""Hold a layout against one process: losses, gradient norms, every gradient, and the parameters after a few steps."""
+"""Compare a layout with one process: losses, gradient norms, every gradient, and the parameters after a few steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.verification.worker_pool import Job, WorkerPool
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Say how far a layout may be off, relative: losses and norms of every step, gradients, parameters at the end."""
+    """Relative tolerances of a layout: losses and norms of every step, gradients, and the final parameters."""
 
     loss: float
     norm: float
@@ -28,26 +28,26 @@ class Tolerance:
 
 
 NOT_HELD = 1e30
-"""A tolerance that anything finite meets."""
+"""Tolerance that accepts any finite difference."""
 
 TOLERANCES: dict[str, Tolerance] = {
     "float64": Tolerance.of_all(1e-9),
-    # Over the matrix these were at most 7.8e-8, 2.7e-6 and 2.4e-6.
+    # The maxima over the matrix were 7.8e-8, 2.7e-6 and 2.4e-6.
     "float32": Tolerance(loss=1e-6, norm=3e-5, gradient=3e-5, parameter=NOT_HELD),
-    # Over the matrix these were at most 2.7e-3, 4.7e-2 and 6.1e-2.
+    # The maxima over the matrix were 2.7e-3, 4.7e-2 and 6.1e-2.
     "bfloat16": Tolerance(loss=1e-2, norm=0.1, gradient=0.2, parameter=NOT_HELD),
 }
-"""What is allowed by default in each number format, the one process computing in the same format.
+"""Default tolerances by dtype; the reference process computes in the same dtype.
 
-Adam's first steps are as long as the learning rate however small the gradient: where a gradient is rounding and nothing
-else (the bias of a key), its parameter goes either way. Low precisions hold parameters by the losses and norms of the
-later steps instead.
+The length of Adam's first steps is the learning rate, however small the gradient is. If a gradient is only rounding
+error (the bias of a key), the direction of its parameter is random. So low precisions check parameters only through the
+losses and norms of the later steps.
 """
 
 
 @dataclass(frozen=True)
 class CellReport:
-    """Hold the outcome of a cell: ``passed``, ``failed`` or ``refused``, the worst differences, and the reasons."""
+    """Outcome of a test case: ``passed``, ``failed`` or ``refused``, the worst differences, and the reasons."""
 
     cell: Cell
     outcome: str
@@ -59,11 +59,11 @@ class CellReport:
 
     @property
     def differences(self) -> tuple[float, float, float, float]:
-        """Return the worst difference of losses, norms, gradients and parameters."""
+        """Return the worst differences of losses, norms, gradients and parameters."""
         return self.loss_difference, self.norm_difference, self.gradient_difference, self.parameter_difference
 
     def describe(self) -> str:
-        """Return one line, and one more for each reason."""
+        """Format one line, and one more line per reason."""
         line = f"{self.outcome:8}{self.cell.name}"
         if self.outcome != "refused":
             line += (
@@ -75,7 +75,7 @@ class CellReport:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """Hold the losses, gradient norms, gradients and parameters of the one process."""
+    """Losses, gradient norms, gradients and parameters of the reference process."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -84,10 +84,10 @@ class Reference:
 
 
 class Verifier:
-    """Run cells on a pool of processes and compare each with one process, which every set of flags runs once.
+    """Runner of test cases on a pool of processes, compared with one process, which runs once per set of flags.
 
-    ``job`` is what a rank runs: `run_cell`, or a function that calls it with another device. ``reference_job`` returns
-    for a cell the job of the one process: by default ``job``.
+    ``job`` is the function that a rank runs: `run_cell`, or a function that calls it with another device.
+    ``reference_job`` returns the job of the reference process for a test case, by default ``job``.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Verifier:
         self._references: dict[tuple[Job, tuple[str, ...]], Reference] = {}
 
     def check(self, cell: Cell) -> CellReport:
-        """Return how a cell compares; a configuration that the command line refuses is reported with its reasons."""
+        """Run and compare a test case; a configuration that the command line rejects is reported with its reasons."""
         try:
             resolve_arguments(cell.flags, cell.world_size)
         except ConfigurationError as error:
@@ -149,7 +149,7 @@ class Verifier:
         )
 
     def reference(self, cell: Cell) -> Reference:
-        """Return what a cell is compared with, which is run once."""
+        """Return the reference of a test case, which runs only once."""
         key = job, flags = self.reference_job(cell), cell.reference_flags
         if key not in self._references:
             (result,) = self._run(job, flags, cell.data, 1)

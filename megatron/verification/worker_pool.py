@@ -1,4 +1,4 @@
-"""Processes that stay up and run one job after another as the ranks of a small gloo world."""
+"""Pool of persistent processes that run jobs as the ranks of a small world."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class _Failure:
-    """Hold what is wrong with a rank; of several failures the one of the lowest order is reported.
+    """Failure of a rank; of several failures the one with the lowest order is reported.
 
-    That of a rank that raised is the time at which it did, by a clock that all processes share.
+    The order of a rank that raised an error is its time, on a clock that all processes share.
     """
 
     order: float
@@ -42,19 +42,19 @@ class _Failure:
 
 
 class WorkerPool:
-    """Run functions on 1 to ``size`` ranks; the processes are started once and warm from the first job on.
+    """Pool that runs functions on 1 to ``size`` ranks; the processes start once and stay warm after the first job.
 
-    With the backend ``nccl`` each rank has the CUDA device of its number, or the one that ``device_of_rank`` returns
-    for it, which is called on every rank before each job.
+    With the backend ``nccl`` each rank has the CUDA device with its number, or the device that ``device_of_rank``
+    returns, which is called on every rank before each job.
 
-    A job is a module-level function that is called on every rank with the given arguments; the process group is
-    initialized before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
-    next one gets new ones.
+    A job is a module-level function that is called on every rank with the given arguments. The process group is
+    initialized before it and destroyed after it. A job that fails ends all processes, whatever they are doing, and the
+    next job starts new ones.
 
-    ``inspect`` is called on every rank after each job, when the process group is gone. It returns what else is wrong
-    with the rank, and then the job has failed.
+    ``inspect`` is called on every rank after each job, when the process group is destroyed. It returns further problems
+    of the rank, and any problem fails the job.
 
-    With ``forks`` the processes are forks of this one, which must have no other thread and has imported torch for them.
+    With ``forks`` the processes are forks of this one, which must have no other threads and imports torch for them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
         self._context: BaseContext = multiprocessing.get_context("fork" if forks else "forkserver")
-        # An optimizer of torch imports its compiler: once here rather than in every process.
+        # torch's optimizers import its compiler: do it once here instead of in every process.
         modules = ["megatron.verification.run_cell", "torch._dynamo"]
         if forks:
             for name in modules:
@@ -86,10 +86,10 @@ class WorkerPool:
         self._processes: list[BaseProcess] = []
 
     def run(self, job: Job, world_size: int, *args: Any) -> list[Any]:
-        """Return what the job returned on each rank.
+        """Run a job and return its results by rank.
 
         Raises:
-            TrainingError: a rank raised, died, or did not answer in time; the message says which.
+            TrainingError: a rank raised an error, died, or did not answer in time; the message names it.
         """
         if not self._processes:
             self._start()
@@ -101,7 +101,7 @@ class WorkerPool:
         failures: list[_Failure] = []
         waiting = {self._connections[rank]: rank for rank in range(world_size)}
         while waiting:
-            # Where one rank fails its peers soon do: they are heard too, to tell who was first from who followed.
+            # If one rank fails, its peers soon fail too. Wait for them, to determine which rank failed first.
             ready = wait(list(waiting), timeout=_GRACE_S if failures else self.timeout_s)
             if not ready:
                 break
@@ -123,12 +123,11 @@ class WorkerPool:
             )
         if failures:
             self._stop(kill=True)
-            # A rank that died, then the first that raised: the others lost their connection to it.
+            # A rank that died comes first, then the first that raised: the others lost their connection to it.
             raise TrainingError(min(failures, key=lambda failure: failure.order).text)
         return results
 
     def close(self) -> None:
-        """End the processes."""
         self._stop(kill=False)
         self._folder.cleanup()
 
@@ -162,14 +161,14 @@ class WorkerPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            # A job that was interrupted would keep the processes from hearing that they should end.
+            # Processes in an interrupted job would not receive the request to end.
             self._stop(kill=True)
         self.close()
 
 
 def _serve(connection: Connection, inspect: Inspection | None, device_of_rank: DeviceOfRank) -> None:
     torch.set_num_threads(1)
-    # The time that a job may take is counted from when all are there.
+    # The time limit of a job starts when all processes are ready.
     connection.send("ready")
     while (message := connection.recv()) is not None:
         job, rank, world_size, store, timeout_s, backend, args = message
@@ -181,16 +180,17 @@ def _serve(connection: Connection, inspect: Inspection | None, device_of_rank: D
                     init_method=f"file://{store}",
                     rank=rank,
                     world_size=world_size,
-                    # Longer than the pool's own: a rank that hangs is named, not those that wait for it.
+                    # Longer than the pool's own timeout, so that a hanging rank is reported and not the ranks that wait
+                    # for it.
                     timeout=timedelta(seconds=2 * timeout_s),
                     device_id=torch.device("cuda", device_of_rank(rank)) if backend == "nccl" else None,
                 )
-                # A short job could end, and its connections with it, while another rank still connects.
+                # Otherwise a short job could end and close its connections while another rank still connects.
                 dist.barrier()
             value = job(*args)
         except Exception:  # noqa: BLE001 the parent process raises it
             failed, value = True, traceback.format_exc()
-        # Before the connections go: the others fail then, and their times are later ones.
+        # Taken before the connections close: the other ranks then fail at later times.
         when = time.monotonic()
         if dist.is_initialized():
             dist.destroy_process_group()

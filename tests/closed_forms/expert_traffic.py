@@ -22,7 +22,7 @@ class SendingExpertLayer(ExpertLayer):
         ``shared_keeps`` says that the shared expert's first product would keep it.
         """
         model = self.model
-        of_shared = shared_keeps or model.moe_shared_expert_gate or "shared_experts" in model.recomputed_modules
+        of_shared = shared_keeps or model.moe.moe_shared_expert_gate or "shared_experts" in model.recomputed_modules
         of_router = self.router_element == self.element and not model.lora_rank
         return of_router or (self.shared_width > 0 and of_shared)
 
@@ -37,7 +37,7 @@ class SendingExpertLayer(ExpertLayer):
         if sizes.tp > 1 and not model.sequence_parallel:
             # What every rank routed is gathered; back go the gradients of what was cut.
             add("all_gather", ("tp",), hidden * sizes.tp, ended + backward)
-        if model.moe_expert_capacity_factor is not None:
+        if model.moe.moe_expert_capacity_factor is not None:
             self._add_kept_choices(add, forward)
         if self.num_ranks == 1:
             return
@@ -46,7 +46,7 @@ class SendingExpertLayer(ExpertLayer):
             add("all_to_all", self.axes, self.num_ranks * self.num_local * _INDEX, forward)
             add("all_to_all", self.axes, sent, 2 * (forward + backward))
             return
-        gathered, k = hidden * self.num_ranks, model.moe_router_topk
+        gathered, k = hidden * self.num_ranks, model.moe.moe_router_topk
         weights = self._gathered * k * self.weight_element
         add("all_gather", self.axes, gathered, forward + backward)
         add("all_gather", self.axes, weights, forward)
@@ -69,21 +69,21 @@ class SendingExpertLayer(ExpertLayer):
             return
         gathered = self._gathered
         add("reduce_scatter", self.axes, gathered * model.hidden_size * self.element, backward)
-        add("reduce_scatter", self.axes, gathered * model.moe_router_topk * self.weight_element, backward)
+        add("reduce_scatter", self.axes, gathered * model.moe.moe_router_topk * self.weight_element, backward)
 
     def _add_losses(self, add: Add, forward: int) -> None:
         model = self.model
-        if model.moe_aux_losses:
+        if model.moe.moe_aux_losses:
             counts = self.sequences * self.num_experts * self.wide
             add("all_reduce", ("tp",), counts, 2 * forward)
             add("all_reduce", ("cp",), counts, forward)
-            if "global_aux_loss" in model.moe_aux_losses:
+            if "global_aux_loss" in model.moe.moe_aux_losses:
                 add("all_reduce", ("dp",), self.num_experts * self.wide, forward)
-        if model.moe_z_loss_coeff:
+        if model.moe.moe_z_loss_coeff:
             add("all_reduce", ("tp",), self.wide, forward)
 
     def _add_kept_choices(self, add: Add, forward: int) -> None:
-        rows, k = self.rows, self.model.moe_router_topk
+        rows, k = self.rows, self.model.moe.moe_router_topk
         for axes, size in ((("tp",), self.sizes.tp), (("cp",), self.sizes.cp)):
             rows *= size
             for num_bytes in (rows * k * _INDEX, rows * k * self.wide, rows * _INDEX):

@@ -23,7 +23,7 @@ _SEGMENT = {"blockwise": 128, "mxfp8": 32}
 
 def scale_length(model: TransformerConfig) -> int:
     """Return how many numbers of a row share a scale, 0 for all."""
-    return _SEGMENT.get(model.fp8_recipe, 0)
+    return _SEGMENT.get(model.fp8.fp8_recipe, 0)
 
 
 def fills_blocks(model: TransformerConfig, num_rows: int) -> bool:
@@ -34,7 +34,7 @@ def fills_blocks(model: TransformerConfig, num_rows: int) -> bool:
 
 def gathers_gradients(model: TransformerConfig) -> bool:
     """Return whether row-parallel layers scatter their outputs themselves, and gather gradients in fp8."""
-    return model.fp8_recipe in ("delayed", "tensorwise") and model.fp8_wgrad
+    return model.fp8.fp8_recipe in ("delayed", "tensorwise") and model.fp8.fp8_wgrad
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Float8LayerEnds:
             add("reduce_scatter", self.hidden_bytes, count)
             return
         add("all_gather", self._rounded if gathers_gradients(self.model) else self.hidden_bytes, count)
-        if gathers_gradients(self.model) and self.model.fp8_recipe == "tensorwise":
+        if gathers_gradients(self.model) and self.model.fp8.fp8_recipe == "tensorwise":
             add("all_reduce", 4, count)
 
     def add_feed_forwards(self, add: Add, count: int) -> None:
@@ -74,13 +74,13 @@ class Float8LayerEnds:
         """Add what so many latent attentions send; ``again`` widen their heads once more (see `add_latent`)."""
         model, element = self.model, self.hidden_bytes // self._rounded
         for width, is_narrow in (
-            (model.q_lora_rank or model.hidden_size, bool(model.q_lora_rank)),
-            (model.kv_lora_rank, True),
+            (model.mla.q_lora_rank or model.hidden_size, bool(model.mla.q_lora_rank)),
+            (model.mla.kv_lora_rank, True),
         ):
             self._add_inputs(add, entered + again, width, is_remade=not is_narrow)
             self._add_inputs_again(add, backward, width, is_remade=not is_narrow)
             add("reduce_scatter", self.tokens * width * element, backward)
-        rotary = self.tokens * model.qk_pos_emb_head_dim * element
+        rotary = self.tokens * model.mla.qk_pos_emb_head_dim * element
         add("all_gather", rotary, entered)
         add("reduce_scatter", rotary, backward)
         add("reduce_scatter", self.hidden_bytes, entered if gathers_gradients(model) else left)
@@ -100,10 +100,10 @@ class Float8LayerEnds:
         """
         model, width = self.model, width or self.model.hidden_size
         add("all_gather", self.tokens * width, count)
-        if model.fp8_recipe == "tensorwise":
+        if model.fp8.fp8_recipe == "tensorwise":
             add("all_reduce", 4, count)
         length = scale_length(model)
-        if length or model.fp8_recipe == "rowwise":
+        if length or model.fp8.fp8_recipe == "rowwise":
             add("all_gather", self.tokens * (math.ceil(width / length) if length else 1), count)
         if not (is_remade and "layernorm" in model.recomputed_modules):
             self._add_row_amaxes(add, count, width)
@@ -113,7 +113,7 @@ class Float8LayerEnds:
         model, width = self.model, width or self.model.hidden_size
         if model.lora_rank:
             return
-        if not (model.fp8_wgrad and fills_blocks(model, self.tokens // model.tensor_model_parallel_size)):
+        if not (model.fp8.fp8_wgrad and fills_blocks(model, self.tokens // model.tensor_model_parallel_size)):
             add("all_gather", self.hidden_bytes * width // model.hidden_size, count)
             return
         add("all_gather", self.tokens * width, count)
@@ -126,7 +126,7 @@ class Float8LayerEnds:
     def _add_row_amaxes(self, add: Add, count: int, width: int) -> None:
         """Add the amaxes of the rows of inputs' transposes, of which each rank has a part."""
         model = self.model
-        if model.fp8_recipe == "rowwise" and model.fp8_wgrad and not model.lora_rank:
+        if model.fp8.fp8_recipe == "rowwise" and model.fp8.fp8_wgrad and not model.lora_rank:
             add("all_reduce", 4 * width, count)
 
     @property

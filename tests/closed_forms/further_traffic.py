@@ -14,7 +14,7 @@ def add_further(
     ``hidden_bytes`` are those of the hidden states of the whole group's ``tokens``. ``runs_again`` counts what is
     computed a second time.
     """
-    number = model.mtp_depth
+    number = model.mtp.mtp_depth
     backward = number * microbatches
     forward = backward * (2 if runs_again else 1)
     # Every rank has a part of the columns, and the layer wants all.
@@ -25,7 +25,7 @@ def add_further(
         return
     add("reduce_scatter", number * hidden_bytes, microbatches)
     add("all_gather", number * hidden_bytes, microbatches)
-    if model.fp8_format is not None:
+    if model.fp8.fp8_format is not None:
         Float8LayerEnds(model, tokens, hidden_bytes).add_join(add, forward, backward)
     else:
         # Gathered for the product, and once more for the gradient of its weight.

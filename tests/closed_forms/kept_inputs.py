@@ -50,7 +50,7 @@ def kept_input(
         return KeptInput(is_trained or (has_adapters and not drops), scales=scales, adapters=adapters)
     if is_recomputed:
         return KeptInput(is_whole=True, scales=scales)
-    if config.fp8_recipe not in ("delayed", "tensorwise"):
+    if config.fp8.fp8_recipe not in ("delayed", "tensorwise"):
         scales += 4 * in_width * (math.ceil(rows / length) if length else 1)
     return KeptInput(is_whole=False, rounded=rows * in_width, scales=scales)
 
@@ -58,20 +58,20 @@ def kept_input(
 def is_in_float8(config: TransformerConfig, layer_number: int | None) -> bool:
     """Return whether a layer's products are in fp8; without a number, whether any layer's are."""
     if layer_number is None:
-        return config.fp8_format is not None
-    return config.is_in_float8(layer_number, config.num_layers)
+        return config.fp8.fp8_format is not None
+    return config.fp8.is_in_float8(layer_number, config.num_layers)
 
 
 def is_rounded(config: TransformerConfig, name: str, rows: int) -> bool:
     """Return whether a linear layer in fp8 keeps its input in 8 bits, if it keeps any."""
     # What does not fill the blocks is gathered before it is rounded.
     is_gathered = config.sequence_parallel and not (name in ("linear_proj", "linear_fc2") or is_whole_on_ranks(name))
-    return not config.lora_rank and config.fp8_wgrad and (not is_gathered or fills_blocks(config, rows))
+    return not config.lora_rank and config.fp8.fp8_wgrad and (not is_gathered or fills_blocks(config, rows))
 
 
 def _weight_scales(config: TransformerConfig, out_width: int, in_width: int) -> int:
     """Return the bytes of scales that serve the weight's transpose too, but for a single one."""
-    return 4 * math.ceil(out_width / 128) * math.ceil(in_width / 128) if config.fp8_recipe == "blockwise" else 0
+    return 4 * math.ceil(out_width / 128) * math.ceil(in_width / 128) if config.fp8.fp8_recipe == "blockwise" else 0
 
 
 def _adapter_bytes(config: TransformerConfig, name: str, rows: int, in_width: int) -> int:

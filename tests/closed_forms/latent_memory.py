@@ -26,19 +26,19 @@ def kept_by_latent_attention(
     ``in_float8`` of their inputs is left out.
     """
     heads, wide = config.num_attention_heads // config.tensor_model_parallel_size, max(element, 4)
-    width, values, modules = config.latent_head_width, config.v_head_dim, config.recomputed_modules
+    width, values, modules = config.mla.latent_head_width, config.mla.v_head_dim, config.recomputed_modules
     has_core, is_copied = "core_attn" not in modules, exchange not in ("", "p2p")
     is_padded = values < width
     # Values that are not padded are a part of what keys and values come from.
-    of_values = width if is_padded or is_copied else config.qk_head_dim + values
+    of_values = width if is_padded or is_copied else config.mla.qk_head_dim + values
     widened = tokens * heads * (2 * width + of_values) * element
     if is_copied and not has_core and not is_padded:
-        widened = tokens * heads * (2 * width + config.qk_head_dim + values) * element
+        widened = tokens * heads * (2 * width + config.mla.qk_head_dim + values) * element
     if "mla_up_proj" in modules and not (is_copied and has_core):
-        widened = tokens * config.qk_pos_emb_head_dim * element
+        widened = tokens * config.mla.qk_pos_emb_head_dim * element
     elif "mla_up_proj" in modules and exchange == "all_gather":
         # Keys and values are copied, queries are not.
-        widened = tokens * (heads * 2 * width + config.qk_pos_emb_head_dim) * element
+        widened = tokens * (heads * 2 * width + config.mla.qk_pos_emb_head_dim) * element
     others = config.context_parallel_size - 1 if exchange == "all_gather" and has_core else 0
     is_kept = not (in_float8 and is_rounded(config, "linear_proj", tokens))
     outputs = width * has_core + values * (is_padded or is_copied or not has_core) * is_kept
@@ -57,7 +57,7 @@ def _narrow(config: TransformerConfig, element: int, *, is_plain: bool, keeps_in
 
     ``keeps_inputs`` says that those from which heads are made are kept as they came.
     """
-    of_queries, latent, rotary = config.q_lora_rank or 0, config.kv_lora_rank, config.qk_pos_emb_head_dim
+    of_queries, latent, rotary = config.mla.q_lora_rank or 0, config.mla.kv_lora_rank, config.mla.qk_pos_emb_head_dim
     if not config.qk_layernorm:
         return (of_queries + latent + rotary) * element * keeps_inputs
     wide, num_norms = max(element, 4), 1 + (of_queries > 0)

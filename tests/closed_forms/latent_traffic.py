@@ -14,8 +14,8 @@ def add_latent(
     ``token_bytes`` are the tokens of the whole group times the bytes of a number. The narrow maps are whole on every
     rank: what travels is what heads are made of.
     """
-    widths = (model.q_lora_rank or model.hidden_size, model.kv_lora_rank)
-    hidden, rotary = token_bytes * model.hidden_size, token_bytes * model.qk_pos_emb_head_dim
+    widths = (model.mla.q_lora_rank or model.hidden_size, model.mla.kv_lora_rank)
+    hidden, rotary = token_bytes * model.hidden_size, token_bytes * model.mla.qk_pos_emb_head_dim
     if not model.sequence_parallel:
         for width in widths:
             add("all_reduce", token_bytes * width, backward)

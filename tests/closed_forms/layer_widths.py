@@ -14,10 +14,10 @@ def layer_widths(model: TransformerConfig, *, has_experts: bool = False) -> dict
     t, h = model.tensor_model_parallel_size, model.hidden_size
     queries = model.query_projection_size // t
     keys = key_value_heads_of_rank(model.num_query_groups, t) * model.head_width
-    whole = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    whole = (model.moe.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
     ffn = whole // t
     widths = {"linear_qkv": (h, queries + 2 * keys), "linear_proj": (queries, h)}
-    if model.multi_latent_attention:
+    if model.mla.multi_latent_attention:
         widths = _latent_widths(model)
     if ffn:
         widths |= {"linear_fc1": (h, ffn * (2 if model.is_gated else 1)), "linear_fc2": (ffn, h)}
@@ -31,12 +31,12 @@ def is_whole_on_ranks(name: str) -> bool:
 
 def _latent_widths(model: TransformerConfig) -> dict[str, tuple[int, int]]:
     h, heads = model.hidden_size, model.num_attention_heads // model.tensor_model_parallel_size
-    narrow, queries = model.q_lora_rank, heads * model.latent_query_width
+    narrow, queries = model.mla.q_lora_rank, heads * model.mla.latent_query_width
     of_queries = {"linear_q_proj": (h, queries)}
     if narrow is not None:
         of_queries = {"linear_q_down_proj": (h, narrow), "linear_q_up_proj": (narrow, queries)}
     return of_queries | {
-        "linear_kv_down_proj": (h, model.kv_lora_rank + model.qk_pos_emb_head_dim),
-        "linear_kv_up_proj": (model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim)),
-        "linear_proj": (heads * model.v_head_dim, h),
+        "linear_kv_down_proj": (h, model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),
+        "linear_kv_up_proj": (model.mla.kv_lora_rank, heads * (model.mla.qk_head_dim + model.mla.v_head_dim)),
+        "linear_proj": (heads * model.mla.v_head_dim, h),
     }

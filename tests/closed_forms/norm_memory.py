@@ -45,7 +45,7 @@ def kept_by_head_norms(
     The projection's output stays whole, as values are a part of it, unless ``is_copied`` says that an exchange has
     copied them; a fused norm of keys needs it in any case, and has a copy of queries where several share a key.
     """
-    if not config.qk_layernorm or config.multi_latent_attention:
+    if not config.qk_layernorm or config.mla.multi_latent_attention:
         return 0
     wide, queries, keys = max(element, 4), heads * config.kv_channels, groups * config.kv_channels
     if config.qk_layernorm_across_heads or is_plain:

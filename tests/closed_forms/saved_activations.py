@@ -87,11 +87,11 @@ def saved_bytes(
         if name not in ("linear_fc1", "linear_fc2")
     }
     proj, reads_whole = of_attention["linear_proj"], [of_attention[n].is_whole for n in _READ_STREAM if n in widths]
-    if config.q_lora_rank is None and "mla_up_proj" in modules:
+    if config.mla.q_lora_rank is None and "mla_up_proj" in modules:
         reads_whole.append(True)  # Queries are widened again from what the norm gave.
     experts: Mapping[str, int] | None = None
     has_experts = config.moe_layers[config.kind_of(layer_number or 0)]
-    whole_width = (config.moe_shared_expert_intermediate_size or 0) // tp if has_experts else ffn
+    whole_width = (config.moe.moe_shared_expert_intermediate_size or 0) // tp if has_experts else ffn
     fc1 = kept("linear_fc1", rows, whole_width * (2 if config.is_gated else 1), config.hidden_size)
     fc2 = kept("linear_fc2", tokens, config.hidden_size, whole_width)
     if has_experts:
@@ -123,7 +123,7 @@ def saved_bytes(
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
         "attention output": outputs * tokens * heads * width * element,
     }
-    if config.multi_latent_attention:
+    if config.mla.multi_latent_attention:
         attention = dict(kept_by_latent_attention(config, tokens, rows, element, exchange, in_float8=in_float8))
     parts = {
         # In front of each norm: its sum, and numbers a token.
@@ -211,7 +211,7 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     keeps no input.
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_ends = (1 if model.lora_rank else 2 + model.mtp_depth) * chunks[-1].has_loss
+    num_ends = (1 if model.lora_rank else 2 + model.mtp.mtp_depth) * chunks[-1].has_loss
     ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
     return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), ends
 

@@ -35,7 +35,7 @@ def saved_on_cpu(
     rows = tokens // t if model.sequence_parallel else tokens
     modules = model.recomputed_modules
     exchange = model.cp_exchange(model.kind_of(layer_number or 0)) if model.context_parallel_size > 1 else "p2p"
-    latent = model.multi_latent_attention
+    latent = model.mla.multi_latent_attention
     is_plain, has_experts = model.normalization == "RMSNorm", model.moe_layers[model.kind_of(layer_number or 0)]
     parts |= kept_by_join(model, layer_number, rows, element, is_plain=is_plain)
     if is_plain and model.norm_placement != "post":

@@ -67,7 +67,7 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
     again = {*range(full), *(range(num_own, len(numbers)) if model.recompute_granularity == "full" else ())}
     has_experts = model.moe_layers
     of_experts = {place for place, number in enumerate(numbers) if has_experts[model.kind_of(number)]}
-    of_float8 = {place for place, number in enumerate(numbers) if model.is_in_float8(number, model.num_layers)}
+    of_float8 = {place for place, number in enumerate(numbers) if model.fp8.is_in_float8(number, model.num_layers)}
     for in_float8 in (False, True):
         own = of_float8 if in_float8 else set(range(len(numbers))) - of_float8
         if own & of_experts:
@@ -129,7 +129,7 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
     model, m = here.config.model, here.num_microbatches
     add, narrow_bytes = partial(_add_over_tp, total), here.tokens * model.lora_rank * here.element
     layers = set(range(len(chunk.layer_numbers)))
-    shared = of_experts if model.moe_shared_expert_intermediate_size else set[int]()
+    shared = of_experts if model.moe.moe_shared_expert_intermediate_size else set[int]()
     fed = layers - of_experts | shared
     for reached, names in ((layers, IN_ORDER[:2]), (fed, IN_ORDER[2:])):
         add_adapters(add, model, narrow_bytes, m * len(reached) + m * len(again & reached), m * len(reached), names)
@@ -154,7 +154,7 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
         is_column = name not in ROW_PARALLEL
         if not model.sequence_parallel:
             add("all_reduce", here.hidden_bytes, -m if is_column else 0)
-        elif model.is_in_float8(0, model.num_layers):
+        elif model.fp8.is_in_float8(0, model.num_layers):
             _float8_ends(here).add_gradient(add, -m, is_column=is_column)
         else:
             is_chunked = linear_overlap(model, name).backward
@@ -188,8 +188,8 @@ def _add_experts(
     layer.add_traffic(total.add, entered + fed_again, entered + fed_again - stopped, backward)
     _add_layer_ends(total, here, in_float8, entered, entered, backward, ("attention",))
     if layer.shared_width:
-        goes_on = model.moe_shared_expert_gate or "linear_fc2" in model.adapted_parts
-        stopped = 0 if goes_on or model.moe_shared_expert_overlap else stopped
+        goes_on = model.moe.moe_shared_expert_gate or "linear_fc2" in model.adapted_parts
+        stopped = 0 if goes_on or model.moe.moe_shared_expert_overlap else stopped
         times = entered + fed_again
         left = times - stopped
         if "shared_experts" in model.recomputed_modules and not fed_again:
@@ -210,7 +210,7 @@ def _add_layer_ends(
     """Add what a number of layers send where they enter and leave these tensor-parallel regions."""
     A = here.hidden_bytes
     model = here.config.model
-    if model.multi_latent_attention and "attention" in regions:
+    if model.mla.multi_latent_attention and "attention" in regions:
         again = backward if "mla_up_proj" in model.recomputed_modules else 0
         tokens, times = here.tokens * here.element, left if regions == ("attention",) else entered
         if in_float8 and model.sequence_parallel:

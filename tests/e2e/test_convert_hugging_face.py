@@ -137,7 +137,7 @@ def test_mixtral_crosses_megatrons_files_at_another_layout(tmp_path: Path) -> No
     run_converter(tmp_path / "one", tmp_path / "again", "--saver hf")
     weights = "model.safetensors"
     assert folder_bytes(tmp_path / "again")[weights] == folder_bytes(tmp_path / "hf")[weights]
-    assert HuggingFaceSource(tmp_path / "again").config.num_experts == 4
+    assert HuggingFaceSource(tmp_path / "again").config.moe.num_experts == 4
 
 
 @pytest.mark.long

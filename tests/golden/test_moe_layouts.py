@@ -19,6 +19,7 @@ from megatron.checkpoint.train_state import TrainState
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.collectives import all_gather_last_dim
+from megatron.core.config_base import with_fields
 from megatron.core.context_parallel.partition import positions_of
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.gpt_dataset import GPTSample
@@ -182,7 +183,7 @@ def train(name: str, flags: tuple[str, ...], world_size: int) -> Seen:
     config = resolve_arguments((*RECIPE, *flags), world_size).config
     settings = moe_settings(given)
     settings.pop("moe_token_dispatcher_type", None)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **settings))
+    config = dataclasses.replace(config, model=with_fields(config.model, **settings))
     runtime = make_runtime(config, Device("cpu"))
     parts = build_model_and_optimizer(config, runtime, functools.partial(weigh, reference), log=lambda line: None)
     seen, state = Seen(), TrainState()
@@ -235,7 +236,7 @@ def routes_of_twin(name: str) -> Routes:
     def see(layer: int, module: TopKRouter, inputs: tuple[torch.Tensor, TokenRows]) -> None:
         logits = F.linear(inputs[0], module.weight, module.bias).detach().numpy()
         for number, row in enumerate(logits):
-            routes[layer, number] = plain_twin(row, None, module.config)[0]
+            routes[layer, number] = plain_twin(row, None, module.config.moe)[0]
 
     for layer, block in model.decoder.layers.items():
         if isinstance(block.mlp, MoELayer):

@@ -141,7 +141,7 @@ def assert_memory_matches_the_plan(cell: Cell, *, saved_bytes_per_token: int, ch
     config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
     plan = Plan.of(config)
     model, per_stage = plan.model, config.world_size // plan.parallel_sizes.pp
-    has_experts = model.num_experts is not None
+    has_experts = model.moe.num_experts is not None
     # On CPU the last norm also saves its input in float32.
     wide = 4 * plan.num_rows * model.hidden_size * (model.normalization == "RMSNorm")
     flops = 0
@@ -176,9 +176,9 @@ def counted_flops(plan: Plan, cores: int = 0) -> float:
     """
     model, s = plan.model, plan.seq_length
     of_scores = 4.0 * model.query_projection_size
-    if model.multi_latent_attention:
-        of_scores = 2.0 * model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
-    num_layers = model.num_layers + model.mtp_depth
+    if model.mla.multi_latent_attention:
+        of_scores = 2.0 * model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
+    num_layers = model.num_layers + model.mtp.mtp_depth
     windows = [model.layer_windows[model.kind_of(number)] or s for number in range(num_layers)]
     used = sum(window * (s - window / 2) for window in windows)
     counted = model.forward_flops_per_sequence(s) + of_scores * (cores * num_layers * s * s - used)

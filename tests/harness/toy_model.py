@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.core.config_base import from_fields
 from megatron.core.device import Device
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.fp8_layers import compute_in_float8
@@ -54,7 +55,7 @@ def make_model(
         "tensor_model_parallel_size": tp.size,
         "context_parallel_size": 1 if cp is None else cp.size,
     }
-    made = GPTConfig(**(settings | config))
+    made = from_fields(GPTConfig, **(settings | config))
     return GPTModel(made, tp, make_rng(tp), seed=SEED, device=device, cp=cp, fills_later=fills_later)
 
 

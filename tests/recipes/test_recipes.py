@@ -175,13 +175,14 @@ assert len(losses) == 10
 assert min(losses[5:]) < losses[0]
 """,
     "activation": """
-import dataclasses, os
+import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
+from megatron.core.config_base import with_fields
 from megatron.core.ops import triton_support
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.mlp import MLP
-config = dataclasses.replace(parse_arguments([*flags, "--mish"]).model, num_experts=None)
+config = with_fields(parse_arguments([*flags, "--mish"]).model, num_experts=None)
 assert config.activation == "mish"
 triton_support._DEVICE = "cpu"
 mlp = MLP(config, single_rank_group(), "cpu")

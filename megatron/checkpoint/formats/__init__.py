@@ -1,4 +1,4 @@
-"""Checkpoint formats: each is read tensor by tensor as a `CheckpointSource`, and written."""
+"""Checkpoint formats; each is read tensor by tensor as a `CheckpointSource`, and written."""
 
 from __future__ import annotations
 

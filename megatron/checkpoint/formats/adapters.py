@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of checkpoints: peft folders read and written, and adapters merged into the weights."""
+"""LoRA adapters of checkpoints: read and write PEFT folders, and merge adapters into the weights."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megatron.core.transformer import ADAPTERS, GATE_UP, LINEAR_LAYERS, PART_OF,
 
 _DOWN = re.compile(r"(model\..+)\.adapters\.(\w+)\.lora_A")
 NO_ADAPTERS: dict[str, Any] = {"lora_rank": 0, "lora_alpha": 16.0, "lora_target_modules": [], "lora_dropout": 0.0}
-"""What a model's configuration has where it has no adapters."""
+"""Model configuration without adapters."""
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Pair ``count`` rows of one tensor with as many of another."""
+    """Correspondence of ``count`` rows of one tensor with the same number of rows of another."""
 
     first: int
     second: int
@@ -47,9 +47,9 @@ class RowRange:
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """Name one adapter: the weight that it adapts, the part of its rows, and its own tensors.
+    """Adapter of a weight or of a part of its rows.
 
-    Where the weight stacks those of experts, so do these tensors. ``rows`` pair rows of the weight with rows of ``B``.
+    If the weight stacks experts, so do the adapter's tensors. ``rows`` maps rows of the weight to rows of ``B``.
     """
 
     weight: str
@@ -68,10 +68,10 @@ class StoredAdapter:
 
 
 def model_config(source: CheckpointSource) -> GPTConfig:
-    """Return the model that a checkpoint's configuration describes.
+    """Return the model configuration of a checkpoint.
 
     Raises:
-        ConfigurationError: it is no configuration of a model.
+        ConfigurationError: the checkpoint's configuration does not describe a model.
     """
     return config_from_dict(GPTConfig, source.common["config"]["model"])
 
@@ -81,7 +81,7 @@ def tensor_name(weight: str, part: str, tensor: str) -> str:
 
 
 def part_rows(config: GPTConfig, part: str, num_rows: int) -> tuple[RowRange, ...]:
-    """Return which rows of a weight with ``num_rows`` a part is, and where they are in the part."""
+    """Map the rows of a weight with ``num_rows`` that form a part to the rows of the part."""
     if part == WHOLE:
         return (RowRange(0, 0, num_rows),)
     if part in GATE_UP:
@@ -93,27 +93,27 @@ def part_rows(config: GPTConfig, part: str, num_rows: int) -> tuple[RowRange, ..
 
 
 def stored_adapters(source: CheckpointSource, config: GPTConfig) -> Iterator[StoredAdapter]:
-    """Yield the adapters of a checkpoint in the order of its names; none where it has none."""
+    """Yield the adapters of a checkpoint in the order of its tensor names."""
     for name in source.tensors:
         match = _DOWN.fullmatch(name)
         if match is not None:
             weight = f"{match[1]}.weight"
-            # Of weights of experts, which are stacked, the rows are those of each.
+            # Weights of experts are stacked, and their rows are counted per expert.
             num_rows = source.tensors[weight].global_shape[-2]
             yield StoredAdapter(weight, match[2], part_rows(config, match[2], num_rows))
 
 
 _DIMS = 2
-"""Those of a linear layer's weight."""
+"""Number of dims of a linear layer's weight."""
 PEFT_PREFIX = "base_model.model."
-"""What stands before the names of a model's layers in peft's files."""
+"""Prefix of layer names in PEFT's files."""
 
 
 @dataclass(frozen=True)
 class ForeignModule:
-    """Name a linear layer of theirs; ``rows`` pair rows of our weight with rows of the layer's output.
+    """Linear layer of the Hugging Face model; ``rows`` maps rows of our weight to rows of the layer's output.
 
-    ``expert`` is the layer's number among those of experts that our weight stacks, None where it stacks none.
+    ``expert`` is the layer's expert number if our weight stacks experts, else None.
     """
 
     name: str
@@ -122,7 +122,7 @@ class ForeignModule:
     expert: int | None = None
 
     def tensor(self, letter: str) -> str:
-        """Return the name of ``A`` or ``B`` in peft's files."""
+        """Return the name of ``A`` or ``B`` in PEFT's files."""
         return f"{PEFT_PREFIX}{self.name}.lora_{letter}.weight"
 
     @property
@@ -131,9 +131,9 @@ class ForeignModule:
 
 
 def foreign_modules(family: Family, config: GPTConfig) -> list[ForeignModule]:
-    """Return every linear layer of the transformer layers, in the order of their model.
+    """Return every linear layer of the transformer layers, in the order of the Hugging Face model.
 
-    Experts that a model has in one tensor are no linear layers, and are left out.
+    Experts that the model fuses in one tensor are not linear layers and are left out.
     """
     found: dict[tuple[str, str, int | None], list[RowRange]] = {}
     for link in family.links(config):
@@ -148,7 +148,7 @@ def foreign_modules(family: Family, config: GPTConfig) -> list[ForeignModule]:
 
 
 def paired_rows(first: Iterable[RowRange], second: Iterable[RowRange]) -> list[RowRange]:
-    """Return the rows that both have of one tensor, the first of each pair, as pairs of their seconds."""
+    """Join two row maps on their first tensor, and return the map between their second tensors."""
     pairs = []
     seconds = list(second)
     for rows in first:
@@ -163,10 +163,10 @@ def paired_rows(first: Iterable[RowRange], second: Iterable[RowRange]) -> list[R
 
 
 class MergedSource:
-    """Offer the weights ``W + (alpha / rank) B A`` of a checkpoint with adapters; a `CheckpointSource`.
+    """Merged weights ``W + (alpha / rank) B A`` of a checkpoint with adapters; implements `CheckpointSource`.
 
-    The sum is taken in at least float32 and rounded once to the type of the weight. Optimizer state, which is of the
-    adapters, is left out.
+    The sum is computed in at least float32 and rounded once to the weight's dtype. The optimizer state, which belongs
+    to the adapters, is left out.
 
     Raises:
         ConfigurationError: the checkpoint has no adapters.
@@ -202,8 +202,8 @@ class MergedSource:
         """Return a box of a tensor, or all of it.
 
         Raises:
-            KeyError: there is no tensor of this name.
-            CheckpointError: a file that holds a part of it is missing or damaged.
+            KeyError: there is no tensor with this name.
+            CheckpointError: a file that holds a part of the tensor is missing or damaged.
         """
         info = self.tensors[name]
         values = self.base.read(name, box)
@@ -211,7 +211,7 @@ class MergedSource:
             return values
         box = info.whole if box is None else box
         merged = values.to(torch.promote_types(info.dtype, torch.float32))
-        # In front of rows and columns is the number of the expert, where the weight stacks those of experts.
+        # If the weight stacks experts, the expert number precedes rows and columns.
         (*place, first_row, first_column), (*count, num_rows, num_columns) = box.offset, box.shape
         for adapter in self._adapters[name]:
             rank = self.base.tensors[adapter.down].global_shape[-2]
@@ -226,7 +226,6 @@ class MergedSource:
         return merged.to(info.dtype)
 
     def close(self) -> None:
-        """Close the checkpoint's source."""
         self.base.close()
 
 
@@ -234,12 +233,12 @@ _MOST_NAMED = 4
 
 
 class PeftSource:
-    """Offer a model with the adapters of a folder of peft's; a `CheckpointSource`.
+    """Model with the adapters of a PEFT folder; implements `CheckpointSource`.
 
-    ``base`` is the model, a checkpoint of any format. The adapters get the type of its weights.
+    ``base`` is the model, a checkpoint of any format. The adapters are converted to the dtype of its weights.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the adapters are not of layers of this model.
+        CheckpointError: a file is missing or damaged, or the adapters do not belong to layers of this model.
     """
 
     def __init__(self, folder: str | Path, base: CheckpointSource) -> None:
@@ -300,8 +299,8 @@ class PeftSource:
         """Return a box of a tensor, or all of it.
 
         Raises:
-            KeyError: there is no tensor of this name.
-            CheckpointError: the file that holds it is missing or damaged.
+            KeyError: there is no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
         """
         if name not in self._origins:
             return self.base.read(name, box)
@@ -323,7 +322,6 @@ class PeftSource:
         return values
 
     def close(self) -> None:
-        """Close the files."""
         self.base.close()
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -346,10 +344,10 @@ class PeftSource:
     def _common_parts(
         self, parts_of: Mapping[str, set[str]], num_weights: Mapping[str, int]
     ) -> dict[str, tuple[str, ...]]:
-        """Return the parts of each linear layer that have adapters in all layers.
+        """Return the parts of each linear layer that have adapters in all transformer layers.
 
         Raises:
-            CheckpointError: some layers have others.
+            CheckpointError: the parts differ between layers.
         """
         by_linear: dict[str, list[set[str]]] = {}
         for weight, parts in parts_of.items():
@@ -367,7 +365,7 @@ class PeftSource:
 
 
 def _part_of(module: ForeignModule, num_rows: int) -> str:
-    """Return the part of a weight that a layer of theirs is."""
+    """Return the part of a weight that corresponds to a Hugging Face layer."""
     if module.num_rows == num_rows:
         return WHOLE
     if module.weight.endswith(".linear_fc1.weight"):
@@ -377,13 +375,13 @@ def _part_of(module: ForeignModule, num_rows: int) -> str:
 
 
 class AdapterExport:
-    """Hold what a checkpoint's adapters become: the layers of the Hugging Face model that each is of.
+    """Export plan of a checkpoint's adapters for the layers of the Hugging Face model.
 
-    One adapter of fused rows that are several layers there becomes as many, with the same ``A``.
+    An adapter of fused rows becomes several adapters with the same ``A`` if the rows are several Hugging Face layers.
 
     Raises:
-        ConfigurationError: there are no adapters, no supported architecture is the model's, or its layers are not
-            those that have adapters here.
+        ConfigurationError: there are no adapters, no supported architecture can express the model, or an adapter has no
+            matching linear layer.
     """
 
     def __init__(self, source: CheckpointSource, base_model: str | None) -> None:
@@ -416,7 +414,7 @@ class AdapterExport:
         return sum(weight.num_bytes for weight in self._weights.values())
 
     def settings(self) -> dict[str, Any]:
-        """Return what adapter_config.json says."""
+        """Return the content of adapter_config.json."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -433,7 +431,7 @@ class AdapterExport:
         }
 
     def write(self, folder: Path) -> None:
-        """Write both files into an empty folder and force them to disk."""
+        """Write both files into an empty folder and flush them to disk."""
         names = sorted(self._weights)
         write_weights(folder / ADAPTER_WEIGHTS, names, {"format": "pt"}, self._weights, self._values)
         write_text(folder / ADAPTER_CONFIG, json.dumps(self.settings(), indent=2) + "\n")
@@ -449,13 +447,13 @@ class AdapterExport:
         return result
 
     def _read(self, name: str, expert: int | None) -> torch.Tensor:
-        """Return a tensor of ours, of those that stack experts' one expert's."""
+        """Read a tensor, or one expert's part of a stacked tensor."""
         if expert is None:
             return self._source.read(name)
         return self._source.read(name, Box((expert, 0, 0), (1, *self._source.tensors[name].global_shape[1:])))[0]
 
     def _targets(self) -> list[str]:
-        """Return the ends of layers' names by which peft finds those with adapters and no others."""
+        """Return name suffixes by which PEFT finds exactly the layers with adapters."""
         others = [module.name for module in self._all_modules if module not in self._adapters]
         targets = []
         for module in self._adapters:
@@ -466,10 +464,10 @@ class AdapterExport:
 
 
 def _adapter_of(module: ForeignModule, adapters: list[StoredAdapter]) -> StoredAdapter | None:
-    """Return the adapter of a layer of theirs, None where it has none.
+    """Return the adapter of a Hugging Face layer, or None if it has none.
 
     Raises:
-        ConfigurationError: parts of it have adapters of their own.
+        ConfigurationError: parts of the layer have separate adapters.
     """
     shared = {
         adapter: sum(rows.count for rows in paired_rows(module.rows, adapter.rows))
@@ -496,14 +494,14 @@ def write_peft(
     base_model: str | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the adapters of a checkpoint as a folder of peft's, which appears whole, by one rename, or not.
+    """Write the adapters of a checkpoint as a PEFT folder, which a single rename publishes.
 
-    ``base_model`` is what the folder says of the model that they are of. ``check`` is given the finished folder under
-    its temporary name: what it raises keeps it from appearing.
+    ``base_model`` is the base model's name in the folder. ``check`` receives the finished folder under its temporary
+    name; if it raises, the folder is not published.
 
     Raises:
         CheckpointError: the folder exists and is not empty, or it cannot be written.
-        ConfigurationError: as `AdapterExport` does.
+        ConfigurationError: as for `AdapterExport`.
     """
     export = AdapterExport(source, base_model)
     publish_folder(folder, export.write, export.num_bytes, check, "the adapters")

@@ -1,4 +1,4 @@
-"""Read and write the native format: by tensor name and box, with checksums, in the memory of one tensor."""
+"""Read and write the native format by tensor name and box, with checksums, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ from megatron.core.tokenizers import TOKENIZER_FOLDER
 
 
 class NativeSource:
-    """Offer the tensors of an iteration's folder; a `CheckpointSource`.
+    """Tensors of a native iteration folder; implements `CheckpointSource`.
 
-    A stored shard (at most 64 MiB, or a row) is read whole and compared with its checksum even where only a part of it
-    is wanted; the last one is kept for the next read. Without ``verify`` nothing is compared. Streams of random numbers
-    belong to the layout that ``common`` names; ``with_random_streams`` they are among the tensors, for a copy that
-    keeps it, and so are the scales of fp8, which belong to a run.
+    A stored shard (at most 64 MiB, or one row) is always read completely and verified with its checksum; the last one
+    is cached. Without ``verify`` checksums are not verified. Random number streams belong to the layout in ``common``,
+    and FP8 scales to a run. Both are included only ``with_random_streams``, for a copy with the same layout.
 
     Raises:
-        DamagedCheckpointError: the index or a shard file is missing, cut short or changed.
+        DamagedCheckpointError: the index or a shard file is missing, truncated or modified.
     """
 
     def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False) -> None:
@@ -82,8 +81,8 @@ class NativeSource:
         """Return a box of a tensor, or all of it.
 
         Raises:
-            KeyError: there is no tensor of this name.
-            DamagedCheckpointError: a file is missing, cut short or changed, or no shard holds a part of the box.
+            KeyError: there is no tensor with this name.
+            DamagedCheckpointError: a file is missing, truncated or modified, or a part of the box is not stored.
         """
         info = self.tensors[name]
         box = info.whole if box is None else box
@@ -99,7 +98,6 @@ class NativeSource:
         return values
 
     def close(self) -> None:
-        """Close the shard files."""
         for file in self._files.values():
             file.close()
         self._shard, self._buffer = None, torch.empty(0, dtype=torch.uint8)
@@ -109,7 +107,7 @@ class NativeSource:
             return self._buffer[: shard.num_bytes]
         if self._buffer.numel() < shard.num_bytes:
             self._buffer = torch.empty(shard.num_bytes, dtype=torch.uint8)
-        self._shard = None  # what the buffer holds is not whole until the end
+        self._shard = None  # the buffer holds no complete shard until the end
         data = self._buffer.numpy().data[: shard.num_bytes]
         path = self.folder / shard.file
         try:
@@ -125,7 +123,7 @@ class NativeSource:
         return self._buffer[: shard.num_bytes]
 
     def _fill(self, data: memoryview, shard: StoredShard) -> int:
-        """Fill ``data`` with the shard's bytes; return how many the file had."""
+        """Fill ``data`` with the shard's bytes; return the number of bytes that the file had."""
         if shard.file not in self._files:
             self._files[shard.file] = open_ranged(self.folder / shard.file)  # closed by close()
         return self._files[shard.file].fill(data, shard.start)
@@ -133,7 +131,7 @@ class NativeSource:
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """Name a box of a tensor that is to become one entry of a shard file."""
+    """Box of a tensor, planned as one entry of a shard file."""
 
     name: str
     info: TensorInfo
@@ -148,14 +146,14 @@ class PlannedShard:
         return self.box.num_elements * self.info.dtype.itemsize
 
     def describe(self) -> ShardEntry:
-        """Return the entry without values: a header needs the shape and the dtype only."""
+        """Return the entry without values; a header needs only the shape and dtype."""
         return ShardEntry(self.key, torch.empty(self.box.shape, dtype=self.info.dtype, device="meta"))
 
 
 def plan_files(
     tensors: Sequence[tuple[str, TensorInfo]], max_file_bytes: int, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[list[PlannedShard]]:
-    """Group tensors into files of about ``max_file_bytes``, wide types first; a tensor is never in two files."""
+    """Group tensors into files of about ``max_file_bytes``, largest dtypes first; a tensor is never in two files."""
     ordered = sorted(tensors, key=lambda item: (-item[1].dtype.itemsize, item[0]))
     files: list[list[PlannedShard]] = []
     room = 0
@@ -174,7 +172,7 @@ def plan_files(
 def write_streamed_shard(
     path: Path, shards: Sequence[PlannedShard], source: CheckpointSource
 ) -> tuple[StoredFile, list[tuple[str, StoredShard]]]:
-    """Write one file and force it to disk; one tensor of the source is held at a time.
+    """Write one file and flush it to disk; one tensor of the source is in memory at a time.
 
     Raises:
         OSError: the file cannot be written.
@@ -192,7 +190,7 @@ def write_streamed_shard(
 
 
 def _values_of(shards: Sequence[PlannedShard], source: CheckpointSource) -> Iterator[tuple[PlannedShard, torch.Tensor]]:
-    """Yield each shard's values: views of a tensor that is read once, and let go before the next one is."""
+    """Yield each shard's values, views of a tensor that is read once and released before the next one is read."""
     name, whole = "", torch.empty(0)
     for shard in shards:
         if shard.name != name:
@@ -201,13 +199,13 @@ def _values_of(shards: Sequence[PlannedShard], source: CheckpointSource) -> Iter
             assert (tuple(whole.shape), whole.dtype) == (shard.info.global_shape, shard.info.dtype), (
                 f"{name}: the source gave {dtype_name(whole.dtype)} {list(whole.shape)}"
             )
-        # Shards are cut along the first dimension, so that each is contiguous.
+        # Tensors are split into shards along the first dimension, so that each shard is contiguous.
         yield shard, whole[shard.box.slices]
 
 
 TokenizerWriter = Callable[[Path], bool]
 MAX_FILE_BYTES = 4 * 1024**3
-"""Size at which the next shard file begins; a larger tensor has a file of its own."""
+"""Size at which a new shard file is started; a larger tensor has its own file."""
 
 
 def write_native(
@@ -217,15 +215,15 @@ def write_native(
     max_file_bytes: int = MAX_FILE_BYTES,
     write_tokenizer: TokenizerWriter | None = None,
 ) -> Path:
-    """Write the source's tensors and shared state as an iteration of ``directory`` and return the iteration's folder.
+    """Write the source's tensors and shared state as an iteration of ``directory``, and return its folder.
 
-    What is written loads at any layout: ``source.common`` says which one the run records. ``write_tokenizer`` is given
-    the iteration's folder to leave the tokenizer's record in, and returns whether there is one; without it the source's
-    own goes along. The tracker file is written last, when everything else is on disk; nothing of that name may be there
-    before.
+    The checkpoint loads at any layout; ``source.common`` determines the layout that it records. ``write_tokenizer``
+    writes the tokenizer's record to the given folder and returns whether there is one. Without it the source's
+    tokenizer is copied. The tracker file is written last, after everything else is on disk. The iteration's folder must
+    not exist.
 
     Raises:
-        CheckpointError: the file system refused, or the shared state is not plain data.
+        CheckpointError: writing to the file system failed, or the shared state is not plain data.
     """
     needed = sum(info.num_bytes for info in source.tensors.values())
     with new_iteration(Path(directory), iteration, f"{needed}") as folder:

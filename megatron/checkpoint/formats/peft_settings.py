@@ -1,4 +1,4 @@
-"""Read the adapter settings of a peft folder. Importing this module imports no torch."""
+"""Read the adapter settings of a PEFT folder. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _EXPECTED: Mapping[str, Any] = {
     "layer_replication": None,
     "trainable_token_indices": None,
 }
-"""Settings of peft of which only one value can be read; a setting that is left out has it."""
+"""PEFT settings with only one supported value, which is also the value of an absent setting."""
 
 
 def base_of(folder: Path) -> Path:
-    """Return the folder of the model that adapters name as theirs.
+    """Return the base model's folder named in an adapter's settings.
 
     Raises:
-        CheckpointError: they name none on this machine.
+        CheckpointError: no such folder is available on this host.
     """
     named = read_settings(folder).get("base_model_name_or_path")
     if not named or not Path(named).is_dir():
@@ -42,10 +42,10 @@ def base_of(folder: Path) -> Path:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return what adapter_config.json says.
+    """Read adapter_config.json.
 
     Raises:
-        CheckpointError: it cannot be read, or asks for another kind of adapters.
+        CheckpointError: the file cannot be read, or describes an unsupported kind of adapters.
     """
     path = folder / ADAPTER_CONFIG
     try:

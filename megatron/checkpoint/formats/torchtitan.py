@@ -1,4 +1,4 @@
-"""Read a torchtitan checkpoint of a Llama, at any layout, as global tensors under native names."""
+"""Read a torchtitan checkpoint of a Llama model at any layout, as global tensors under native names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron.checkpoint.formats.megatron import (
     read_metadata,
 )
 from megatron.checkpoint.formats.torchtitan_settings import require_told
+from megatron.core.config_base import from_fields
 from megatron.core.dist_checkpointing import dtype_name
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
@@ -42,7 +43,7 @@ _THEIRS: Mapping[str, str] = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-"""Their name of what Hugging Face's Llama calls so, below a layer or at the top."""
+"""Maps module names of Hugging Face's Llama, without the layer prefix, to torchtitan's names."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _THEIR_LAYER = re.compile(r"layers\.(\d+)\.")
 _NO_WEIGHT = re.compile(r"(?:optimizer|lr_scheduler|train_state|dataloader)(?:\..+)?|(?:.+\.)?freqs_cis")
@@ -53,14 +54,14 @@ ALWAYS: Mapping[str, Any] = {
     "add_bias_linear": False,
     "position_embedding_type": "rope",
 }
-"""What all of torchtitan's Llamas have in common."""
+"""Fields that are equal in all of torchtitan's Llama models."""
 
 
 def find_weights(metadata: StoredMetadata) -> dict[str, str]:
-    """Return the key of every weight, by its name without the prefix ``model.`` that some releases put before it.
+    """Return the key of every weight by its name without the prefix ``model.`` of some releases.
 
     Raises:
-        CheckpointError: there is none, or other tensors are there than weights, optimizer state and buffers.
+        CheckpointError: there are no weights, or there are tensors other than weights, optimizer state and buffers.
     """
     keys = [key for key in metadata.tensors if _NO_WEIGHT.fullmatch(key) is None]
     found = {key.removeprefix("model."): key for key in keys}
@@ -74,10 +75,12 @@ def find_weights(metadata: StoredMetadata) -> dict[str, str]:
 
 
 def read_model(entries: Mapping[str, StoredEntry], told: Mapping[str, Any], place: Path) -> GPTConfig:
-    """Return the model that has weights of these shapes; ``told`` has what they do not say, or heads are narrow.
+    """Return the model with weights of these shapes; ``told`` has the fields that shapes do not determine.
+
+    Without a number of heads in ``told`` the narrowest heads are assumed.
 
     Raises:
-        CheckpointError: no Llama with so many heads has.
+        CheckpointError: no Llama model with this number of heads has these shapes.
     """
     shapes = {name: entry.shape for name, entry in entries.items()}
     vocab_size, width = _matrix(shapes, EMBEDDING, place)
@@ -94,7 +97,8 @@ def read_model(entries: Mapping[str, StoredEntry], told: Mapping[str, Any], plac
         )
     layers = [int(found[1]) for name in shapes if (found := _THEIR_LAYER.match(name)) is not None]
     dtype = dtype_name(entries[EMBEDDING].dtype)
-    return GPTConfig(
+    return from_fields(
+        GPTConfig,
         num_layers=max(layers) + 1,
         hidden_size=width,
         ffn_hidden_size=ffn,
@@ -114,10 +118,10 @@ def read_model(entries: Mapping[str, StoredEntry], told: Mapping[str, Any], plac
 
 
 def recorded_torchtitan_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what shapes and types of a folder's weights say of the configuration without anything that was told.
+    """Return the configuration that follows from the shapes and dtypes of a folder's weights alone.
 
     Raises:
-        CheckpointError: the folder is damaged, or of another model.
+        CheckpointError: the folder is damaged, or holds another model.
     """
     metadata = read_metadata(folder)
     entries = {name: metadata.tensors[key] for name, key in find_weights(metadata).items()}
@@ -127,10 +131,10 @@ def recorded_torchtitan_config(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_links(config: GPTConfig, entries: Mapping[str, StoredEntry], place: Path) -> list[TensorLink]:
-    """Return the links of a model's tensors to the stored ones, by their names without a prefix.
+    """Return the links of a model's tensors to the stored tensors, by their names without a prefix.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected or of another shape; the first ones are named.
+        CheckpointError: tensors are missing, unexpected or have other shapes; the message lists the first ones.
     """
     links = list(LlamaFamily().links(config))
     unnamed = sorted({link.foreign for link in links if not _has_name(link.foreign)})
@@ -152,10 +156,10 @@ def find_links(config: GPTConfig, entries: Mapping[str, StoredEntry], place: Pat
 
 
 def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str, place: Path) -> tuple[int, int]:
-    """Return the shape of a weight that has to be there.
+    """Return the shape of a required weight matrix.
 
     Raises:
-        CheckpointError: it is not there, or no matrix.
+        CheckpointError: the weight is missing, or not a matrix.
     """
     shape = shapes.get(name)
     if shape is None or len(shape) != 2:
@@ -180,17 +184,17 @@ def _their_name(name: str) -> str:
 
 
 _ROTATED = (".attention.wq.weight", ".attention.wk.weight")
-"""Ends of the names of weights whose rows make the channels that rotary positions turn."""
+"""Name suffixes of weights whose output channels are rotated by RoPE."""
 
 
 class TorchtitanSource:
-    """Offer the weights of a folder; see `CheckpointSource`. State of the optimizer is left aside.
+    """Weights of a torchtitan folder; implements `CheckpointSource`. The optimizer state is ignored.
 
-    ``values`` holds what the files do not say of the model, by field of a `GPTConfig` (see `require_told`).
+    ``values`` are the fields of a `GPTConfig` that the files do not record (see `require_told`).
 
     Raises:
-        CheckpointError: the files hold something else than a Llama, or ``values`` lack what is needed.
-        DamagedCheckpointError: one is missing or damaged.
+        CheckpointError: the files do not hold a Llama model, or required ``values`` are missing.
+        DamagedCheckpointError: a file is missing or damaged.
     """
 
     @refuse_misfits
@@ -212,37 +216,37 @@ class TorchtitanSource:
 
     @refuse_misfits
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU.
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor.
 
         Raises:
-            KeyError: there is no tensor of this name.
-            CheckpointError: the file that holds it is missing or damaged.
+            KeyError: there is no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
         """
         return self._table.read(name, box, self._fill)
 
     def check_storages(self, index: int = 0, count: int = 1) -> None:
-        """Compare the checksums of every ``count``-th entry of a weight, from number ``index`` on.
+        """Verify the checksums of every ``count``-th entry of a weight, starting at ``index``.
 
         Raises:
-            DamagedCheckpointError: an entry does not match the checksum beside it; the tensor is named.
+            DamagedCheckpointError: an entry does not match its stored checksum; the message names the tensor.
         """
         self.metadata.check_storages(frozenset(self._keys.values()), index, count)
 
     def close(self) -> None:
-        """Close the files; the source cannot be read afterwards."""
+        """Close the files; nothing can be read afterwards."""
         self._reader.close()
 
     def _fill(self, link: TensorLink, part: Box, target: torch.Tensor) -> None:
-        """Copy a part of a link's box, in our order of a head's rows."""
+        """Copy a part of a link's box, with the rows of each head in native order."""
         if link.foreign.endswith(_ROTATED) and not self.config.rotary_interleaved:
             target.copy_(self._half_split(link, part, target.dtype))
         else:
             target.copy_(self._read_part(link, part, target.dtype))
 
     def _half_split(self, link: TensorLink, part: Box, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part of a link's box with each head's rows in our order.
+        """Return a part of a link's box with the rows of each head in native order.
 
-        Theirs turn the channels 2i and 2i + 1 of a head together, ours i and d/2 + i.
+        torchtitan rotates the channels 2i and 2i + 1 of a head together, the native format i and d/2 + i.
         """
         whole = link.native_box
         columns = Box((whole.offset[0], part.offset[1]), (whole.shape[0], part.shape[1]))

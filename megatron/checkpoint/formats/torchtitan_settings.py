@@ -1,6 +1,6 @@
-"""Model settings that a torchtitan checkpoint does not record and the user has to give.
+"""Model settings that a torchtitan checkpoint does not record, which the user must pass.
 
-Importing this module imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
 
 NEEDED = ("num_attention_heads", "rotary_base", "norm_epsilon", "max_position_embeddings")
-"""Fields without which the model is not known: no shape of a weight tells them."""
+"""Required fields, which the shapes of weights do not determine."""
 TOLD = (*NEEDED, "use_rope_scaling", "rope_scaling_factor", "rotary_interleaved")
-"""Fields that a weight's shape does not tell; the later ones may stay at their defaults."""
+"""Fields that the shapes of weights do not determine; those after ``NEEDED`` have defaults."""
 
 
 def told_specs() -> tuple[FieldSpec, ...]:
-    """Return the descriptions of these fields, from which command lines make flags."""
+    """Return the field specs of ``TOLD``, from which commands generate flags."""
     config_class: type = GPTConfig
     specs = {spec.name: spec for spec in field_specs(config_class)}
     return tuple(specs[name] for name in TOLD)
 
 
 def require_told(values: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
-    """Return the fields that were told, among the ``values`` of a model.
+    """Return the fields of ``TOLD`` that are set in ``values``.
 
     Raises:
-        CheckpointError: one that is needed is not there; all of them are named by their flags.
+        CheckpointError: a required field is missing; the message lists all missing flags.
     """
     told = {name: values[name] for name in TOLD if values is not None and values.get(name) is not None}
     missing = [spec.flags[0] for spec in told_specs() if spec.name in NEEDED and spec.name not in told]
@@ -46,13 +46,13 @@ def require_told(values: Mapping[str, Any] | None, folder: Path) -> dict[str, An
 
 
 def describe_told(values: Mapping[str, Any], folder: Path) -> str:
-    """Return a line that says what of the model was taken from flags."""
+    """Return a line that lists the model settings taken from flags."""
     flags = " ".join(spec.typed(values[spec.name]) for spec in told_specs() if _is_said(spec, values[spec.name]))
     return f"checkpoint {folder} is of torchtitan, whose files do not say this of the model, and it is taken as {flags}"
 
 
 def idle_lines(told: Mapping[str, Any]) -> list[str]:
-    """Return a line for each of these flags that a checkpoint of another format makes idle."""
+    """Return a line for each of these flags that has no effect, because another checkpoint format records the value."""
     return [
         f"{spec.typed(told[spec.name])} has no effect: the checkpoint says it"
         for spec in told_specs()

@@ -9,7 +9,7 @@ from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
-from megatron.core.config_base import field_specs
+from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
@@ -21,7 +21,7 @@ _MOST_VALUES = 10**13
 
 def _check_head_width(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.num_attention_heads <= 0 or model.multi_latent_attention:
+    if model.num_attention_heads <= 0 or model.mla.multi_latent_attention:
         # Heads of latent attention have widths of their own.
         return
     is_derived = model.kv_channels == model.hidden_size // model.num_attention_heads
@@ -84,7 +84,7 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
-    elif not model.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
+    elif not model.mla.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
         yield (
             f"rotary positions turn {model.rotary_dim} of {model.kv_channels} channels of a head, but need "
             "an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
@@ -127,7 +127,7 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
 def _check_format(config: RunConfig) -> Iterator[str]:
     flags, wanted = flags_without_argument(config.model), config.checkpoint.ckpt_format
     sizes = config.parallel_sizes
-    if wanted == "torch" and config.model.num_experts is not None and not _has_files_of_experts(config.model):
+    if wanted == "torch" and config.model.moe.num_experts is not None and not _has_files_of_experts(config.model):
         yield (
             f"--ckpt-format torch of a run has no place for --expert-tensor-parallel-size {sizes.expert_tp} beside "
             f"--tensor-model-parallel-size {sizes.tp}, --expert-model-parallel-size {sizes.ep} and "
@@ -293,7 +293,7 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
             f"{given} has no effect with --position-embedding-type {model.position_embedding_type}; use "
             "--position-embedding-type rope, or leave it out"
         )
-    if model.multi_latent_attention:
+    if model.mla.multi_latent_attention:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
@@ -309,12 +309,12 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.stretches_positions and model.rotary_base <= 1:
         yield f"--rotary-base {model.rotary_base} has no frequencies that YaRN can stretch; give 2 or more"
-    if not model.multi_latent_attention:
+    if not model.mla.multi_latent_attention:
         if "mla_up_proj" in model.recomputed_modules:
             yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention; leave it out"
         return
     given = "--multi-latent-attention"
-    heads, groups, width = model.num_attention_heads, model.num_query_groups, model.qk_pos_emb_head_dim
+    heads, groups, width = model.num_attention_heads, model.num_query_groups, model.mla.qk_pos_emb_head_dim
     if groups != heads:
         yield (
             f"{given} has keys and values for every head, and --num-query-groups {groups} shares them; leave it out, "
@@ -331,11 +331,11 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
 
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.multi_latent_attention:
+    if model.mla.multi_latent_attention:
         return
-    if model.rope_type != "yarn":
+    if model.rope.rope_type != "yarn":
         for spec in field_specs(GPTConfig):
-            value = getattr(model, spec.name)
+            value = field_value(model, spec.name)
             if spec.name in STRETCH_FIELDS and value != spec.default:
                 yield f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one"
         return
@@ -355,7 +355,7 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
 
 def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if not model.multi_latent_attention:
+    if not model.mla.multi_latent_attention:
         return
     others = {
         "--lora-rank": model.lora_rank > 0,
@@ -404,10 +404,10 @@ MLA_CHECKS = (
 
 def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
     model, length = config.model, config.data.seq_length
-    if model.mtp_num_layers is None or model.mtp_num_layers < 1:
+    if model.mtp.mtp_num_layers is None or model.mtp.mtp_num_layers < 1:
         return
-    given = f"--mtp-num-layers {model.mtp_num_layers}"
-    if model.mtp_num_layers >= length > 1:
+    given = f"--mtp-num-layers {model.mtp.mtp_num_layers}"
+    if model.mtp.mtp_num_layers >= length > 1:
         yield f"{given} predicts tokens beyond the end of --seq-length {length}; values from 1 to {length - 1} work"
     if model.position_embedding_type == "learned_absolute":
         yield (
@@ -424,9 +424,9 @@ def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
 
 def _check_mtp_conflicts(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.mtp_num_layers is None:
+    if model.mtp.mtp_num_layers is None:
         return
-    given = f"--mtp-num-layers {model.mtp_num_layers}:"
+    given = f"--mtp-num-layers {model.mtp.mtp_num_layers}:"
     if model.lora_rank:
         yield f"{given} LoRA is not supported with it; omit --lora-rank or --mtp-num-layers"
     if config.training.cuda_graph_impl == "local":
@@ -447,18 +447,18 @@ def _check_moe_layers(config: RunConfig) -> Iterator[str]:
     try:
         layers = model.moe_layers
     except ValueError as error:
-        yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
+        yield f"--moe-layer-freq {model.moe.moe_layer_freq}: {error}"
         return
-    if model.num_experts is not None and not any(layers):
+    if model.moe.num_experts is not None and not any(layers):
         yield (
-            f"--moe-layer-freq {model.moe_layer_freq} gives no layer of --num-layers {model.num_layers} experts; leave "
-            "--num-experts out, or give a list with a 1"
+            f"--moe-layer-freq {model.moe.moe_layer_freq} gives no layer of --num-layers {model.num_layers} experts; "
+            "leave --num-experts out, or give a list with a 1"
         )
 
 
 def _check_spread(config: RunConfig) -> Iterator[str]:
     model = config.model
-    experts, size = model.num_experts, model.expert_model_parallel_size
+    experts, size = model.moe.num_experts, model.expert_model_parallel_size
     if experts is None or size < 1:
         return
     tensor, sizes = model.parallel_sizes.expert_tp, config.parallel_sizes
@@ -468,13 +468,13 @@ def _check_spread(config: RunConfig) -> Iterator[str]:
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {size}; "
             f"expert-parallel sizes that work: {divisors(most, 64)}"
         )
-    if tensor > 0 and model.moe_ffn_hidden_size % tensor:
+    if tensor > 0 and model.moe.moe_ffn_hidden_size % tensor:
         yield (
-            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
+            f"--moe-ffn-hidden-size {model.moe.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
             f"{tensor} (by default the tensor-parallel size); sizes that work: "
-            f"{divisors(model.moe_ffn_hidden_size, 64)}"
+            f"{divisors(model.moe.moe_ffn_hidden_size, 64)}"
         )
-    shared, tensor = model.moe_shared_expert_intermediate_size, model.tensor_model_parallel_size
+    shared, tensor = model.moe.moe_shared_expert_intermediate_size, model.tensor_model_parallel_size
     if shared is not None and tensor > 0 and shared % tensor:
         yield (
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size "
@@ -483,24 +483,24 @@ def _check_spread(config: RunConfig) -> Iterator[str]:
 
 
 def _check_choice(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    experts, topk = model.num_experts, model.moe_router_topk
+    moe = config.model.moe
+    experts, topk = moe.num_experts, moe.moe_router_topk
     if experts is None or experts < 1:
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is greater than --num-experts {experts}; values from 1 to {experts} work"
-    is_softmax = model.moe_router_score_function == "softmax"
-    if topk == 1 and is_softmax and not model.moe_router_pre_softmax:
+    is_softmax = moe.moe_router_score_function == "softmax"
+    if topk == 1 and is_softmax and not moe.moe_router_pre_softmax:
         yield (
             "--moe-router-topk 1: a softmax over one expert is 1 whatever its logit, and the router learns nothing; "
             "add --moe-router-pre-softmax"
         )
-    if model.moe_router_enable_expert_bias and is_softmax:
+    if moe.moe_router_enable_expert_bias and is_softmax:
         yield (
             "--moe-router-enable-expert-bias moves scores by sigmoid; add --moe-router-score-function sigmoid or leave "
             "it out"
         )
-    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return
     if experts % groups:
@@ -523,7 +523,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
 
 def _check_balancing(config: RunConfig) -> Iterator[str]:
     model = config.model
-    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    kinds, coefficients = model.moe.moe_router_load_balancing_type, model.moe.moe_aux_loss_coeff
     words, numbers = " ".join(kinds), " ".join(map(str, coefficients))
     if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
         yield f"--moe-router-load-balancing-type {words}: give each kind once, or none alone"
@@ -535,7 +535,7 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
     if any(not 0 <= value < float("inf") for value in coefficients):
         yield f"--moe-aux-loss-coeff {numbers}: values of 0 or more are expected"
     again = model.recompute_granularity == "full" or "moe" in model.recomputed_modules
-    if model.num_experts is not None and model.moe_aux_losses.get("global_aux_loss") and again:
+    if model.moe.num_experts is not None and model.moe.moe_aux_losses.get("global_aux_loss") and again:
         yield (
             "--moe-router-load-balancing-type global_aux_loss counts the micro-batches so far, which recompute of "
             "layers of experts would count again; use aux_loss, or --recompute-granularity selective without moe"
@@ -543,28 +543,28 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
 
 
 def _check_dispatch(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if model.moe_token_dispatcher_type == "alltoall" or model.num_experts is None:
+    moe = config.model.moe
+    if moe.moe_token_dispatcher_type == "alltoall" or moe.num_experts is None:
         return
-    given = f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}"
-    if model.moe_expert_capacity_factor is not None:
+    given = f"--moe-token-dispatcher-type {moe.moe_token_dispatcher_type}"
+    if moe.moe_expert_capacity_factor is not None:
         yield (
             f"{given} gives every rank all tokens, and has no use for --moe-expert-capacity-factor "
-            f"{model.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
+            f"{moe.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
         )
-    if model.moe_shared_expert_overlap:
+    if moe.moe_shared_expert_overlap:
         yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
 
 
 def _check_float8(config: RunConfig) -> Iterator[str]:
     model = config.model
-    tensor, width = model.parallel_sizes.expert_tp, model.moe_ffn_hidden_size
+    tensor, width = model.parallel_sizes.expert_tp, model.moe.moe_ffn_hidden_size
     if tensor > 0 and width % tensor == 0 and width // tensor % 16:
         yield (
             f"--moe-ffn-hidden-size {width} is {width // tensor} on each expert-tensor-parallel rank, which fp8 needs "
             f"to be a multiple of 16; use {-(-width // (16 * tensor)) * 16 * tensor}"
         )
-    tensor, shared = model.tensor_model_parallel_size, model.moe_shared_expert_intermediate_size
+    tensor, shared = model.tensor_model_parallel_size, model.moe.moe_shared_expert_intermediate_size
     if shared is not None and tensor > 0 and shared % tensor == 0 and shared // tensor % 16:
         yield (
             f"--moe-shared-expert-intermediate-size {shared} is {shared // tensor} on each tensor-parallel rank, which "
@@ -575,15 +575,15 @@ def _check_float8(config: RunConfig) -> Iterator[str]:
 def _check_moe_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     of_experts = [name for name in model.recomputed_modules if name in ("moe", "moe_act", "shared_experts")]
-    if of_experts and model.num_experts is None:
+    if of_experts and model.moe.num_experts is None:
         yield f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts; leave it out"
     elif "shared_experts" in of_experts:
-        if model.moe_shared_expert_intermediate_size is None:
+        if model.moe.moe_shared_expert_intermediate_size is None:
             yield (
                 "--recompute-modules shared_experts has no effect without --moe-shared-expert-intermediate-size; leave "
                 "it out"
             )
-        elif model.moe_shared_expert_overlap:
+        elif model.moe.moe_shared_expert_overlap:
             yield (
                 "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is "
                 "computed while tokens travel is kept; leave one out"
@@ -610,20 +610,20 @@ def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
             f"--tensor-model-parallel-size {tp}; use --expert-tensor-parallel-size 1 or {tp}, or "
             "--lora-target-modules linear_qkv linear_proj"
         )
-    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
+    if model.moe.moe_router_enable_expert_bias and model.moe.moe_router_bias_update_rate:
         yield (
             f"{given} --lora-rank {model.lora_rank} leaves all weights as they are, and --moe-router-bias-update-rate "
-            f"{model.moe_router_bias_update_rate} would move the experts' bias; use --moe-router-bias-update-rate 0"
+            f"{model.moe.moe_router_bias_update_rate} would move the experts' bias; use --moe-router-bias-update-rate 0"
         )
 
 
 def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     model = config.model
     yield from _check_moe_recompute(config)
-    if model.num_experts is None:
+    if model.moe.num_experts is None:
         return
-    given = f"--num-experts {model.num_experts}:"
-    if model.fp8_format is not None:
+    given = f"--num-experts {model.moe.num_experts}:"
+    if model.fp8.fp8_format is not None:
         yield from _check_float8(config)
     if model.lora_rank:
         yield from _check_adapters(config, given)
@@ -687,30 +687,28 @@ _SHAPE = (
 
 def _asked(config: RunConfig) -> str:
     """Return the flag that asks for fp8, as it was typed."""
-    model = config.model
-    return (
-        "--fp8-hybrid" if model.fp8_hybrid else "--fp8-e4m3" if model.fp8_e4m3 else f"--fp8-format {model.fp8_format}"
-    )
+    fp8 = config.model.fp8
+    return "--fp8-hybrid" if fp8.fp8_hybrid else "--fp8-e4m3" if fp8.fp8_e4m3 else f"--fp8-format {fp8.fp8_format}"
 
 
 def _check_precision(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.fp8_format is not None and not (model.bf16 or model.fp16):
+    if model.fp8.fp8_format is not None and not (model.bf16 or model.fp16):
         yield f"{_asked(config)} needs --bf16 or --fp16 for all that is not a product; add --bf16"
 
 
 def _check_formats(config: RunConfig) -> Iterator[str]:
     model = config.model
-    for given, meant in ((model.fp8_hybrid, "hybrid"), (model.fp8_e4m3, "e4m3")):
-        if given and model.fp8_format != meant:
-            yield f"--fp8-{meant} and --fp8-format {model.fp8_format} exclude each other; keep one"
+    for given, meant in ((model.fp8.fp8_hybrid, "hybrid"), (model.fp8.fp8_e4m3, "e4m3")):
+        if given and model.fp8.fp8_format != meant:
+            yield f"--fp8-{meant} and --fp8-format {model.fp8.fp8_format} exclude each other; keep one"
 
 
 def _check_float8_layers(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.fp8_format is None or model.float8_layers(model.num_layers):
+    if model.fp8.fp8_format is None or model.fp8.float8_layers(model.num_layers):
         return
-    start, end = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
+    start, end = model.fp8.num_layers_at_start_in_bf16, model.fp8.num_layers_at_end_in_bf16
     yield (
         f"--first-last-layers-bf16 leaves none of {model.num_layers} layers for {_asked(config)} "
         f"(--num-layers-at-start-in-bf16 {start}, --num-layers-at-end-in-bf16 {end}); together they may be "
@@ -720,12 +718,12 @@ def _check_float8_layers(config: RunConfig) -> Iterator[str]:
 
 def _check_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
-    if model.fp8_format is None or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
+    if model.fp8.fp8_format is None or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
         return
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     if model.hidden_size % _MULTIPLE:
         yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, _MULTIPLE)}"
-    elif model.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
+    elif model.mtp.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
         yield (
             f"--hidden-size {model.hidden_size} makes {model.hidden_size // tensor} columns of the product in front of "
             f"the layers of --mtp-num-layers on each tensor-parallel rank, {needed}; use "
@@ -738,7 +736,7 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"use {_rounded(width, _MULTIPLE * tensor)}"
         )
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
+    if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
     columns, rows = own_heads * model.kv_channels, (own_heads + 2 * own_groups) * model.kv_channels
@@ -756,13 +754,13 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
 
 def _check_latent_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
-    if model.fp8_format is None or not model.multi_latent_attention or tensor <= 0:
+    if model.fp8.fp8_format is None or not model.mla.multi_latent_attention or tensor <= 0:
         return
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     narrow = {
-        "--q-lora-rank": model.q_lora_rank,
-        "--kv-lora-rank": model.kv_lora_rank,
-        "--qk-pos-emb-head-dim": model.qk_pos_emb_head_dim,
+        "--q-lora-rank": model.mla.q_lora_rank,
+        "--kv-lora-rank": model.mla.kv_lora_rank,
+        "--qk-pos-emb-head-dim": model.mla.qk_pos_emb_head_dim,
     }
     for name, width in narrow.items():
         if width is not None and width % _MULTIPLE:
@@ -770,7 +768,7 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
     if model.num_attention_heads % tensor:
         return
     heads = model.num_attention_heads // tensor
-    for name, width in (("--qk-head-dim", model.qk_head_dim), ("--v-head-dim", model.v_head_dim)):
+    for name, width in (("--qk-head-dim", model.mla.qk_head_dim), ("--v-head-dim", model.mla.v_head_dim)):
         if heads * width % _MULTIPLE:
             fitting = next(each for each in count(width) if heads * each % _MULTIPLE == 0)
             yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
@@ -781,7 +779,7 @@ def _check_tokens(config: RunConfig) -> Iterator[str]:
     parts = model.context_parallel_size
     if model.sequence_parallel:
         parts *= model.tensor_model_parallel_size
-    if model.fp8_format is None or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
+    if model.fp8.fp8_format is None or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
         return
     tokens = length * batch // parts
     if tokens % _MULTIPLE == 0:
@@ -795,7 +793,7 @@ def _check_tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _check_param_gather(config: RunConfig) -> Iterator[str]:
-    if config.model.fp8_param_gather and config.parallel_sizes.num_replicas > 1 and not config.ddp.shards_optimizer:
+    if config.model.fp8.fp8_param_gather and config.parallel_sizes.num_replicas > 1 and not config.ddp.shards_optimizer:
         yield (
             "--fp8-param-gather: parameters are gathered with --use-distributed-optimizer only; add it or leave this "
             "out"

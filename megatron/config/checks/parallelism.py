@@ -101,7 +101,7 @@ def has_whole_copies(config: RunConfig) -> bool:
 
 def _check_world_size(config: RunConfig) -> Iterator[str]:
     if config.model.parallel_sizes.world_size > 0:
-        yield from config.parallel_sizes.problems(config.world_size, config.model.num_experts or 0)
+        yield from config.parallel_sizes.problems(config.world_size, config.model.moe.num_experts or 0)
 
 
 def _check_heads_of_tensor_ranks(config: RunConfig) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _instance_problems(config: RunConfig) -> Iterator[str]:
     elif sizes.num_replicas == number:
         yield f"{given}: each of the {number} ranks with the same weights would be a copy that shares nothing; lower it"
     for name, replicas in (("same weights", sizes.num_replicas), ("same experts", sizes.num_expert_replicas)):
-        if replicas % number and (name == "same weights" or config.model.num_experts is not None):
+        if replicas % number and (name == "same weights" or config.model.moe.num_experts is not None):
             able = divisors(replicas, max(1, replicas // 2))
             yield f"{given} does not divide the {replicas} ranks with the {name}; use {able}"
 
@@ -172,7 +172,7 @@ def _check_sharding(config: RunConfig) -> Iterator[str]:
     instead = "leave it out, or give --data-parallel-sharding-strategy optim_grads"
     if model.lora_rank:
         yield f"--lora-rank {model.lora_rank} with {strategy}: frozen weights would not be sharded; {instead}"
-    if model.fp8_param_gather:
+    if model.fp8.fp8_param_gather:
         yield f"--fp8-param-gather with {strategy}: weights are gathered in the model's own precision; {instead}"
     if ddp.overlap_param_gather_with_optimizer_step:
         yield f"--overlap-param-gather-with-optimizer-step with {strategy}: an update gathers no weights; {instead}"

@@ -74,13 +74,13 @@ def _check_overrides(config: RunConfig) -> Iterator[str]:
 
 def _check_mup(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if not model.use_mup:
+    if not model.mup.use_mup:
         return
-    if model.mup_base_hidden_size is None and model.mup_width_mult is None:
+    if model.mup.mup_base_hidden_size is None and model.mup.mup_width_mult is None:
         yield "--use-mup needs the width of the base model; give --mup-base-hidden-size (or --mup-width-mult)"
     if config.optimizer.elementwise == "sgd":
         yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
-    if model.multi_latent_attention and model.mup_base_head_dim is not None:
+    if model.mla.multi_latent_attention and model.mup.mup_base_head_dim is not None:
         yield (
             "--mup-base-head-dim is not supported with --multi-latent-attention; omit it: scores are then divided "
             "by the root of the heads' width"
@@ -109,7 +109,7 @@ def _check_average(config: RunConfig) -> Iterator[str]:
         )
     if config.checkpoint.save and config.checkpoint.no_save_optim:
         yield f"--no-save-optim leaves out the averages of --ema-decay {decay} too; leave one of the two out"
-    if config.model.fp8_param_gather:
+    if config.model.fp8.fp8_param_gather:
         yield f"--ema-decay {decay} is not supported with --fp8-param-gather; omit one of them"
     if config.model.cpu_offloading_weights:
         yield f"--ema-decay {decay} is not supported with --cpu-offloading-weights; omit one of them"
@@ -223,7 +223,7 @@ def _check_types(config: RunConfig) -> Iterator[str]:
 
 
 def _check_float8_gather(config: RunConfig) -> Iterator[str]:
-    if config.model.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
+    if config.model.fp8.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
         yield (
             "--main-params-dtype fp16 keeps what the weights lack of float32, and --fp8-param-gather rounds the "
             "weights; give --main-params-dtype fp32, or leave --fp8-param-gather out"

@@ -40,29 +40,29 @@ def compute_in_float8(
     ``num_averaged`` is the number of ranks over which gradients are averaged. Returns the state of delayed scaling,
     None for other recipes. Embedding and output layer are unchanged.
     """
-    if config.fp8_format is None:
+    if config.fp8.fp8_format is None:
         return None
-    recipe = Float8Recipe.of(config)
+    recipe = Float8Recipe.of(config.fp8)
     if torch.device(device).type == "cuda" and triton_works():
         # Probed here, because the probe synchronizes with the device, which no step should do.
         casts_to_float8("cuda")
     places = config.float8_places
-    state = Float8State(config, places, device, num_averaged) if recipe.is_delayed else None
+    state = Float8State(config.fp8, places, device, num_averaged) if recipe.is_delayed else None
     modules = [module for model in models for module in model.modules()]
     for further in (module for module in modules if isinstance(module, MTPLayer)):
         number = further.transformer_layer.layer_number
         further.eh_proj.quantizers = Fp8Quantizers(recipe, state, (number, places.join))
-        if config.fp8_param_gather:
+        if config.fp8.fp8_param_gather:
             send_in_float8(further.eh_proj.weight)
     for layer in (module for module in modules if isinstance(module, TransformerLayer)):
-        if not config.is_in_float8(layer.layer_number, config.num_layers):
+        if not config.fp8.is_in_float8(layer.layer_number, config.num_layers):
             continue
         linear_layers = [(name, module) for name, module in layer.named_modules() if isinstance(module, _LINEAR)]
         assert len(linear_layers) <= places.num_linear, f"delayed scaling has room for {places.num_linear} in a layer"
         for place, (name, module) in enumerate(linear_layers):
             module.quantizers = Fp8Quantizers(recipe, state, (layer.layer_number, place))
             module.quantizers.input_is_recomputed = layer.recomputes_norms and _reads_stream(name, module)
-            if config.fp8_param_gather:
+            if config.fp8.fp8_param_gather:
                 for parameter_name, parameter in module.named_parameters():
                     if parameter_name.endswith("weight"):
                         send_in_float8(parameter)
@@ -71,7 +71,7 @@ def compute_in_float8(
                 Fp8Quantizers(recipe, state, (layer.layer_number, places.of_expert(expert, which)))
                 for expert in experts.expert_numbers
             )
-            if config.fp8_param_gather:
+            if config.fp8.fp8_param_gather:
                 send_in_float8(experts.weight, len(experts.expert_numbers))
     return state
 
@@ -83,18 +83,18 @@ def _reads_stream(name: str, module: nn.Module) -> bool:
 
 def describe_float8(config: TransformerConfig, device: torch.device | str) -> str | None:
     """Return one line that names the GEMMs in FP8 and how they are computed, or None without FP8."""
-    layers = config.float8_layers(config.num_layers)
+    layers = config.fp8.float8_layers(config.num_layers)
     if not layers:
         return None
-    recipe, device = Float8Recipe.of(config), torch.device(device)
+    recipe, device = Float8Recipe.of(config.fp8), torch.device(device)
     by = "torch's scaled products"
     if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
         by = "float32 products of the quantized operands: this device has no scaled products for them"
     if config.transformer_impl == TRANSFORMER_ENGINE:
         by += " and not by transformer-engine, which has attention and norms"
-    further = ", and those of further tokens" if config.mtp_depth else ""
+    further = ", and those of further tokens" if config.mtp.mtp_depth else ""
     weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
     return (
-        f"fp8: {config.fp8_format}, {config.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "
+        f"fp8: {config.fp8.fp8_format}, {config.fp8.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "
         f"{config.num_layers}{further}{weights}; computed by {by}"
     )

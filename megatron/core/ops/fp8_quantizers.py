@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_reduce
-from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
+from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -57,7 +57,7 @@ class Float8Recipe:
     has_weight_gradients: bool
 
     @classmethod
-    def of(cls, config: Float8Config) -> Float8Recipe:
+    def of(cls, config: Fp8Config) -> Float8Recipe:
         """Return the configured recipe."""
         blocks = _BLOCKS[config.fp8_recipe]
         return cls(
@@ -95,7 +95,7 @@ class Float8State:
     """
 
     def __init__(
-        self, config: Float8Config, places: Fp8TensorIndex, device: torch.device | str, num_averaged: int = 1
+        self, config: Fp8Config, places: Fp8TensorIndex, device: torch.device | str, num_averaged: int = 1
     ) -> None:
         self._config, self._places = config, places
         recipe = Float8Recipe.of(config)

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import (
         GATED_ACTIVATIONS,
-        LatentConfig,
+        MLAConfig,
         MoEConfig,
-        PredictionConfig,
+        MTPConfig,
+        RotaryConfig,
         TransformerConfig,
         default_ffn_hidden_size,
         further_loss_names,
@@ -65,8 +66,8 @@ __getattr__ = lazy_exports(
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",
         "transformer_block": "TransformerBlock",
         "transformer_config": (
-            "GATED_ACTIVATIONS LatentConfig MoEConfig PredictionConfig TransformerConfig default_ffn_hidden_size "
-            "further_loss_names moe_layers without_rotary"
+            "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig TransformerConfig "
+            "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
         "transformer_layer": "TransformerLayer make_norm",
     },

@@ -265,8 +265,8 @@ class SelfAttention(nn.Module):
 
     def _factor_of_scores(self, config: TransformerConfig) -> float | None:
         """Return the factor of the attention scores, relative to division by the square root of the head width."""
-        if config.mup_base_head_dim is not None:
-            return float((config.kv_channels / config.mup_base_head_dim) ** (0.5 - config.mup_attn_scale_power))
+        if config.mup.mup_base_head_dim is not None:
+            return float((config.kv_channels / config.mup.mup_base_head_dim) ** (0.5 - config.mup.mup_attn_scale_power))
         if config.score_scalar == config.kv_channels:
             return None
         return float((config.kv_channels / config.score_scalar) ** 0.5)

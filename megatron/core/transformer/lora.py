@@ -123,7 +123,7 @@ def _adapt_layer(layer: TransformerLayer, config: TransformerConfig, options: Ad
             _adapt_linear(layer.mlp, MLP, linear, parts, layer.layer_number, config, options)
         else:
             _adapt_experts(layer.mlp, linear, parts, layer.layer_number, options)
-            width = config.moe_shared_expert_intermediate_size
+            width = config.moe.moe_shared_expert_intermediate_size
             if width is not None:
                 shared, own = layer.mlp.shared_experts, replace(config, ffn_hidden_size=width)
                 _adapt_linear(shared, MLP, linear, parts, layer.layer_number, own, options)

@@ -67,10 +67,11 @@ class LatentAttention(SelfAttention):
     """
 
     def _add_projections(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        mla = config.mla
         self.tp, self.sequence_parallel = tp, config.sequence_parallel
-        self.rank, self.rotary_width = config.kv_lora_rank, config.qk_pos_emb_head_dim
-        self.plain_width, self.value_width = config.qk_head_dim, config.v_head_dim
-        self.padded_width = config.latent_head_width
+        self.rank, self.rotary_width = mla.kv_lora_rank, mla.qk_pos_emb_head_dim
+        self.plain_width, self.value_width = mla.qk_head_dim, mla.v_head_dim
+        self.padded_width = mla.latent_head_width
 
         def up(input_size: int, head_width: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
@@ -98,16 +99,16 @@ class LatentAttention(SelfAttention):
                 transformer_impl=config.transformer_impl,
             )
 
-        if config.q_lora_rank is None:
-            self.linear_q_proj = up(config.hidden_size, config.latent_query_width)
+        if mla.q_lora_rank is None:
+            self.linear_q_proj = up(config.hidden_size, mla.latent_query_width)
         else:
-            self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank, tp, device)
-            self.linear_q_up_proj = up(config.q_lora_rank, config.latent_query_width)
-        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+            self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, mla.q_lora_rank, tp, device)
+            self.linear_q_up_proj = up(mla.q_lora_rank, mla.latent_query_width)
+        width = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, width, tp, device)
-        self.linear_kv_up_proj = up(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
-        self.q_layernorm = norm(config.q_lora_rank) if config.q_lora_rank is not None else None
-        self.kv_layernorm = norm(config.kv_lora_rank)
+        self.linear_kv_up_proj = up(mla.kv_lora_rank, mla.qk_head_dim + mla.v_head_dim)
+        self.q_layernorm = norm(mla.q_lora_rank) if mla.q_lora_rank is not None else None
+        self.kv_layernorm = norm(mla.kv_lora_rank)
         self.recomputes_up = "mla_up_proj" in config.recomputed_modules
         self.query_factor = config.latent_score_factor
 

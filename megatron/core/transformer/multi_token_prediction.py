@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
-from megatron.core.transformer.transformer_config import PredictionConfig, TransformerConfig, further_loss_names
+from megatron.core.transformer.transformer_config import MTPConfig, TransformerConfig, further_loss_names
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 
 
@@ -83,7 +83,7 @@ def mtp_targets(
 
 
 def further_losses(
-    per_token: Sequence[torch.Tensor], targets: FurtherTargets, config: PredictionConfig, cp: Group
+    per_token: Sequence[torch.Tensor], targets: FurtherTargets, config: MTPConfig, cp: Group
 ) -> Iterator[AuxiliaryLoss]:
     """Yield the loss of each MTP module, averaged over its unmasked tokens.
 
@@ -103,7 +103,7 @@ def _ahead(tensor: torch.Tensor, distance: int) -> torch.Tensor:
 
 def further_layer_numbers(config: TransformerConfig) -> range:
     """Return the layer numbers that dropout uses for the MTP layers, followed by those for their embeddings."""
-    return range(config.num_layers, config.num_layers + 2 * config.mtp_depth)
+    return range(config.num_layers, config.num_layers + 2 * config.mtp.mtp_depth)
 
 
 class MTPLayer(nn.Module):
@@ -125,7 +125,7 @@ class MTPLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = tp, config.sequence_parallel
-        self.embedding_site = config.num_layers + config.mtp_depth + depth
+        self.embedding_site = config.num_layers + config.mtp.mtp_depth + depth
         self.enorm = make_norm(config, tp, device)
         self.hnorm = make_norm(config, tp, device)
         self.eh_proj = ColumnParallelLinear(
@@ -182,7 +182,7 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         self.recomputes = config.recompute_granularity == "full"
         self.layers = nn.ModuleDict()
-        for depth in range(config.mtp_depth):
+        for depth in range(config.mtp.mtp_depth):
             self.layers[str(depth)] = layer = MTPLayer(config, depth, tp, device, cp, experts)
             made(layer)
 

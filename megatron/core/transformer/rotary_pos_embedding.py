@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.ops import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.transformer.transformer_config import LatentConfig
+from megatron.core.transformer.transformer_config import RotaryConfig
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.T
     return *apply_rotary_to_both(query, key, angles), value
 
 
-def yarn_frequencies(config: LatentConfig, base: float, width: int) -> torch.Tensor:
+def yarn_frequencies(config: RotaryConfig, base: float, width: int) -> torch.Tensor:
     """Return YaRN's frequencies: high ones unchanged, low ones divided by the scaling factor, interpolated between.
 
     Shapes: ``-> [width / 2]`` float64.

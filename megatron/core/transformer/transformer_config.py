@@ -10,26 +10,10 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag
-from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex, ModelParallelConfig
+from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
+from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex, ModelParallelConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionKindsConfig(Config):
-    """Softmax type and per-layer rotary embeddings of attention."""
-
-    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", in_args=True)
-    """What attention scores are divided by: the sum of their exponentials (vanilla), that and 1 (off-by-one), or that
-    and the exponential of a number that each head learns, its sink (learnable)."""
-    no_rope_freq: str | None = flag(None, metavar="N", role="meaning", seen_as="layers_without_rotary", in_args=False)
-    """Which layers leave queries and keys as they are where positions are rotary: every Nth, or a list with a 1 for
-    each that does and a 0 for the others: ([0]*3+[1])*4; by default none."""
-
-    @property
-    def has_sinks(self) -> bool:
-        return self.softmax_type != "vanilla"
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
@@ -49,8 +33,8 @@ _LATENT = "multi_latent_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig(Config):
-    """Multi-head latent attention (MLA) and YaRN; without ``multi_latent_attention`` only the YaRN fields apply."""
+class MLAConfig(Config):
+    """Widths of multi-head latent attention (MLA), which ``multi_latent_attention`` enables."""
 
     multi_latent_attention: bool = flag(False, role="shape")
     """Make keys and values of one narrow latent vector a token, which all heads share (DeepSeek-V2)."""
@@ -64,6 +48,38 @@ class LatentConfig(Config):
     """Width of the rotary part of queries and keys; that of the key is one for all heads."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Width of a head's value."""
+
+    @property
+    def latent_query_width(self) -> int:
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def latent_head_width(self) -> int:
+        """Return the padded head width, because attention kernels need queries, keys and values of equal width."""
+        return max(self.latent_query_width, self.v_head_dim)
+
+    @property
+    def num_attention_maps(self) -> int:
+        """Return the number of linear layers of an attention layer."""
+        if not self.multi_latent_attention:
+            return 2
+        return 4 if self.q_lora_rank is None else 5
+
+    def latent_projections(self, hidden_size: int, num_heads: int) -> int:
+        """Return the number of weights in the linear layers of one MLA layer."""
+        queries = num_heads * self.latent_query_width
+        of_queries = hidden_size * queries
+        if self.q_lora_rank is not None:
+            of_queries = self.q_lora_rank * (hidden_size + queries)
+        down = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+        up = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
+        return of_queries + down + up + num_heads * self.v_head_dim * hidden_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig(Config):
+    """Kind of rotary position embedding, and its YaRN scaling."""
+
     rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
     """Kind of rotary positions: plain (rope), or stretched by --rotary-scaling-factor (yarn); yarn is the default of
     latent attention, rope that of any other."""
@@ -85,63 +101,14 @@ class LatentConfig(Config):
     mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: how much attention scores grow with the logarithm of the factor, in place of the rotary part."""
 
-    @property
-    def latent_query_width(self) -> int:
-        return self.qk_head_dim + self.qk_pos_emb_head_dim
-
-    @property
-    def latent_head_width(self) -> int:
-        """Return the padded head width, because attention kernels need queries, keys and values of equal width."""
-        return max(self.latent_query_width, self.v_head_dim)
-
-    @property
-    def stretches_positions(self) -> bool:
-        """Return whether YaRN scales the rotary frequencies."""
-        kind = self.rope_type or ("yarn" if self.multi_latent_attention else "rope")
-        return kind == "yarn" and self.rotary_scaling_factor != 1.0
-
-    @property
-    def rotary_amplitude(self) -> float:
-        """Return YaRN's factor for the rotary part of queries and keys."""
-        if not self.stretches_positions:
-            return 1.0
-        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
-
-    @property
-    def latent_score_factor(self) -> float:
-        """Return the factor of MLA scores, relative to division by the square root of the padded head width."""
-        growth = self._growth(self.mscale_all_dim)
-        return growth * growth * math.sqrt(self.latent_head_width / self.latent_query_width)
-
-    @property
-    def scales_latent_scores(self) -> bool:
-        """Return whether MLA scores grow with the scaling factor; this applies with ``rope_type`` rope too."""
-        return self.multi_latent_attention and self._growth(self.mscale_all_dim) != 1.0
-
-    def _growth(self, scale: float) -> float:
+    def yarn_mscale(self, scale: float) -> float:
+        """Return YaRN's mscale: 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1, or 1 for a factor of at most 1."""
         factor = self.rotary_scaling_factor
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
-    @property
-    def num_attention_maps(self) -> int:
-        """Return the number of linear layers of an attention layer."""
-        if not self.multi_latent_attention:
-            return 2
-        return 4 if self.q_lora_rank is None else 5
-
-    def latent_projections(self, hidden_size: int, num_heads: int) -> int:
-        """Return the number of weights in the linear layers of one MLA layer."""
-        queries = num_heads * self.latent_query_width
-        of_queries = hidden_size * queries
-        if self.q_lora_rank is not None:
-            of_queries = self.q_lora_rank * (hidden_size + queries)
-        down = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
-        up = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
-        return of_queries + down + up + num_heads * self.v_head_dim * hidden_size
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictionConfig(Config):
+class MTPConfig(Config):
     """Multi-token prediction (MTP); without ``mtp_num_layers`` the model predicts only the next token."""
 
     mtp_num_layers: int | None = flag(None, role="weights", bounds=POSITIVE, most=1000)
@@ -154,7 +121,7 @@ class PredictionConfig(Config):
         return self.mtp_num_layers or 0
 
 
-def further_loss_names(config: PredictionConfig) -> tuple[str, ...]:
+def further_loss_names(config: MTPConfig) -> tuple[str, ...]:
     """Return the log names of the MTP losses, in order of depth."""
     return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_depth))
 
@@ -333,21 +300,28 @@ _PLAIN_ACTIVATIONS = ("squared_relu",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(
-    ModelParallelConfig,
-    Float8Config,
-    MoEConfig,
-    PredictionConfig,
-    LatentConfig,
-    MupConfig,
-    AttentionKindsConfig,
-    in_args=True,
-):
+class TransformerConfig(ModelParallelConfig, in_args=True):
     """Configuration of a transformer layer and of a stack of such layers.
 
-    ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` default to 0. ``__post_init__`` then derives their
-    real values.
+    The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in nested groups. ``ffn_hidden_size``,
+    ``kv_channels`` and ``num_query_groups`` default to 0. ``__post_init__`` then derives their real values.
     """
+
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", listed_first=True)
+    """What attention scores are divided by: the sum of their exponentials (vanilla), that and 1 (off-by-one), or that
+    and the exponential of a number that each head learns, its sink (learnable)."""
+    no_rope_freq: str | None = flag(
+        None, metavar="N", role="meaning", seen_as="layers_without_rotary", in_args=False, listed_first=True
+    )
+    """Which layers leave queries and keys as they are where positions are rotary: every Nth, or a list with a 1 for
+    each that does and a 0 for the others: ([0]*3+[1])*4; by default none."""
+
+    mup: MupConfig = group(MupConfig)
+    mla: MLAConfig = group(MLAConfig)
+    rope: RotaryConfig = group(RotaryConfig)
+    mtp: MTPConfig = group(MTPConfig)
+    moe: MoEConfig = group(MoEConfig)
+    fp8: Fp8Config = group(Fp8Config)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -524,13 +498,12 @@ class TransformerConfig(
     def __post_init__(self) -> None:
         """Derive the fields that depend on others."""
         super().__post_init__()
-        Float8Config.__post_init__(self)
         if self.ffn_hidden_size == 0:
             object.__setattr__(
                 self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu or self.geglu)
             )
-        if self.moe_ffn_hidden_size == 0 and self.num_experts is not None:
-            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        if self.moe.moe_ffn_hidden_size == 0 and self.moe.num_experts is not None:
+            object.__setattr__(self, "moe", dataclasses.replace(self.moe, moe_ffn_hidden_size=self.ffn_hidden_size))
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
         if self.attention_head_type == "multiquery":
@@ -540,7 +513,8 @@ class TransformerConfig(
             object.__setattr__(self, "num_query_groups", groups)
         if (self.recompute_activations or self.moe_layer_recompute) and self.recompute_granularity is None:
             object.__setattr__(self, "recompute_granularity", "selective")
-        adds_moe = self.moe_layer_recompute and self.num_experts is not None and self.recompute_granularity != "full"
+        has_experts = self.moe.num_experts is not None
+        adds_moe = self.moe_layer_recompute and has_experts and self.recompute_granularity != "full"
         if adds_moe and "moe" not in self.recompute_modules:
             object.__setattr__(self, "recompute_modules", (*self.recompute_modules, "moe"))
         if self.use_flash_attn and self.attention_backend == "auto":
@@ -569,7 +543,7 @@ class TransformerConfig(
         Raises:
             ValueError: --moe-layer-freq is invalid; the message gives the reason.
         """
-        return moe_layers(self, self.num_layers)
+        return moe_layers(self.moe, self.num_layers)
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
@@ -579,6 +553,10 @@ class TransformerConfig(
             ValueError: --no-rope-freq is invalid; the message gives the reason.
         """
         return without_rotary(self.no_rope_freq, self.num_layers)
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.softmax_type != "vanilla"
 
     @property
     def is_gated(self) -> bool:
@@ -596,7 +574,7 @@ class TransformerConfig(
 
     @property
     def routes_at_random(self) -> bool:
-        return self.num_experts is not None and self.moe_router_force_load_balancing
+        return self.moe.num_experts is not None and self.moe.moe_router_force_load_balancing
 
     @property
     def adapted_parts(self) -> dict[str, tuple[str, ...]]:
@@ -610,7 +588,31 @@ class TransformerConfig(
     @property
     def width_multiplier(self) -> float:
         """Return the ratio of the model's width to --mup-base-hidden-size; 1 without --use-mup."""
-        return self.width_multiplier_of(self.hidden_size)
+        return self.mup.width_multiplier_of(self.hidden_size)
+
+    @property
+    def stretches_positions(self) -> bool:
+        """Return whether YaRN scales the rotary frequencies."""
+        kind = self.rope.rope_type or ("yarn" if self.mla.multi_latent_attention else "rope")
+        return kind == "yarn" and self.rope.rotary_scaling_factor != 1.0
+
+    @property
+    def rotary_amplitude(self) -> float:
+        """Return YaRN's factor for the rotary part of queries and keys."""
+        if not self.stretches_positions:
+            return 1.0
+        return self.rope.yarn_mscale(self.rope.mscale) / self.rope.yarn_mscale(self.rope.mscale_all_dim)
+
+    @property
+    def latent_score_factor(self) -> float:
+        """Return the factor of MLA scores, relative to division by the square root of the padded head width."""
+        growth = self.rope.yarn_mscale(self.rope.mscale_all_dim)
+        return growth * growth * math.sqrt(self.mla.latent_head_width / self.mla.latent_query_width)
+
+    @property
+    def scales_latent_scores(self) -> bool:
+        """Return whether MLA scores grow with the scaling factor; this applies with ``rope_type`` rope too."""
+        return self.mla.multi_latent_attention and self.rope.yarn_mscale(self.rope.mscale_all_dim) != 1.0
 
     @property
     def score_scalar(self) -> int:
@@ -643,12 +645,12 @@ class TransformerConfig(
     @property
     def head_width(self) -> int:
         """Return the head width of queries, keys and values that attention kernels see."""
-        return self.latent_head_width if self.multi_latent_attention else self.kv_channels
+        return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
 
     @property
     def context_size(self) -> int:
         """Return the width of the attention output of all heads together."""
-        width = self.v_head_dim if self.multi_latent_attention else self.kv_channels
+        width = self.mla.v_head_dim if self.mla.multi_latent_attention else self.kv_channels
         return width * self.num_attention_heads
 
     @property
@@ -668,8 +670,8 @@ class TransformerConfig(
     @property
     def float8_places(self) -> Fp8TensorIndex:
         """Return the index of the tensors for which delayed scaling keeps an amax history."""
-        maps, further = self.num_attention_maps + 2, self.mtp_depth
-        return Fp8TensorIndex(self.num_layers + further, maps, self.num_experts or 0, has_join=further > 0)
+        maps, further = self.mla.num_attention_maps + 2, self.mtp.mtp_depth
+        return Fp8TensorIndex(self.num_layers + further, maps, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of one micro-batch on a rank, which pipeline stages exchange."""
@@ -682,7 +684,7 @@ class TransformerConfig(
         Only matmuls are counted: norms, activations and embedding lookups together are far below one percent. Narayanan
         et al. 2021, https://arxiv.org/abs/2104.04473.
         """
-        layers = range(self.num_layers + self.mtp_depth)
+        layers = range(self.num_layers + self.mtp.mtp_depth)
         return sum(sum(self.layer_forward_flops(number, seq_length)) for number in layers)
 
     def layer_forward_flops(self, layer_number: int, seq_length: int) -> tuple[float, float]:
@@ -693,17 +695,18 @@ class TransformerConfig(
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
         gemms, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
-        if self.multi_latent_attention:
-            gemms = self.latent_projections(hidden, self.num_attention_heads)
-            of_scores = self.num_attention_heads * (self.latent_query_width + self.v_head_dim)
+        if self.mla.multi_latent_attention:
+            gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
+            of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         num_matrices = 3 if self.is_gated else 2
         if self.moe_layers[kind]:
             # Routed experts (top-k), the shared expert and the router.
-            width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
-            gemms += hidden * (width * num_matrices + (self.num_experts or 0))
+            width = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size
+            width += self.moe.moe_shared_expert_intermediate_size or 0
+            gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
         else:
             gemms += hidden * self.ffn_hidden_size * num_matrices
         if layer_number >= self.num_layers:

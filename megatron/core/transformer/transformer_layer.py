@@ -59,7 +59,7 @@ def make_attention(
     cp: Group | None,
 ) -> nn.Module:
     """Return the configured attention module, called like `SelfAttention`; it returns a `LayerOutput`."""
-    kind = LatentAttention if config.multi_latent_attention else SelfAttention
+    kind = LatentAttention if config.mla.multi_latent_attention else SelfAttention
     return kind(config, layer_number, tp, device, cp)
 
 

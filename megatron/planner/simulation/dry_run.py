@@ -123,7 +123,7 @@ def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
     backward = 1 if model.lora_rank else _BACKWARD
     documents = 2 if config.data.reset_attention_mask else 1
     for chunk in config.stage_layout.chunks(pipeline_rank):
-        further = range(model.num_layers, model.num_layers + model.mtp_depth) if chunk.has_loss else ()
+        further = range(model.num_layers, model.num_layers + model.mtp.mtp_depth) if chunk.has_loss else ()
         for number in (*chunk.layer_numbers, *further):
             is_forward_only = model.lora_rank and number == 0
             of_gemms, _ = model.layer_forward_flops(number, length)
@@ -143,12 +143,13 @@ def _beyond_choices(config: RunConfig, layer_number: int) -> float:
     add by rows that fill them up to their capacity.
     """
     model, length = config.model, config.data.seq_length
-    if model.moe_expert_capacity_factor is None or not model.moe_layers[model.kind_of(layer_number)]:
+    if model.moe.moe_expert_capacity_factor is None or not model.moe_layers[model.kind_of(layer_number)]:
         return 0.0
     sequences = config.training.micro_batch_size
     layer = ExpertLayer(model, length * sequences // model.context_parallel_size, sequences, element=1)
-    chosen = layer.rows * model.moe_router_topk * layer.sizes.expert_tp
-    of_experts = model.hidden_size * model.moe_router_topk * model.moe_ffn_hidden_size * (3 if model.is_gated else 2)
+    chosen = layer.rows * model.moe.moe_router_topk * layer.sizes.expert_tp
+    width = model.moe.moe_router_topk * model.moe.moe_ffn_hidden_size
+    of_experts = model.hidden_size * width * (3 if model.is_gated else 2)
     return 2.0 * length * of_experts * (layer.given / chosen - 1)
 
 

@@ -390,7 +390,7 @@ def simulated_gpu(
         QuickFakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         CudaOperators(recorder, gpu.capability),
-        BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext(),
+        BalancedExperts(model.moe, recorder.wait).taking_calls() if model.moe.num_experts else nullcontext(),
     ):
         yield FakeDevice(
             "cuda",

@@ -50,9 +50,9 @@ def _warm_up(request: TraceRequest) -> None:
     """Let what a process does once, such as to try which fp8 matmuls there are, be done before a trace is taken."""
     model = request.model
     # A layer in the model's own dtype does not try the matmuls of the fp8 layers.
-    in_float8 = any(model.is_in_float8(number, model.num_layers) for number in request.contents.layer_numbers)
-    recipe = model.fp8_recipe if in_float8 else None
-    kind = request.capability, model.fp8_format, recipe, model.num_experts is None, request.contents.has_loss
+    in_float8 = any(model.fp8.is_in_float8(number, model.num_layers) for number in request.contents.layer_numbers)
+    recipe = model.fp8.fp8_recipe if in_float8 else None
+    kind = request.capability, model.fp8.fp8_format, recipe, model.moe.num_experts is None, request.contents.has_loss
     if kind not in _warmed:
         with _simulated(request) as tracer:
             tracer.trace(1)

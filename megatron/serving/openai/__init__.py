@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP, with a page to look at a model."""
+"""OpenAI-compatible HTTP API, with a web page to try out the model."""
 
 from __future__ import annotations
 

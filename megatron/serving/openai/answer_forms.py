@@ -1,6 +1,6 @@
-"""The text and the JSON of OpenAI's answers, whole or as the chunks of a stream.
+"""Text and JSON of OpenAI-compatible responses, complete or as the chunks of a stream.
 
-Text is held back while it may be part of a stop sequence.
+Text is held back while it may be the start of a stop sequence.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron.core.tokenizers import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _MOST_HELD = 4
-"""A character of UTF-8 has at most so many bytes, and a token at least one."""
+"""Maximum number of tokens in one character: a UTF-8 character has up to four bytes, and a token at least one."""
 _CONTEXT = 8
 
 
 @dataclass(frozen=True)
 class TextToken:
-    """Hold a token, the text that it adds, where that begins, and its value.
+    """Token with the text that it adds, the offset of that text, and its log-probabilities.
 
-    A token that leaves a character unfinished adds nothing; the one that finishes it adds all of it.
+    A token that ends within a character adds no text; the token that completes the character adds all of it.
     """
 
     token: int
@@ -34,7 +34,7 @@ class TextToken:
 
 
 class TokenTexts:
-    """Turn tokens into the text that each adds behind those before it."""
+    """Incremental detokenizer: converts each token to the text that it adds to the preceding ones."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class TokenTexts:
         self._read = len(self._ids)
 
     def add(self, token: int) -> str:
-        """Return what a token adds."""
+        """Return the text that a token adds."""
         self._ids.append(token)
         return self._new_text(is_last=len(self._ids) - self._read > _MOST_HELD)
 
@@ -61,7 +61,7 @@ class TokenTexts:
 
 
 class ChoiceText:
-    """Gather a choice's text and tokens up to its end, and give out what is certain."""
+    """Accumulates the text and tokens of a choice up to its end, and releases the part that is final."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self.reason: Literal["stop", "length"] | None = None
@@ -75,7 +75,7 @@ class ChoiceText:
         self._num_tokens_given = 0
 
     def begin_with(self, tokenizer: Tokenizer, prompt: Sequence[int], values: Sequence[TokenValue]) -> None:
-        """Let the text begin with the prompt, in which no stop is looked for."""
+        """Start the text with the prompt (``echo``), which is not searched for stop sequences."""
         texts = TokenTexts(tokenizer, ())
         of_tokens: list[TokenValue | None] = [None, *values] if values else [None] * len(prompt)
         for token, value in zip(prompt, of_tokens, strict=True):
@@ -84,7 +84,7 @@ class ChoiceText:
         self._begin_of_new = len(self._text)
 
     def add(self, token: int, value: TokenValue | None) -> None:
-        """Take a token; where it completes a stop, the text ends before that."""
+        """Append a token; if it completes a stop sequence, the text ends before that sequence."""
         if self.reason is not None:
             return
         self.num_tokens += 1
@@ -92,14 +92,14 @@ class ChoiceText:
         self._stop()
 
     def end(self, reason: Literal["stop", "length"]) -> None:
-        """End the text, if nothing has ended it before."""
+        """End the text unless it has already ended."""
         if self.reason is None:
             self._text += self._texts.rest()
             self._stop()
             self.reason = self.reason or reason
 
     def take(self) -> tuple[str, list[TextToken]]:
-        """Return the text and the tokens that are certain and have not been given out."""
+        """Return the final text and tokens that have not been returned before."""
         end = len(self._text) if self.reason is not None else len(self._text) - self._num_held()
         text, self._num_given = self._text[self._num_given : end], max(self._num_given, end)
         tokens = []
@@ -116,7 +116,7 @@ class ChoiceText:
         self._text += text
 
     def _stop(self) -> None:
-        # What has been given out holds no beginning of a stop.
+        # The text already returned contains no start of a stop sequence.
         begin = max(self._num_given, self._begin_of_new)
         places = [place for stop in self._stops if (place := self._text.find(stop, begin)) >= 0]
         if places:
@@ -124,7 +124,7 @@ class ChoiceText:
             self.reason = "stop"
 
     def _num_held(self) -> int:
-        """Return how many characters at the end may be the beginning of a stop."""
+        """Return the number of characters at the end that may be the start of a stop sequence."""
         tail = self._text[self._num_given :]
         return max(
             (
@@ -141,7 +141,7 @@ Json = dict[str, Any]
 
 
 class AnswerForms:
-    """Write the answers to one request: of a completion, or of a conversation."""
+    """Builds the responses to one completion or chat request."""
 
     def __init__(self, tokenizer: Tokenizer, model: str, *, is_chat: bool, num_alternatives: int | None) -> None:
         self._tokenizer = tokenizer
@@ -154,29 +154,29 @@ class AnswerForms:
         }
 
     def whole(self, choices: Sequence[Json], usage: Json) -> Json:
-        """Return a whole answer."""
+        """Build a complete response."""
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
     def choice(self, index: int, text: str, tokens: Sequence[TextToken], reason: str | None) -> Json:
-        """Return one choice of a whole answer."""
+        """Build one choice of a complete response."""
         content: Json = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
         return {"index": index, **content, "logprobs": self._logprobs(tokens), "finish_reason": reason}
 
     def chunk(self, index: int, text: str, tokens: Sequence[TextToken], reason: str | None, *, is_first: bool) -> Json:
-        """Return what is new of one choice; the first chunk of a conversation's choice has the role."""
+        """Build a chunk with the new text of one choice; the first chunk of a chat choice has the role."""
         content: Json = {"text": text}
         if self._is_chat:
             content = {"delta": ({"role": "assistant"} if is_first else {}) | ({"content": text} if text else {})}
             if is_first:
                 content["delta"]["content"] = text
-        # A chunk without tokens has no values; a choice that has none at all says null throughout.
+        # A chunk without tokens has no log-probabilities; null means that none were requested.
         logprobs = self._logprobs(tokens) if tokens else None
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "object": self._kind_of_chunk, "choices": [choice]}
 
     def usage_chunk(self, usage: Json) -> Json:
-        """Return the last chunk of a stream that was asked for the counts."""
+        """Build the last chunk of a stream that requested ``include_usage``."""
         return {**self._head, "object": self._kind_of_chunk, "choices": [], "usage": usage}
 
     @property
@@ -197,12 +197,12 @@ class AnswerForms:
         }
 
     def _top(self, token: TextToken) -> dict[str, float] | None:
-        """Return the likeliest tokens by their texts, the chosen one among them."""
+        """Return the log-probabilities of the most likely tokens by text, including the chosen token."""
         if token.value is None:
             return None
         found: dict[str, float] = {}
         for number, value in [*token.value.alternatives, (token.token, token.value.log_probability)]:
-            # Of tokens that look alike the likeliest has the name; the chosen one's value is there in any case.
+            # If several tokens have the same text, the most likely one is kept; the chosen token is always included.
             found.setdefault(self._tokenizer.detokenize([number]), value)
         return found
 
@@ -217,5 +217,5 @@ class AnswerForms:
 
 
 def usage_of(num_prompt: int, num_new: int) -> Json:
-    """Return the counts of tokens."""
+    """Build the token counts of a response."""
     return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}

@@ -1,4 +1,4 @@
-"""The FastAPI application: its paths, and the requests that it streams."""
+"""The FastAPI application: its routes, and its streamed requests."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from megatron.serving.openai.translator import Translated, Translator
 
 
 class ClientLeft(Exception):
-    """Report that nobody waits for the answer."""
+    """The client disconnected and no longer waits for the response."""
 
 
 class StreamedCompletion:
-    """Hold a request that runs, from `start` to `close`, and the texts of its choices.
+    """Running request, from `start` to `close`, with the texts of its choices.
 
-    A client that leaves, which ``receive`` of ASGI tells, ends the request at the next token.
+    If the client disconnects, as reported by ASGI's ``receive``, the request ends at the next token.
     """
 
     def __init__(self, jobs: JobQueue, asked: Translated, tokenizer: Tokenizer) -> None:
@@ -58,7 +58,7 @@ class StreamedCompletion:
         self._watcher: asyncio.Task[None] | None = None
 
     def start(self, receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
-        """Let the request wait for its turn, and watch whether the client stays.
+        """Queue the request, and watch for a disconnect of the client.
 
         Raises:
             QueueFull: too many requests wait.
@@ -68,16 +68,16 @@ class StreamedCompletion:
         self._watcher = asyncio.create_task(self._watch(receive))
 
     def close(self) -> None:
-        """Give the request up, if it still runs."""
+        """Cancel the request if it still runs."""
         self._jobs.leave(self._job)
         if self._watcher is not None:
             self._watcher.cancel()
 
     async def changes(self) -> AsyncIterator[set[int]]:
-        """Yield the numbers of the choices that have gone on, until all have ended.
+        """Yield the indices of the choices with new events, until all choices have ended.
 
         Raises:
-            ClientLeft: nobody waits any more.
+            ClientLeft: the client disconnected.
             Exception: the request failed.
         """
         running = set(range(len(self.choices)))
@@ -92,7 +92,7 @@ class StreamedCompletion:
             yield changed
 
     async def _next(self) -> list[Progress]:
-        """Return all that has happened since; the slower the client, the more at once."""
+        """Return all events since the last call; a slow client gets more at once."""
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
@@ -122,7 +122,7 @@ class StreamedCompletion:
                 choice.end(reason)
 
     def _listen(self, news: Sequence[Progress] | Exception) -> None:
-        """Hand over to the loop of the server; at the very end that may be closed."""
+        """Pass events to the server's event loop, which may already be closed during shutdown."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, news)
 
@@ -140,7 +140,7 @@ Json = dict[str, Any]
 
 
 class Application:
-    """Answer OpenAI's requests for one model, and Megatron's PUT /api; ``log`` takes a line for each."""
+    """OpenAI-compatible API for one model, with Megatron's PUT /api; ``log`` gets one line per request."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Application:
         self._policy = _content_policy(self._page)
 
     def asgi(self) -> FastAPI:
-        """Return what a server of ASGI runs."""
+        """Create the ASGI application."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         routes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
             ("POST", "/v1/completions", self.complete),
@@ -183,11 +183,11 @@ class Application:
         return app
 
     async def complete(self, request: Request) -> Response:
-        """Answer /v1/completions."""
+        """Handle /v1/completions."""
         return await self._answer(request, read_completion(await request.body()))
 
     async def chat(self, request: Request) -> Response:
-        """Answer /v1/chat/completions."""
+        """Handle /v1/chat/completions."""
         return await self._answer(request, read_chat(await request.body()))
 
     async def models(self) -> Json:
@@ -200,20 +200,20 @@ class Application:
         return self._description()
 
     async def health(self) -> Json:
-        """Tell that requests are taken."""
+        """Report that the server accepts requests."""
         return {"status": "ok"}
 
     async def metrics(self) -> Response:
-        """Show what has been done."""
+        """Return the metrics in Prometheus format."""
         return Response(self._metrics.text(*self._jobs.counts()), media_type=CONTENT_TYPE)
 
     async def page(self) -> Response:
-        """Show the page."""
+        """Return the web page."""
         headers = {"Content-Security-Policy": self._policy, "X-Content-Type-Options": "nosniff"}
         return HTMLResponse(self._page, headers=headers)
 
     async def put(self, request: Request) -> Response:
-        """Answer Megatron's own form."""
+        """Handle Megatron's own PUT /api."""
         status, content, line = await asyncio.to_thread(self._put_api.answer, await request.body())
         if line:
             self._log(f"{_client(request)} {status.value} {line}")
@@ -250,7 +250,7 @@ class Application:
             with _as_api_errors():
                 answer.start(request.receive)
                 changes = answer.changes()
-                # What fails at once gets a status of its own, also where it was to be a stream.
+                # Wait for the first event, so that an early failure gets its own HTTP status even for a stream.
                 first = await anext(changes)
                 self._metrics.first_tokens += 1
                 self._metrics.first_token_seconds += time.monotonic() - begin
@@ -269,14 +269,14 @@ class Application:
                 self._close(request, answer, begin)
 
     async def _translated(self, request: Request, fields: RequestFields) -> Translated:
-        """Return what the engine is asked for; a long text is tokenized in a thread, so that others need not wait."""
+        """Translate a request for the engine; a long text is tokenized in a thread, so that other requests proceed."""
         seed = self._put_api.next_seed()
         if len(await request.body()) <= _SHORT_BODY and not self._translator.is_busy:
             return self._translator.translate(fields, seed)
         return await asyncio.to_thread(self._translator.translate, fields, seed)
 
     def _whole(self, answer: StreamedCompletion, forms: AnswerForms) -> Json:
-        """Return a whole answer, once all choices have ended."""
+        """Build a complete response after all choices have ended."""
         if answer.found:
             self._write_beams(answer)
         choices = []
@@ -286,7 +286,7 @@ class Application:
         return forms.whole(choices, _usage(answer))
 
     def _write_beams(self, answer: StreamedCompletion) -> None:
-        """Put the best texts of each prompt in the place of its choice."""
+        """Replace the choice of each prompt with its best beams."""
         choices = []
         for prompt, found in sorted(answer.found.items()):
             for text in found[: answer.asked.fields.n]:
@@ -306,7 +306,7 @@ class Application:
         changes: AsyncIterator[set[int]],
         begin: float,
     ) -> AsyncIterator[bytes]:
-        """Yield the chunks of a stream, as events."""
+        """Yield the chunks of a stream as server-sent events."""
         silent = set(range(len(answer.choices)))
         open_choices = set(silent)
         has_values = answer.asked.fields.num_alternatives is not None
@@ -366,7 +366,7 @@ def _client(request: Request) -> str:
 
 @contextlib.contextmanager
 def _as_api_errors() -> Iterator[None]:
-    """Give what the engine and the queue raise its status."""
+    """Convert errors of the engine and the queue to API errors with an HTTP status."""
     try:
         yield
     except QueueFull as error:
@@ -395,7 +395,7 @@ async def _answer_failure(request: Request, error: Exception) -> Response:
 
 
 def _content_policy(page: str) -> str:
-    """Return what the page may do: run its own script, and talk to this server."""
+    """Build the page's content security policy: run its own script, and connect to this server."""
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (

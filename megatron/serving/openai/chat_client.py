@@ -1,4 +1,4 @@
-"""Conversations with a server of OpenAI's API, whose answers come piece by piece."""
+"""Chat client for a server with OpenAI's API, with streamed responses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LONGEST_LINE = 2**24
 
 
 class ChatFailed(Exception):
-    """Report an answer that a server does not give, or not to its end; the conversation can go on."""
+    """The server gave no response or only a part of one; the conversation can continue."""
 
 
 class ChatClient:
-    """Ask one server. ``fields`` are further ones of every request, such as ``temperature``.
+    """Client of one server; ``fields``, such as ``temperature``, are added to every request.
 
     Raises:
-        InputError: the address is none.
+        InputError: the address is invalid.
     """
 
     def __init__(self, url: str, key: str | None, fields: Mapping[str, Any]) -> None:
@@ -44,10 +44,10 @@ class ChatClient:
         self._fields = dict(fields)
 
     def model(self) -> str:
-        """Return the name of the first model of the server, which is asked for from now on if none is named.
+        """Return the name of the server's first model, which becomes the default of later requests.
 
         Raises:
-            InputError: nobody answers there, or not as such a server does.
+            InputError: there is no server at the address, or it does not serve OpenAI's API.
         """
         try:
             with self._response("GET", "/v1/models", None) as response:
@@ -64,10 +64,10 @@ class ChatClient:
         return name
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
-        """Yield the pieces of the answer; whoever stops early ends it on the server too.
+        """Yield the text of the response in pieces; a caller that stops early also cancels the request on the server.
 
         Raises:
-            ChatFailed: the server refuses, fails or leaves.
+            ChatFailed: the server rejects the request, fails or disconnects.
         """
         body = json.dumps({**self._fields, "messages": list(messages), "stream": True})
         try:

@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Count requests, tokens and seconds; all of it on the thread of the HTTP server."""
+    """Counters of requests, tokens and seconds, used only on the HTTP server's thread."""
 
     def __init__(self) -> None:
         self.requests: Counter[int] = Counter()
@@ -28,7 +28,7 @@ class Metrics:
         self.request_seconds = 0.0
 
     def text(self, waiting: int, running: int) -> str:
-        """Return all metrics; ``waiting`` and ``running`` are the numbers of such requests."""
+        """Format all metrics; ``waiting`` and ``running`` are the current numbers of requests."""
         return "".join(self._lines(waiting, running))
 
     def _lines(self, waiting: int, running: int) -> Iterator[str]:
@@ -56,14 +56,14 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApplication = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _READ_ANYWAY = 8
-"""So many times the longest body."""
+"""A body that is too long is still read up to this multiple of the limit."""
 OPEN_PATHS = ("/", "/health")
-"""What is shown without a key."""
+"""Paths that need no API key."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold what a server takes at most."""
+    """Limits of a server."""
 
     body_bytes: int = 16 * 1024 * 1024
     body_seconds: float = 30.0
@@ -71,9 +71,9 @@ class Limits:
 
 
 class Guard:
-    """Refuse requests without the key, too many at once, and bodies that are too long or come too slowly.
+    """Middleware that rejects requests without the key, too many at once, and bodies that are too long or too slow.
 
-    The application is given the body whole.
+    The application gets the whole body in one message.
     """
 
     def __init__(self, application: AsgiApplication, limits: Limits, api_key: str | None, metrics: Metrics) -> None:
@@ -84,7 +84,7 @@ class Guard:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it."""
+        """Forward a request, or reject it."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._application(scope, receive, send)
@@ -121,7 +121,7 @@ class Guard:
             raise ApiError(401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the whole body, or None where the client leaves in the middle of it."""
+        """Read the whole body; return None if the client disconnects before its end."""
         most = self._limits.body_bytes
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if lengths and (len(lengths[0]) > 20 or int(lengths[0]) > _READ_ANYWAY * most):
@@ -144,7 +144,7 @@ async def _read(receive: Receive, most: int) -> bytes | None:
         if size <= most:
             body += part
         is_over = not message.get("more_body", False)
-        # What is too long is read and thrown away: many clients read no answer before they have sent all.
+        # Read and discard the excess: many clients read no response before they have sent the whole body.
         if size > most and (is_over or size > _READ_ANYWAY * most):
             raise ApiError(413, f"the body has more than {most} bytes; at most these are taken")
         if is_over:
@@ -152,7 +152,7 @@ async def _read(receive: Receive, most: int) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return what gives the body once, and then what comes after it."""
+    """Return a ``receive`` that yields the body once, and then the later messages."""
     is_given = False
 
     async def again() -> Message:
@@ -170,7 +170,7 @@ async def _refuse(send: Send, error: ApiError) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        # What is left of a body must not be taken for the next request.
+        # The unread rest of a body must not be parsed as the next request.
         (b"connection", b"close"),
     ]
     if error.status in (429, 503):

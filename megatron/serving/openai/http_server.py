@@ -1,4 +1,4 @@
-"""The application behind a port: a thread with a loop of its own, beside the one that makes tokens."""
+"""HTTP server of the application: a thread with its own event loop, separate from the generation loop."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _ROUND_S = 0.01
 
 
 class _Connection(H11Protocol):
-    """Close a connection on which no request has come in time: it would take up a place for nothing."""
+    """Connection that is closed if no request arrives in time, because it would occupy a slot for nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
-        """Begin to wait for the first request."""
+        """Start the timeout of the first request."""
         super().connection_made(transport)
         self.loop.call_later(_FIRST_REQUEST_S, self._close_silent)
 
     def _close_silent(self) -> None:
-        is_silent = self.cycle is None  # as typed, it is never None
+        is_silent = self.cycle is None  # uvicorn's annotation says that it is never None
         if is_silent:
             self.transport.close()
 
 
 class HttpServer:
-    """Take requests; made before the model is loaded, so that a taken port is known at once.
+    """HTTP server; it is created before the model is loaded, so that a port in use is reported immediately.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port cannot be bound.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -54,12 +54,11 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Return where the server is."""
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start(self, application: AsgiApplication) -> None:
-        """Begin to take requests, and return once they are taken."""
+        """Start the server, and return when it accepts requests."""
         config = uvicorn.Config(
             application,
             http=_Connection,
@@ -79,7 +78,7 @@ class HttpServer:
             time.sleep(_ROUND_S)
 
     def stop(self) -> None:
-        """Take no more requests, and let those leave that are being answered."""
+        """Stop accepting requests, and wait briefly for the running ones."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(_LAST_ANSWERS_S + 1)

@@ -1,4 +1,4 @@
-"""Conversations with a model in this process."""
+"""Chat with a model in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.serving.openai.translator import Translator
 
 
 class LocalChat:
-    """Answer with one model; ``fields`` are those of every request, ``seed`` is that of the first answer."""
+    """Chat with one model; ``fields`` are request fields that apply to every message."""
 
     def __init__(self, engine: ContinuousEngine, translator: Translator, fields: Mapping[str, object]) -> None:
         self._engine = engine
@@ -20,7 +20,7 @@ class LocalChat:
         self._fields = fields
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
-        """Yield the pieces of the answer.
+        """Yield the text of the response in pieces.
 
         Raises:
             ChatFailed: the model cannot answer.

@@ -20,7 +20,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """Report a request that is not answered: an HTTP status, and one line for the client."""
+    """Error response to a request: an HTTP status, and one line for the client."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -35,13 +35,13 @@ class ApiError(Exception):
 
 
 def bad_value(name: str, wanted: str, value: object) -> ApiError:
-    """Return what to tell of a field whose value cannot be."""
+    """Build the error for a field with an invalid value."""
     shown = repr(value)
     return ApiError(400, f"{name} must be {wanted}, and is {shown[:60]}{'…' if len(shown) > 60 else ''}", param=name)
 
 
 MAX_CHOICES = 128
-"""Prompts x choices of a request."""
+"""Maximum of prompts x choices per request."""
 _MOST_ALTERNATIVES = 20
 _MOST_BIASES = 1024
 _MOST_STOPS = 16
@@ -79,10 +79,10 @@ def _field(default: Any, check: Check) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestFields:
-    """Hold what a request asks for; of ``prompts`` and ``messages`` one is empty.
+    """Fields of a request; either ``prompts`` or ``messages`` is empty.
 
-    ``num_alternatives`` is None where no log-probabilities are asked for. ``max_tokens`` is None where the text may go
-    on to the end of the context.
+    ``num_alternatives`` is None if no log-probabilities are requested. If ``max_tokens`` is None, the text may fill the
+    context.
     """
 
     prompts: tuple[Prompt, ...] = ()
@@ -128,9 +128,9 @@ class RequestFields:
 _CHECKS: Mapping[str, Check] = {
     field.name: field.metadata["check"] for field in dataclasses.fields(RequestFields) if "check" in field.metadata
 }
-"""The fields whose value is taken as it is given."""
+"""Fields whose value is used as given."""
 _IDLE = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-"""Fields of OpenAI's that change nothing about the text."""
+"""OpenAI fields that are accepted and ignored, because they do not affect the text."""
 _REFUSED: dict[str, Callable[[Any], bool]] = {
     "suffix": lambda value: value == "",
     "tools": lambda value: value == [],
@@ -139,17 +139,17 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "response_format": lambda value: value == {"type": "text"},
     "modalities": lambda value: value == ["text"],
 }
-"""Fields that this server does not do, and the values by which nothing is asked for."""
+"""OpenAI fields that are not supported, with a test for the values that request nothing."""
 
 
 _SPECIAL = ("stop", "stream_options", "logit_bias", "logprobs")
 
 
 def read_completion(body: bytes) -> RequestFields:
-    """Return the fields of a body of /v1/completions.
+    """Parse the body of a /v1/completions request.
 
     Raises:
-        ApiError: it is not JSON, a field has no such name, or a value cannot be.
+        ApiError: the body is not JSON, a field is unknown, or a value is invalid.
     """
     values = _read_object(body, ("prompt",))
     given = _common(values) | {"prompts": _prompts(values.get("prompt"))}
@@ -160,10 +160,10 @@ def read_completion(body: bytes) -> RequestFields:
 
 
 def read_chat(body: bytes) -> RequestFields:
-    """Return the fields of a body of /v1/chat/completions.
+    """Parse the body of a /v1/chat/completions request.
 
     Raises:
-        ApiError: it is not JSON, a field has no such name, or a value cannot be.
+        ApiError: the body is not JSON, a field is unknown, or a value is invalid.
     """
     values = _read_object(body, ("messages", "top_logprobs", "max_completion_tokens"))
     if "max_completion_tokens" in values:
@@ -180,7 +180,7 @@ def read_chat(body: bytes) -> RequestFields:
 
 
 def _read_object(body: bytes, own: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that are not null, under names that are known."""
+    """Parse a JSON object, check its field names, and return the fields that are not null."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -190,7 +190,7 @@ def _read_object(body: bytes, own: tuple[str, ...]) -> dict[str, Any]:
     known = (*own, *_CHECKS, *_SPECIAL, *_IDLE, *_REFUSED)
     for name, value in values.items():
         if name not in known:
-            # Of a long name the comparison would take minutes.
+            # Truncate the name: the comparison of a very long one would take minutes.
             nearest = difflib.get_close_matches(name[:80], known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
             raise ApiError(400, f"{name[:80]} is not a known field; {hint}", param=name[:80])
@@ -207,7 +207,7 @@ def _checked(name: str, value: Any, check: Check) -> Any:
 
 
 def _common(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what both kinds of request have alike."""
+    """Parse the fields that both kinds of request share."""
     given = {name: _checked(name, values[name], check) for name, check in _CHECKS.items() if name in values}
     best_of = given.get("best_of")
     if best_of not in (None, given.get("n", 1)):
@@ -291,7 +291,7 @@ def _unicode(name: str, text: str) -> str:
 
 
 def _consistent(fields: RequestFields, given: Mapping[str, Any]) -> RequestFields:
-    """Refuse fields that do not go with each other."""
+    """Reject combinations of fields that are inconsistent."""
     choices = max(len(fields.prompts), 1) * max(fields.n, fields.num_beams)
     problems = {
         f"prompts x choices are {choices}; at most {MAX_CHOICES} are taken": choices > MAX_CHOICES,

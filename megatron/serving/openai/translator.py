@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine is asked for: tokens, the choice of the next one, and ends."""
+"""Translate the fields of a request for the engine: tokens, sampling, and stop conditions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARK = "marked text of an answer"
 
 @dataclasses.dataclass(frozen=True)
 class Translated:
-    """Hold what the engine is asked for, each prompt ``n`` times in a row, and the stops looked for in texts."""
+    """Request to the engine, with each prompt repeated ``n`` times, and the stop sequences to search for."""
 
     request: GenerationRequest
     fields: RequestFields
@@ -35,15 +35,15 @@ class Translated:
     stops: tuple[str, ...]
 
     def choice_texts(self, tokenizer: Tokenizer) -> list[ChoiceText]:
-        """Return an empty text for every prompt of the request to the engine."""
+        """Create an empty text for each prompt of the engine's request."""
         return [ChoiceText(tokenizer, prompt, self.stops) for prompt in self.request.prompts]
 
 
 class Translator:
-    """Translate requests for one model; safe in several threads.
+    """Translator of requests for one model; thread-safe.
 
-    ``template`` is None where the model has no chat template; ``why_no_template`` says what to do then. ``max_tokens``
-    limits prompt plus generated tokens, as the model's positions do.
+    ``template`` is None if the model has no chat template; ``why_no_template`` is then the error message.
+    ``max_tokens`` limits the prompt plus the generated tokens, as the model's position embeddings do.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Translator:
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether another thread translates, for which `translate` would wait."""
+        """Return whether another thread is translating, in which case `translate` would block."""
         return self._lock.locked()
 
     def translate(self, fields: RequestFields, default_seed: int) -> Translated:
-        """Return what the engine is asked for.
+        """Translate a request for the engine.
 
         Raises:
-            ApiError: the model or the tokenizer cannot do it.
+            ApiError: the model or the tokenizer cannot serve it.
         """
         with self._lock:
             try:
@@ -101,7 +101,7 @@ class Translator:
             return prompt
         ids = tuple(self.tokenizer.tokenize(prompt)) if prompt else ()
         if not ids and self.tokenizer.eod_id is not None:
-            # A text of nothing begins as a document does.
+            # An empty prompt starts with the token that separates documents.
             return (self.tokenizer.eod_id,)
         return ids
 
@@ -111,7 +111,7 @@ class Translator:
         return tuple(self._encoder.encode_prompt(messages))
 
     def _max_new(self, fields: RequestFields, longest: int) -> int:
-        """Return how many tokens may follow; refuse a text that is longer than what is taken."""
+        """Return the maximum number of new tokens; reject a prompt that exceeds the context length."""
         limit = self.max_model_len
         max_new = max(limit - longest, 1) if fields.max_tokens is None else fields.max_tokens
         if longest + max_new > limit:
@@ -154,11 +154,11 @@ class Translator:
         )
 
     def _end_of_answers(self, template: ChatTemplate) -> tuple[int | None, str | None]:
-        """Return the token, or else the text, by which a template ends an answer; neither where it has no such end."""
+        """Return the token, or else the text, that ends a response of the template; neither if it has no such end."""
         messages = ({"role": "user", "content": "text"}, {"role": ASSISTANT, "content": _MARK})
         try:
             text = template.render(Conversation(messages)).text
-        except DataError:  # some want other roles, or tell at each request what they want
+        except DataError:  # some templates need other roles or a per-request setting
             return None, None
         end = text.rpartition(_MARK)[2].strip()
         if END_OF_DOCUMENT in end:
@@ -180,7 +180,7 @@ def _sampling(fields: RequestFields, default_seed: int) -> SamplingConfig:
         greedy=greedy,
         temperature=1.0 if greedy else float(fields.temperature),
         top_k=0 if greedy else max(fields.top_k, 0),
-        # 0 keeps the likeliest token; the configuration's own 0 keeps all.
+        # A request's top_p 0 keeps only the most likely token, while SamplingConfig's 0 keeps all tokens.
         top_p=0.0 if greedy or fields.top_p == 1.0 else max(float(fields.top_p), sys.float_info.min),
         seed=default_seed if fields.seed is None else fields.seed % 2**63,
         no_repeat_ngram_size=fields.no_repeat_ngram_size,

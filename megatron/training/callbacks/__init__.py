@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: what else happens at its moments. See `megatron.training.callbacks.callback`."""
+"""Callbacks of the training loop: additional actions at its hooks. See `megatron.training.callbacks.callback`."""
 
 from __future__ import annotations
 

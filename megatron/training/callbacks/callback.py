@@ -1,4 +1,4 @@
-"""The callback protocol: the moments of a run at which something else may happen, and what a callback is given."""
+"""The callback protocol: the hooks of a run, and the arguments that callbacks get."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from megatron.training import EvaluationSets, ForwardStep, ModelAndOptimizer, Ru
 from megatron.training.loggers import IntervalAverage, MetricsWriter, StepReport
 
 ActionClock = Callable[[Sequence[Action]], "Callable[[], float] | None"]
-"""Return the clock of the executor for the actions of an iteration; None for one that needs none."""
+"""Returns the executor's clock for the actions of an iteration, or None if no clock is needed."""
 
 
 class Callback:
-    """A base class of what happens at moments of a run.
+    """Base class of callbacks, which act at the hooks of a run.
 
-    Each method is a moment, and does nothing unless a subclass overrides it. Every rank calls the moments in this
-    order::
+    Each method is a hook, and does nothing unless a subclass overrides it. Every rank calls the hooks in this order::
 
         on_begin
         for each iteration:
@@ -36,68 +35,68 @@ class Callback:
             after_iteration
         on_end
 
-    A callback may read all of ``run``. It may change only what the description of a moment names. A callback that
-    communicates does so on every rank, in the same order. An exception ends the run. Raise a `TrainingError` on all
-    ranks to end it with a message and without a traceback.
+    A callback may read all of ``run``. It may change only the state that the description of a hook names. A callback
+    that communicates does so on every rank, in the same order. An exception ends the run. Raise a `TrainingError` on
+    all ranks to end it with a message and without a traceback.
     """
 
     def on_begin(self, run: TrainingRun) -> None:
-        """Training begins, at the start of a run and again after it has gone back to an older checkpoint."""
+        """Called when training starts, at the start of a run and again after a rollback to an older checkpoint."""
 
     def reason_to_skip(self, run: TrainingRun, batch_size: int) -> str | None:
-        """Return why the samples of the next iteration are to be skipped, equal on all ranks; None to train on them.
+        """Return a reason to skip the samples of the next iteration, equal on all ranks, or None to train on them.
 
         The first callback that returns a reason decides.
         """
         return None
 
     def after_skip(self, run: TrainingRun) -> None:
-        """The samples of an iteration were skipped; ``run.train_state`` counts it."""
+        """Called after the samples of an iteration were skipped; ``run.train_state`` counts the iteration."""
 
     def before_step(self, run: TrainingRun) -> None:
-        """An iteration begins; ``run.train_state.iteration`` counts those before it."""
+        """Called before an iteration; ``run.train_state.iteration`` is the number of completed iterations."""
 
     def on_gradients(self, run: TrainingRun) -> None:
-        """The gradients are reduced, and not yet clipped; ``run.train_state`` does not yet count the iteration.
+        """Called after the gradients are reduced, before they are clipped; ``run.train_state`` excludes the iteration.
 
-        It may read the gradients in ``run.parts.ddp_chunks``. A step that is computed again calls this again.
+        A callback may read the gradients in ``run.parts.ddp_chunks``. A recomputed step calls this again.
         """
 
     def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
-        """Return the figures of the iteration that has ended, with more among them; equal on all ranks.
+        """Return the report of the completed iteration, with additional metrics; equal on all ranks.
 
-        An entry in ``auxiliary`` is in the log line, the metrics file and TensorBoard. Print and write nothing here:
-        the ranks may have given communication up.
+        An entry in ``auxiliary`` appears in the log line, the metrics file and TensorBoard. Print and write nothing
+        here, because communication may have been aborted.
         """
         return report
 
     def after_step(self, run: TrainingRun, report: StepReport) -> None:
-        """The weights are updated, unless ``report.is_skipped``, and the figures of the iteration are complete."""
+        """Called after the weight update, which ``report.is_skipped`` may have omitted; the report is complete."""
 
     def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
-        """The log line of the iterations since the last one was printed; ``average`` has their averages."""
+        """Called after the log line is printed; ``average`` has the averages since the previous log line."""
 
     def after_evaluation(self, run: TrainingRun, split: str, lm_loss: float) -> None:
-        """The loss of an evaluation set is known; it may come after ``on_end`` for the evaluations of the whole run."""
+        """Called with the loss of an evaluation set; the final evaluations of the run come after ``on_end``."""
 
     def evaluate(self, run: TrainingRun) -> None:
-        """An iteration has ended, with the evaluation on the validation sets if it was due: evaluate in another way."""
+        """Called after an iteration, and after its evaluation on the validation sets; a callback may evaluate here."""
 
     def before_save(self, run: TrainingRun) -> None:
-        """A checkpoint or a copy for a restart will be made; ``run.train_state`` may be completed."""
+        """Called before a checkpoint or an in-memory copy is saved; ``run.train_state`` may be completed here."""
 
     def after_save(self, run: TrainingRun) -> None:
-        """A checkpoint was saved, or with ``--async-save`` begun."""
+        """Called after a checkpoint was saved, or with ``--async-save`` after the save started."""
 
     def after_iteration(self, run: TrainingRun) -> None:
-        """Everything that belongs to an iteration is done, its checkpoint included."""
+        """Called after all work of an iteration, including its checkpoint."""
 
     def on_end(self, run: TrainingRun, reason: str | None) -> None:
-        """Training has ended and the last checkpoint is written; ``reason`` is why it ended early, or None."""
+        """Called when training has ended and the last checkpoint is written; ``reason`` explains an early end."""
 
 
 class Callbacks(Callback):
-    """Several callbacks, called in order."""
+    """Sequence of callbacks, called in order."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.callbacks = tuple(callbacks)
@@ -164,10 +163,10 @@ class Callbacks(Callback):
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun:
-    """Hold everything that the loop works on; the loop itself keeps nothing between iterations but the averages.
+    """State of a run in the training loop; the loop itself keeps only averages between iterations.
 
-    ``step_timers`` and ``action_clock`` are those of a training step, see `TrainingStep`; ``show_progress`` is told
-    how far an evaluation is. The reporting rank alone has ``metrics``.
+    ``step_timers`` and ``action_clock`` are passed to `TrainingStep`. ``show_progress`` gets the progress of an
+    evaluation. Only the reporting rank has ``metrics``.
     """
 
     config: RunConfig
@@ -187,7 +186,7 @@ class TrainingRun:
     show_progress: Progress = ignore_progress
 
     def log(self, text: str) -> None:
-        """Print on the reporting rank."""
+        """Print a line on the reporting rank."""
         if self.runtime.is_reporter:
             print_line(text)
 
@@ -197,11 +196,11 @@ class TrainingRun:
             self.metrics.write(values)
 
     def log_scalars(self, values: Mapping[str, float | None], iteration: int) -> None:
-        """Give figures to TensorBoard and the other loggers, on the reporting rank."""
+        """Log scalars to TensorBoard and the other loggers, on the reporting rank."""
         if self.metrics is not None:
             self.metrics.scalars(values, iteration)
 
 
 def is_due(interval: int | None, iteration: int) -> bool:
-    """Return whether something with this interval happens after an iteration; None and 0 are never."""
+    """Return whether an action with this interval is due after an iteration; None and 0 mean never."""
     return bool(interval) and iteration % (interval or 1) == 0

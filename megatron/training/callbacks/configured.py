@@ -1,4 +1,4 @@
-"""The callbacks of a run, in the order in which they are called, and the small ones among them."""
+"""Callbacks of a run in the order of their calls, and the definitions of the small ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.training.loggers import IntervalAverage, StepReport
 
 
 class DataHistory(Callback):
-    """Write into ``run.train_state`` what was read of each data set; data that is not read from files has none."""
+    """Record of the samples read of each data set in ``run.train_state``, for data that is read from files."""
 
     def before_save(self, run: TrainingRun) -> None:
         state = run.train_state
@@ -32,7 +32,7 @@ class DataHistory(Callback):
 
 
 class MetricsLog(Callback):
-    """Give the figures to the metrics writer of the run, which the reporting rank has."""
+    """Output of the metrics to the run's metrics writer, which only the reporting rank has."""
 
     def after_step(self, run: TrainingRun, report: StepReport) -> None:
         if run.metrics is None:
@@ -49,7 +49,7 @@ class MetricsLog(Callback):
 
 
 class TimerLog(Callback):
-    """Gather the timers of all ranks for each log line, and print them; the ranks wait for each other."""
+    """Output of the timers of all ranks for each log line; gathering makes the ranks wait for each other."""
 
     def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
         logging = run.config.logging
@@ -62,7 +62,7 @@ class TimerLog(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collect garbage every ``--manual-gc-interval`` iterations instead of whenever Python does."""
+    """Garbage collection every ``--manual-gc-interval`` iterations, instead of Python's automatic collection."""
 
     def on_begin(self, run: TrainingRun) -> None:
         gc.disable()
@@ -74,17 +74,17 @@ class GarbageCollection(Callback):
 
 
 class UnusedMemory(Callback):
-    """Give unused device memory back after each iteration."""
+    """Release of unused device memory after each iteration."""
 
     def after_iteration(self, run: TrainingRun) -> None:
         run.runtime.device.empty_cache()
 
 
 class ReplicaChecks(Callback):
-    """Compare the copies at the intervals of ``--check-*-hash-across-dp-replicas-interval``.
+    """Comparison of replicas at the intervals of ``--check-*-hash-across-dp-replicas-interval``.
 
     Raises:
-        TrainingError: copies differ, on every rank alike; the message names the parameters.
+        TrainingError: replicas differ (every rank raises it); the message names the parameters.
     """
 
     def on_gradients(self, run: TrainingRun) -> None:
@@ -127,9 +127,9 @@ def configured_callbacks(
     continuation: ResumeState | None = None,
     own: Sequence[Callback] = (),
 ) -> Callbacks:
-    """Return the callbacks that the flags ask for, and behind them the caller's ``own``.
+    """Create the callbacks that the flags request, followed by the caller's ``own``.
 
-    The order is that of log lines and collectives: change it on all ranks or on none.
+    The order determines the order of log lines and collectives, so it must be the same on all ranks.
     """
     logging, training, checkpoint = config.logging, config.training, config.checkpoint
     found: list[Callback | None] = [

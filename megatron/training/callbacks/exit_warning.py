@@ -1,4 +1,4 @@
-"""A warning that a signal may leave no time for a checkpoint."""
+"""Warning that the time after a signal may be too short for a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WORTH_SAYING_AGAIN = 1.5
 
 
 class ExitWarning(Callback):
-    """Measure how long a run may need from a signal to a complete checkpoint, and compare with what it is given.
+    """Comparison of the time that a run may need from a signal to a complete checkpoint with its limit.
 
-    All ranks look for signals once an iteration. One that comes right after such a look is seen at the next, and then
-    the checkpoint is saved; beside ``is_async`` saves the one under way is finished first. Without ``seconds`` nothing
-    is compared.
+    All ranks check for signals once per iteration. A signal that comes right after a check is seen at the next one, and
+    then the checkpoint is saved. With ``is_async`` saves, a save in progress finishes first. Without ``seconds``
+    nothing is compared.
     """
 
     def __init__(self, seconds: int | None, is_async: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,14 +45,14 @@ class ExitWarning(Callback):
             run.log(line)
 
     def look(self) -> None:
-        """Note that the ranks look for signals now."""
+        """Record that the ranks check for signals now."""
         now = self._clock()
         if self._looked is not None:
             self._longest_wait = max(self._longest_wait, now - self._looked)
         self._looked = now
 
     def line(self, save_seconds: float | None) -> str | None:
-        """Return what is to be said when a checkpoint has taken so long; each time that it is much worse."""
+        """Return the warning, if it is due after a save of this duration; it is repeated if the time has grown much."""
         if self.seconds is None or save_seconds is None:
             return None
         needed = self._longest_wait + self._num_saves * save_seconds

@@ -1,4 +1,4 @@
-"""Statistics of layers: norms of parameters and gradients, and the largest attention logit."""
+"""Layer statistics: norms of parameters and gradients, and the largest attention logit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"(?<!mtp\.)\blayers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class NormsOfLayer:
-    """Hold the norms of one layer, or of what lies before or after all layers."""
+    """Norms of one layer, or of the parameters before or after all layers."""
 
     name: str
     params_norm: float
@@ -36,10 +36,9 @@ class NormsOfLayer:
 def measure_layer_norms(
     model_chunks: Sequence[DistributedDataParallel], num_layers: int, state: ParallelState, loss_scale: float
 ) -> list[NormsOfLayer]:
-    """Return the norms of the embedding, of each layer, and of what follows them, equal on all ranks.
+    """Return the norms of the embedding, of each layer, and of the parameters after them, equal on all ranks.
 
-    Gradients are those that are reduced and not yet clipped, without the ``loss_scale``. Collective; waits for the
-    device.
+    The gradients are reduced and not yet clipped; ``loss_scale`` is divided out. Collective; waits for the device.
     """
     shards = [shard for chunk in model_chunks for shard in chunk.shards]
     totals = torch.zeros(num_layers + 2, 2, dtype=torch.float64, device=shards[0].gradient.device)
@@ -58,7 +57,7 @@ def measure_layer_norms(
 
 
 def _row_of(shard: ParamShard, num_layers: int) -> int:
-    """Return 0 for the embedding, the number of a layer plus 1, or the last row for what follows."""
+    """Return 0 for the embedding, the number of a layer plus 1, or the last row for the parameters after the layers."""
     found = _LAYER.search(shard.spec.name)
     if found is not None:
         return int(found[1]) + 1
@@ -66,7 +65,7 @@ def _row_of(shard: ParamShard, num_layers: int) -> int:
 
 
 def format_layer_norms(iteration: int, norms: Sequence[NormsOfLayer]) -> str:
-    """Return one line for each layer."""
+    """Format one line per layer."""
     return "\n".join(
         f" iteration {iteration:8d} | {norm.name:>9} | params norm: {norm.params_norm:.6E} | "
         f"grad norm: {norm.grad_norm:.6E} |"
@@ -75,7 +74,7 @@ def format_layer_norms(iteration: int, norms: Sequence[NormsOfLayer]) -> str:
 
 
 def layer_norm_scalars(norms: Sequence[NormsOfLayer]) -> dict[str, float | None]:
-    """Return the figures by their TensorBoard tags."""
+    """Return the norms by their TensorBoard tags."""
     tags = [(norm, norm.name.replace(" ", "-")) for norm in norms]
     return {
         **{f"params-norm/{tag}": norm.params_norm for norm, tag in tags},
@@ -101,10 +100,10 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 class AttentionLogits(Callback):
-    """Keep the largest logit of the forward passes while it ``is_on``.
+    """Recorder of the largest attention logit of the forward passes while it ``is_on``.
 
-    No attention kernel tells it, so the products of queries and keys are computed a second time, a block of queries
-    after the other; nothing is kept of them. A softcap is not applied.
+    Attention kernels do not return it, so the matmuls of queries and keys are computed a second time, in blocks of
+    queries that are not stored. A softcap is not applied.
     """
 
     def __init__(self, chunks: Sequence[Model], device: torch.device) -> None:
@@ -130,7 +129,7 @@ class AttentionLogits(Callback):
 
     @torch.no_grad()
     def observe(self, query: torch.Tensor, key: torch.Tensor, pattern: AttentionPattern) -> None:
-        """Take in the logits of a layer, where this is on.
+        """Include the logits of a layer, if recording is on.
 
         Shapes: ``query: [s, b, n, d]``, ``key: [s, b, g, d]``.
         """
@@ -156,7 +155,7 @@ class AttentionLogits(Callback):
             self._largest = torch.maximum(self._largest, logits.max())
 
     def take(self, world: Group) -> float | None:
-        """Return the largest logit over all ranks, and forget it; None where no layer has told one.
+        """Return and reset the largest logit over all ranks, or None if no layer reported one.
 
         Collective; waits for the device.
         """

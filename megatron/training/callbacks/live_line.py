@@ -25,10 +25,10 @@ _PHASES = {
 
 
 class LiveLine(Callback):
-    """Draw one line on a terminal, again and again, below the lines that are printed; elsewhere do nothing.
+    """Status line on a terminal, redrawn repeatedly below the printed lines; without a terminal it does nothing.
 
-    The cursor rests at the line's beginning: who prints a line clears this one first (see `print_line`). A thread draws
-    it, so that it moves in a long step too.
+    The cursor stays at the line's start, and `print_line` clears the line before it prints another. A thread draws the
+    line, so that it also updates during a long step.
     """
 
     def __init__(self, config: RunConfig, flight: FlightRecorder, is_reporter: bool) -> None:
@@ -42,13 +42,13 @@ class LiveLine(Callback):
         self._thread = threading.Thread(target=self._draw, name="live line", daemon=True)
 
     def __enter__(self) -> LiveLine:
-        """Begin to draw."""
+        """Start to draw."""
         if self.is_on:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Take the line away."""
+        """Stop drawing and clear the line."""
         if self.is_on:
             self._ending.set()
             self._thread.join()
@@ -59,22 +59,22 @@ class LiveLine(Callback):
         self.step(report)
 
     def step(self, report: StepReport) -> None:
-        """Take the figures of an iteration; the first says little of how long the others take."""
+        """Update the line with an iteration's report; the first iterations are not typical of the step time."""
         share = 1.0 if self._flight.iterations_done <= 2 else _NEW_SHARE
         self._step_s += share * (report.step_time_s - self._step_s)
         self._report = report
 
     def show(self, done: int, total: int) -> None:
-        """Draw a bar of which so much is done, until all of it is."""
+        """Draw a progress bar until all is done."""
         self._bar = format_bar(done, total) if done < total else ""
 
     def show_index(self, split: str, done: int, total: int) -> None:
-        """Draw a bar of the samples of a split that are indexed, until all of them are."""
+        """Draw a progress bar of the indexed samples of a split, until all are indexed."""
         self.show(done, total)
         self._work = f"building the {split} index" if self._bar else ""
 
     def text(self) -> str:
-        """Return what the line says now."""
+        """Return the current text of the line."""
         phase = self._flight.phase
         if phase != self._phase:
             self._phase, self._since = phase, time.monotonic()

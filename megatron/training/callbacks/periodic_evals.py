@@ -31,9 +31,10 @@ _LARGEST_FILE = 1 << 20
 
 
 class SampleTexts(Callback):
-    """Continue the prompts of ``--generate-prompts``, taking the most probable token each time: nothing is drawn.
+    """Greedy continuations of the prompts of ``--generate-prompts``.
 
-    Every model copy generates the same; the first one's texts are written. All ranks make one together.
+    Every data-parallel replica generates the same texts, and those of the first one are written. All ranks construct it
+    together.
 
     Raises:
         ConfigurationError: the prompts cannot be read.
@@ -69,10 +70,10 @@ class SampleTexts(Callback):
             self.write(iteration, run.metrics)
 
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
-        """Generate, and give the texts to the log, the metrics file and the loggers; every rank must call.
+        """Generate the texts, and write them to the log, the metrics file and the loggers; every rank must call this.
 
         Raises:
-            GivenUpError: communication was given up meanwhile; nothing is written.
+            GivenUpError: communication was aborted meanwhile; nothing is written.
         """
         for chunk in self._parts.ddp_chunks:
             chunk.finish_param_gather()
@@ -80,7 +81,7 @@ class SampleTexts(Callback):
             found = self._engine.generate(self._request, on_token=lambda prompt, token: self._runtime.flight.tick())
         except InputError as error:
             self._runtime.flight.ensure_not_given_up()
-            # Every rank learns of logits that are not finite; what is done about them is not decided here.
+            # Every rank gets the error for logits that are not finite; other code decides how to handle them.
             if self._runtime.is_reporter:
                 print_line(f"WARNING: no sample at iteration {iteration}: {error}")
             return
@@ -97,7 +98,7 @@ class SampleTexts(Callback):
 
 
 def read_prompts(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the prompts: those given, or the lines of the one file that is named.
+    """Return the given prompts, or the lines of the file if a single file is named.
 
     Raises:
         ConfigurationError: the file cannot be read, is too large, or has no line.
@@ -119,9 +120,9 @@ def read_prompts(given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TaskScores(Callback):
-    """Ask the model the questions of ``--eval-tasks``; all ranks make one together, and the reporter loads the tasks.
+    """Evaluation on the tasks of ``--eval-tasks``; only the reporting rank loads the tasks.
 
-    ``copies`` of the model share the questions out.
+    All ranks construct it together. The ranks of ``copies`` split the questions.
 
     Raises:
         InputError: the package is missing, or a task cannot be loaded.
@@ -165,10 +166,10 @@ class TaskScores(Callback):
             self.write(iteration, run.metrics)
 
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
-        """Ask, and give the scores to the log, the metrics file and the loggers; every rank must call.
+        """Run the tasks, and write the scores to the log, the metrics file and the loggers; every rank must call this.
 
         Raises:
-            GivenUpError: communication was given up meanwhile; nothing is written.
+            GivenUpError: communication was aborted meanwhile; nothing is written.
         """
         self._runtime.flight.enter("evaluate")
         for chunk in self._parts.ddp_chunks:
@@ -201,7 +202,7 @@ class TaskScores(Callback):
 def open_periodic_evaluations(
     config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, tokenizer: Tokenizer, live: LiveLine
 ) -> list[Callback]:
-    """Return the evaluations that the flags ask for; what they need is imported here and not before.
+    """Create the evaluations that the flags request; their dependencies are imported only here.
 
     Raises:
         InputError: a prompt or a task cannot be used.
@@ -215,14 +216,14 @@ def open_periodic_evaluations(
         flag = "--eval-tasks" if sampling is None else "--generate-interval"
         raise ConfigurationError(f"{flag}: this model generates no text; leave it out")
     shared = [share_model(model, wrapped, state) for model, wrapped in zip(models, parts.ddp_chunks, strict=True)]
-    # Each copy of the model runs by itself, and so does each context-parallel rank.
+    # Each data-parallel replica runs independently, and so does each context-parallel rank.
     no_dp, no_cp = (single_rank_group((axis,), state.rank) for axis in ("dp", "cp"))
     links = None
     if state.pp.size > 1:
         device = runtime.device.torch_device
         links = create_pipeline_links(state.pp, wraps_around=len(shared) > 1, device=device)
-    # Copies share the questions out. Twins are asked the same one, and the first of them decides. Where copies share
-    # experts or shards of weights, all of them run every pass: they are twins.
+    # Replicas in ``copies`` split the questions. The ranks of ``twins`` get the same question, and the first one's
+    # result counts. Replicas that share experts or sharded weights must run every pass together, so they are twins.
     runs_together = config.parallel_sizes.has_expert_grid or config.ddp.shards_weights
     copies, twins = (no_dp, state.dp_cp) if runs_together else (state.dp, state.cp)
     alone = replace(state, dp=no_dp, cp=no_cp)

@@ -1,4 +1,4 @@
-"""Profiling: traces of chosen iterations, memory history, and the timeline of the pipeline schedule."""
+"""Profiling: traces of selected iterations, memory history, and the timeline of the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 
 class Profiling(Callback):
-    """Profile the iterations that ``--profile`` names, and keep the history of memory where it is asked for.
+    """Profiler of the iterations of ``--profile``, and recorder of the memory history if requested.
 
-    Ranges are there in a profiled iteration only; the others do nothing more than ask whether they are profiled.
-    Make one before the model, so that the history has its memory, and close it when the run ends, however it ends.
+    Only profiled iterations open ranges; other iterations only check whether they are profiled. Create it before the
+    model, so that the history includes the model's memory, and close it at the end of the run in any case.
 
     Raises:
-        ConfigurationError: there is no folder for the trace, on every rank alike.
+        ConfigurationError: there is no folder for the trace. Every rank raises it.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> None:
@@ -70,7 +70,7 @@ class Profiling(Callback):
         return report
 
     def begin_iteration(self, done: int, chunks: Sequence[Model]) -> None:
-        """Begin the profile where it begins after ``done`` iterations."""
+        """Start the profile if its first iteration is next, after ``done`` iterations."""
         is_named = self._options.profile_step_start <= done < self._options.profile_step_end
         self._is_reached |= is_named
         if self._is_due and not self.is_open and is_named:
@@ -78,22 +78,22 @@ class Profiling(Callback):
             self._begin(chunks)
 
     def end_iteration(self, done: int) -> None:
-        """End the profile where ``done`` is its last iteration."""
+        """End the profile if ``done`` is its last iteration."""
         if self.is_open and done >= self._options.profile_step_end:
             self._end(done)
 
     def timers(self, timers: Timers) -> Timers:
-        """Return the timers of a step, which are ranges as well while the iteration is profiled."""
+        """Wrap a step's timers so that they also open ranges in profiled iterations."""
         return _RangedTimers(timers, self) if self._is_due else timers
 
     def action_clock(self, actions: Sequence[Action]) -> Callable[[], float] | None:
-        """Return what the executor calls before and after each action to make it a range; None while none are made."""
+        """Return a clock that opens a range for each action of the executor, or None outside of profiled iterations."""
         return _ActionRanges(actions) if self.is_open else None
 
     def close(self) -> None:
-        """Write what was recorded; a file that cannot be written costs a warning.
+        """Write the recorded data; print a warning for a file that cannot be written.
 
-        Where the run had none of the iterations, a line says so.
+        If the run had none of the iterations, a line says so.
         """
         if self.is_open:
             self._end(None)
@@ -113,7 +113,7 @@ class Profiling(Callback):
         self._open.callback(_watch_layers(chunks))
         if self._uses_torch:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.is_cuda else [])]
-            # Of the shapes and stacks of operations a reader makes which line took how long.
+            # With shapes and stacks, trace viewers can attribute time to source lines.
             recorder = profile(activities=activities, record_shapes=True, with_stack=True)
             recorder.start()
             self._open.callback(self._finish_trace, recorder)
@@ -125,7 +125,7 @@ class Profiling(Callback):
     def _end(self, last_iteration: int | None) -> None:
         self._last_iteration = last_iteration
         self._is_due = False
-        # What was queued belongs to the profile.
+        # Work that is already queued belongs to the profile.
         self._runtime.device.synchronize()
         try:
             self._open.close()
@@ -154,7 +154,7 @@ class Profiling(Callback):
 
 
 class _RangedTimers(Timers):
-    """Hand out another's timers, as ranges too while iterations are profiled."""
+    """Timers that also open ranges in profiled iterations."""
 
     def __init__(self, timers: Timers, profiling: Profiling) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class _RangedTimer(Timer):
 
 
 class _ActionRanges:
-    """Open a range at the first call of each pair, close it at the second, and answer with the time."""
+    """Clock that opens a range at every odd call and closes it at the next, and returns the time."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = iter(actions)
@@ -200,14 +200,14 @@ class _ActionRanges:
 
 
 def _open_range(name: str) -> ExitStack:
-    """Open a range, and return what closes it."""
+    """Open a range, and return a stack that closes it."""
     stack = ExitStack()
     stack.enter_context(record_function(name))
     return stack
 
 
 def _watch_layers(chunks: Sequence[Model]) -> Callable[[], None]:
-    """Make each layer's forward pass a range, and return what ends that."""
+    """Open a range for each layer's forward pass, and return a function that stops this."""
     handles: list[RemovableHandle] = []
     ranges: list[ExitStack] = []
 
@@ -222,7 +222,7 @@ def _watch_layers(chunks: Sequence[Model]) -> Callable[[], None]:
             if (found := _LAYER.search(path)) is not None:
                 name = f"layer {found[1]}"
                 handles.append(module.register_forward_pre_hook(lambda *unused, name=name: enter(name)))
-                # Recomputation may end in the middle of a layer.
+                # Recomputation may stop early within a layer.
                 handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove() -> None:
@@ -236,11 +236,11 @@ Clock = Callable[[], float]
 
 
 class ScheduleRecorder(Callback):
-    """Record the second iteration that this job trains, or the first where it is the run's last.
+    """Recorder of the schedule of this job's second trained iteration, or of the first if it is the run's last.
 
-    Iterations that are passed over do not count. The first one has work that others do not have. The pipeline of the
-    first rank is written; clocks of several machines must agree. On CUDA the recorded iteration waits for the device at
-    both ends of each pass.
+    Skipped iterations do not count. The first iteration includes one-time work. The pipeline of the first rank is
+    written, which requires synchronized clocks if it spans several nodes. On CUDA, the recorded iteration waits for the
+    device at both ends of each pass.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
@@ -259,7 +259,7 @@ class ScheduleRecorder(Callback):
         self._begin()
 
     def action_clock(self, inner: ActionClock) -> ActionClock:
-        """Return what also keeps the times that the executor asks for, where the iteration is the one to record."""
+        """Wrap a clock so that it also records its times in the iteration to record."""
         if self._is_over:
             return inner
 
@@ -284,7 +284,7 @@ class ScheduleRecorder(Callback):
         return report
 
     def end_iteration(self, done: int) -> None:
-        """Write the file where the iteration that ends was recorded; every rank must call."""
+        """Write the file if the completed iteration was recorded; every rank must call this."""
         self._num_trained += 1
         if self._path is None or not self._times:
             return

@@ -20,9 +20,9 @@ _STARTING = "Starting job"
 
 @dataclass(eq=False)
 class ProgressLog(Callback):
-    """Append to a run's progress log, in Megatron's form; only the reporting rank makes one.
+    """Writer of a run's progress log, in Megatron's format; only the reporting rank has one.
 
-    A file that cannot be written costs a warning, and the run goes on.
+    If the file cannot be written, a warning is printed and the run continues.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class ProgressLog(Callback):
     _operations_at_start: float = field(default=0.0, init=False)
 
     def start(self, state: TrainState) -> None:
-        """Write that a job starts from a state."""
+        """Record the start of a job from a state."""
         self._started = datetime.now()
         self._operations_at_start = state.floating_point_operations_so_far
         self._append(_STARTING)
@@ -42,9 +42,9 @@ class ProgressLog(Callback):
         self.save(run.train_state, is_async=run.config.checkpoint.async_save)
 
     def save(self, state: TrainState, *, is_async: bool) -> None:
-        """Write that the run was saved, or with ``is_async`` that its save began, and how fast it has been.
+        """Record a save, or with ``is_async`` its start, and the throughput so far.
 
-        The cumulative throughput is that since the first job of this world size, the time between jobs included.
+        The cumulative throughput counts from the first job with this world size, including the time between jobs.
         """
         operations, now = state.floating_point_operations_so_far, datetime.now()
         start, operations_then = self._first_start()
@@ -68,7 +68,7 @@ class ProgressLog(Callback):
         return operations / max(seconds, 1.0e-9) / self.world_size / 1e12
 
     def _first_start(self) -> tuple[datetime, float]:
-        """Return when the first of the latest jobs of this world size began, and the operations that were done then."""
+        """Return when the first job of the latest series with this world size started, and its FLOP count then."""
         start, operations, before = self._started, self._operations_at_start, 0.0
         is_running = False
         for moment, num_gpus, words in self._lines():
@@ -83,7 +83,7 @@ class ProgressLog(Callback):
         return start, operations
 
     def _lines(self) -> Iterator[tuple[datetime, int, list[str]]]:
-        """Yield the time, the number of GPUs and the rest of each line that can be read."""
+        """Yield the time, the number of GPUs and the other fields of each readable line."""
         try:
             text = (self.folder / PROGRESS_FILE).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -106,7 +106,7 @@ class ProgressLog(Callback):
 
 
 def open_progress(config: RunConfig, runtime: Runtime, train_state: TrainState) -> ProgressLog | None:
-    """Return the progress log of the reporting rank, with the start of this job in it; None where there is none."""
+    """Open the progress log of the reporting rank and record the start of this job; None if there is no log."""
     if not config.logging.log_progress or config.checkpoint.save is None or not runtime.is_reporter:
         return None
     folder, seq_length = Path(config.checkpoint.save), config.data.seq_length

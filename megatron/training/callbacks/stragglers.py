@@ -1,4 +1,4 @@
-"""Stragglers: which rank takes longer than its like, at what part of an iteration, and since when."""
+"""Straggler detection: which rank is slower than its peers, in which part of an iteration, and since when."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
 from megatron.training.loggers import IntervalAverage, StepReport
 
 PARTS = ("forward", "backward", "data", "other", "communication")
-"""What the time of an iteration is divided into; all but the last is a rank's own."""
+"""Parts of an iteration's time; all except communication are the rank's own work."""
 _OWN = PARTS[:-1]
 _PART_OF = {"forward": "forward", "backward": "backward", "data": "data", "gradients": "other", "optimizer": "other"}
-# A rank that takes this much longer than its like is called slow.
+# Factor over its peers above which a rank is reported as slow.
 _SLOW_FACTOR = 1.1
 
 
 class PartsClock:
-    """Add up what a rank spends on each part of its iterations, from the phases that begin.
+    """Clock of the time that a rank spends in each part of its iterations, from the starts of phases.
 
-    On a CPU the time in communications is taken from the part that it lies in, and kept as the rank's waiting. On CUDA
-    the times are the device's, and the communications of a part belong to it.
+    On a CPU, the time in collectives is subtracted from the enclosing part and counted as waiting. On CUDA, the times
+    are device times, and a part includes its collectives.
     """
 
     def __init__(self, recorder: FlightRecorder, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class PartsClock:
         self._moments: list[tuple[str | None, torch.Event]] = []
 
     def mark(self, phase: str) -> None:
-        """Say that a phase begins; one that is no part of an iteration is not counted."""
+        """Record the start of a phase; a phase that is no part of an iteration is not counted."""
         now, waited_s = time.perf_counter(), self._recorder.waited_s
         if self._part is not None:
             waiting = waited_s - self._waited_s
@@ -54,7 +54,7 @@ class PartsClock:
             self._moments.append((self._part, moment))
 
     def take(self) -> list[float]:
-        """Return the seconds of each of `PARTS`, and begin again; on CUDA wait for the device."""
+        """Return and reset the seconds of each of `PARTS`; on CUDA wait for the device."""
         for (part, begin), (_, end) in zip(self._moments, self._moments[1:]):
             if part is not None:
                 end.synchronize()
@@ -67,11 +67,11 @@ class PartsClock:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Hold the times of all ranks over some iterations, and who was slow.
+    """Times of all ranks over some iterations, and the slow rank.
 
-    ``seconds`` has each rank's of each of `PARTS`, an iteration. ``rank`` is the slowest compared with its like, and
-    ``factor`` how many times as long as its like it takes, at ``part`` above all; ``since`` is the first iteration from
-    which on it was slow in every report, None where nobody is slow.
+    ``seconds`` has one row per rank, with the time per iteration of each of `PARTS`. ``rank`` is the slowest rank
+    relative to its peers, ``factor`` its time relative to theirs, and ``part`` the part with the largest excess.
+    ``since`` is the first iteration since which every report found it slow, or None if no rank is slow.
     """
 
     first: int
@@ -83,7 +83,7 @@ class StragglerReport:
     since: int | None
 
     def line(self, count: int) -> str:
-        """Return the log line, with ``count`` of the slowest and of the fastest ranks."""
+        """Format the log line, with the ``count`` slowest and fastest ranks."""
         own = [sum(row[: len(_OWN)]) for row in self.seconds]
         order = sorted(range(len(own)), key=lambda rank: own[rank])
 
@@ -102,7 +102,7 @@ class StragglerReport:
         return f"{head} slowest: {show(order[::-1][:count])} | fastest: {show(order[:count])} |"
 
     def figures(self) -> dict[str, object]:
-        """Return what the metrics file gets: the slow rank, and every rank's milliseconds of each part."""
+        """Return the entry of the metrics file: the slow rank, and every rank's milliseconds of each part."""
         return {
             "slow_rank": None if self.since is None else self.rank,
             "factor": self.factor,
@@ -114,7 +114,7 @@ class StragglerReport:
         }
 
     def scalars(self) -> dict[str, float]:
-        """Return what TensorBoard gets."""
+        """Return the scalars for TensorBoard."""
         own = [sum(row[: len(_OWN)]) for row in self.seconds]
         return {
             "straggler-rank": -1.0 if self.since is None else float(self.rank),
@@ -125,7 +125,7 @@ class StragglerReport:
 
 
 class Stragglers(Callback):
-    """Compare the ranks every so many iterations, and remember since when one is slow."""
+    """Comparison of the ranks at each log interval, with the iteration since which a rank is slow."""
 
     def __init__(self, clock: PartsClock, state: ParallelState, device: torch.device, iteration: int) -> None:
         self._clock = clock
@@ -151,13 +151,13 @@ class Stragglers(Callback):
         run.log_scalars(reported.scalars(), reported.last)
 
     def end_iteration(self, iteration: int) -> None:
-        """Take no more time until the next iteration begins; a run may go back to iterations that it has had."""
+        """Stop counting until the next iteration starts; after a rollback, iterations may repeat."""
         self._clock.mark("")
         self._first = min(self._first, iteration)
         self._num_iterations += 1
 
     def report(self, iteration: int) -> StragglerReport:
-        """Gather the times since the last report in one collective, and return what they say; equal on all ranks."""
+        """Gather the times since the last report in one collective and evaluate them; equal on all ranks."""
         first, self._first = self._first, iteration + 1
         count, self._num_iterations = self._num_iterations, 0
         own = torch.tensor([self._clock.take()], dtype=torch.float64, device=self._device)
@@ -171,10 +171,11 @@ class Stragglers(Callback):
 
 
 def slowest(seconds: Sequence[Sequence[float]], stages: Sequence[int]) -> tuple[int, float, str]:
-    """Return the rank that takes longest of all beside its like, how many times as long, and the part that adds most.
+    """Return the rank that is slowest relative to its peers, by what factor, and the part with the most excess.
 
-    Its like are the ranks of its pipeline stage; where it is alone there, all ranks. Time in communications, which is
-    waiting for others, does not count. The lower of two middle values is the one that is compared with.
+    The peers are the ranks of the same pipeline stage, or all ranks if it is alone in its stage. Time in collectives
+    does not count, because it is spent waiting for other ranks. The reference is the median of the peers, the lower one
+    of two middle values.
     """
     own = [sum(row[: len(_OWN)]) for row in seconds]
     best = (0, 0.0, PARTS[0])

@@ -1,4 +1,4 @@
-"""Fault tolerance: hangs, restarts, replaced ranks, and steps with anomalous results."""
+"""Fault tolerance: hang detection, restarts, replacement of ranks, and handling of anomalous steps."""
 
 from __future__ import annotations
 

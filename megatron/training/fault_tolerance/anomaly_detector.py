@@ -1,4 +1,4 @@
-"""Anomaly detector: find faulty training steps, replay them, apply the policy; inject faults for tests."""
+"""Anomaly detector: find faulty training steps, replay them and apply the policy; also fault injection for tests."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from megatron.training.loggers import IntervalAverage, StepReport
 _NUM_LARGEST = 100
 _TIMES_LARGEST = 10.0
 _LEAST_LOSS_SPREAD = 0.01
-"""The smallest standard deviation of losses, as a share of their mean: few steps may by chance be closer."""
+"""Minimum standard deviation of the losses, relative to their mean, because few steps may be close by chance."""
 _LEAST_NORM_SPREAD = 0.05
-"""The smallest standard deviation of the logarithm of gradient norms."""
+"""Minimum standard deviation of the logarithm of the gradient norms."""
 
 
 class ResultWatch:
-    """Remember the losses and gradient norms of a run's accepted steps, and say which are too large to follow them.
+    """Statistics of the losses and gradient norms of accepted steps, which determine the limits for the next ones.
 
-    A loss is a spike where it is more standard deviations above the mean of the window than the threshold; of a
-    gradient norm the logarithm is. Megatron's checks know the largest of the first hundred steps that they saw.
+    A loss is a spike if it is more than the threshold of standard deviations above the mean of the window. For gradient
+    norms, the logarithm is used. Megatron's checks use the maximum of the first hundred accepted steps.
     """
 
     def __init__(self, config: FaultConfig) -> None:
@@ -62,13 +62,13 @@ class ResultWatch:
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
         self.num_seen = 0
-        """How many steps were accepted."""
+        """Number of accepted steps."""
         self._largest_loss = 0.0
         self._largest_norm = 0.0
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """Return the largest loss and gradient norm that are no spike; None where nothing is looked for."""
+        """Return the largest loss and gradient norm that are not a spike, or None if no check is enabled."""
         config = self._config
         if not self._is_active:
             return None
@@ -85,7 +85,7 @@ class ResultWatch:
         return loss, norm
 
     def add(self, loss: float, norm: float) -> None:
-        """Remember an accepted step; figures that are not finite say nothing of those that follow."""
+        """Add an accepted step; values that are not finite are ignored."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return
         self._losses.append(loss)
@@ -96,7 +96,7 @@ class ResultWatch:
         self.num_seen += 1
 
     def describe(self, loss: float, norm: float) -> str:
-        """Return what speaks against a step, in words; empty where nothing does."""
+        """Describe what is wrong with a step, or return an empty string."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"the loss is {loss:g} and the gradient norm {norm:g}"
         largest_loss, largest_norm = self.limits or (math.inf, math.inf)
@@ -115,9 +115,9 @@ def _limit(values: deque[float], threshold: float, least_spread: float) -> float
 
 
 class FaultInjection:
-    """Spoil what the model chunks of one rank make, in iterations and on a rank that the seed decides.
+    """Corruption of the results of one rank's model chunks, in iterations and on a rank that the seed determines.
 
-    Every rank knows when and where; nothing that examines a step asks.
+    Every rank knows the time and place of a fault, but the replay of a step does not use this knowledge.
     """
 
     def __init__(self, config: FaultConfig, seed: int, rank: int, world_size: int) -> None:
@@ -129,12 +129,12 @@ class FaultInjection:
         self._is_broken = False
 
     def begin(self, iteration: int) -> None:
-        """Draw whether something happens in an iteration."""
+        """Draw whether a fault occurs in an iteration."""
         rate = self._config.error_injection_rate
         self._is_due = rate > 0 and _draw(self._seed, iteration, "when") % rate == 0
 
     def end(self) -> None:
-        """End the first computation of a step: a transient fault does not come again."""
+        """End the first computation of a step: a transient fault does not recur in the replay."""
         self._is_due = False
 
     @property
@@ -142,11 +142,11 @@ class FaultInjection:
         return self._is_due and self._config.error_injection_type == "correct_result"
 
     def is_here(self, iteration: int) -> bool:
-        """Return whether something happens on this rank in an iteration that has begun."""
+        """Return whether this rank has a fault in the current iteration."""
         return self._is_due and _draw(self._seed, iteration, "where") % self._world_size == self._rank
 
     def spoil(self, result: ChunkResult, iteration: int) -> ChunkResult:
-        """Return a chunk's result, not a number where this rank's device is to fail."""
+        """Return a chunk's result, or NaN if this rank's device is to fail."""
         kind = self._config.error_injection_type
         is_here = self.is_here(iteration)
         if is_here and kind == "persistent_error":
@@ -166,14 +166,14 @@ def _draw(seed: int, iteration: int, purpose: str) -> int:
 
 
 AS_ASKED = "--iterations-to-skip"
-"""The reason of what is left out because the user said so."""
+"""Reason for samples that are skipped at the user's request."""
 
 
 class AnomalyDetector(Callback):
-    """Keep bad results from the weights; every rank has one, and all decide alike.
+    """Detector of anomalous results before they reach the weights; every rank has one, and all decide in the same way.
 
-    ``left_out`` are the samples that the run has passed over, and passes over when it meets them again.
-    ``newest_known`` returns the newest checkpoint that is known to train and that the run can go back to.
+    ``left_out`` are the samples that the run has skipped, and skips again after a rollback. ``newest_known`` returns
+    the newest checkpoint that is known to train and that the run can roll back to.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class AnomalyDetector(Callback):
         forward_step: ForwardStep,
         open_source: Callable[[], BatchSource],
     ) -> AnomalyDetector:
-        """Return the guard of steps that are made by themselves: no checkpoint is there to go back to."""
+        """Create the detector for steps outside of a run: there is no checkpoint to roll back to."""
         return cls(
             *(config, runtime, parts, forward_step, lambda consumed_samples, shift: open_source()),
             left_out=SkippedSamples(),
@@ -235,7 +235,7 @@ class AnomalyDetector(Callback):
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """Return the largest loss and gradient norm that are accepted; None where any are."""
+        """Return the largest accepted loss and gradient norm, or None without limits."""
         if self._injection.suspects_a_right_result:
             return -math.inf, -math.inf
         return self._watch.limits
@@ -246,7 +246,7 @@ class AnomalyDetector(Callback):
         return self._faults.rerun_mode == "report_stats"
 
     def begin(self, begun: BegunStep) -> None:
-        """Take note of a step that begins."""
+        """Record the start of a step."""
         self._iteration = begun.iteration
         self._begun = begun
         self._injection.begin(begun.iteration)
@@ -255,7 +255,7 @@ class AnomalyDetector(Callback):
             self._float8_before = self._parts.float8.snapshot()
 
     def see(self, chunk: int, microbatch: int, result: ChunkResult) -> ChunkResult:
-        """Take note of what a model chunk made of a micro-batch, and return it, spoiled where a fault is injected."""
+        """Record and return a model chunk's result for a micro-batch, corrupted if a fault is injected."""
         result = self._injection.spoil(result, self._iteration)
         if self._faults.rerun_mode != "disabled":
             self._trace.note(chunk, microbatch, result)
@@ -276,12 +276,12 @@ class AnomalyDetector(Callback):
             run.train_state.train_data = {**(run.train_state.train_data or {}), **left_out}
 
     def accepted(self, report: StepReport) -> None:
-        """Take note of a step whose update was made: the one that began last."""
+        """Record that the latest step was accepted and its update applied."""
         self._updated = self._begun
         self._watch.add(report.lm_loss, report.grad_norm or 0.0)
 
     def passes_over(self, iteration: int, consumed_samples: int, count: int) -> str | None:
-        """Return why the samples of a step are not to be trained on; None where they are."""
+        """Return why the samples of a step must be skipped, or None to train on them."""
         known = self.left_out.meeting(consumed_samples, consumed_samples + count)
         if known is not None:
             return known.reason
@@ -295,11 +295,11 @@ class AnomalyDetector(Callback):
     def resolve(
         self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: StepReduction
     ) -> tuple[StepReduction, StepOutcome]:
-        """Examine a step whose update was not made, and follow the policy.
+        """Replay a step whose update was not applied, and apply the policy.
 
         Raises:
-            Rewind: the run is to go on from an older checkpoint.
-            TrainingError: the run cannot go on.
+            Rewind: the run must roll back to an older checkpoint.
+            TrainingError: the run cannot continue.
         """
         if self._faults.rerun_mode == "disabled":
             self._injection.end()
@@ -328,7 +328,7 @@ class AnomalyDetector(Callback):
         return self._leave_out_or_rewind(begun, found, verdict, can_be_passed_over, agreement, trouble)
 
     def compare(self, step: TrainingStep, begun: BegunStep, agreement: StepReduction) -> None:
-        """Compute a step again and compare it with its first results; leave its gradients to be used."""
+        """Recompute a step and compare it with its first results; the new gradients are used."""
         norm = self._parts.optimizer.measure()
         self._prepare()
         with closing(self._open_source(begun.consumed_samples, 0)) as source:
@@ -341,7 +341,7 @@ class AnomalyDetector(Callback):
         self._variation = (loss, grad_norm, count + 1)
 
     def log_variation(self) -> None:
-        """Log how much results varied since the last time, where every step is computed twice."""
+        """Log how much results varied since the last call, if every step is computed twice."""
         loss, grad_norm, count = self._variation
         if count:
             self._log(
@@ -353,7 +353,7 @@ class AnomalyDetector(Callback):
     def _examine(
         self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed
     ) -> FaultAttribution:
-        """Examine a step, and put back what the computations have changed."""
+        """Replay a step, and restore the state that the computations changed."""
         after = None if self._parts.float8 is None else self._parts.float8.snapshot()
         rng = self._runtime.rng.state_dict()
         verdict = self._examination.examine(step, begun, trouble, first)
@@ -363,7 +363,7 @@ class AnomalyDetector(Callback):
         return verdict
 
     def _prepare(self) -> None:
-        """Put back what a step changes besides weights, and look anew."""
+        """Restore the state that a step changes in addition to the weights, and clear the trace."""
         self._trace.clear()
         if self._parts.float8 is not None and self._float8_before is not None:
             self._parts.float8.restore(self._float8_before)
@@ -371,12 +371,12 @@ class AnomalyDetector(Callback):
     def _is_to_be_repeated(
         self, verdict: FaultAttribution | None, trouble: TrainingError | None, policy: str | None
     ) -> bool:
-        """Return whether the result of a step that is computed once more is taken."""
+        """Return whether to accept the result of a recomputed step."""
         if verdict is not None and verdict.cause == "right":
             return trouble is None
         if verdict is not None and verdict.cause == "transient device":
             return policy in ("skip", "rewind") or (policy is None and trouble is None)
-        # As in Megatron, what --check-for-spiky-loss and --check-for-large-grads find is reported.
+        # As in Megatron, findings of --check-for-spiky-loss and --check-for-large-grads are only reported.
         is_weight_or_device = verdict is not None and verdict.cause in ("weights", "persistent device")
         return policy is None and trouble is None and not is_weight_or_device
 
@@ -392,7 +392,7 @@ class AnomalyDetector(Callback):
         is_of_training = verdict is not None and verdict.cause == "training"
         steps = [begun] if can_be_passed_over or is_of_training else []
         if is_of_training and self._updated is not None:
-            # The same samples would train the same weights: the update before is not to be made again either.
+            # The same samples would produce the same weights again, so the previous update must not be repeated either.
             steps.insert(0, self._updated)
         self._check_budget(max(len(steps), 1), found, trouble)
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
@@ -408,7 +408,7 @@ class AnomalyDetector(Callback):
         return agreement, StepOutcome(success=False, grad_norm=None, num_zeros=None)
 
     def _check_budget(self, number: int, found: str, trouble: TrainingError | None) -> None:
-        """Raise where ``number`` more steps left out, or rewinds, are more than --max-spikes allows."""
+        """Raise an error if ``number`` more skipped steps or rollbacks exceed the budget."""
         budget = self._faults.max_spikes
         left = budget - self.left_out.num_rewound - sum(each.reason != AS_ASKED for each in self.left_out.steps)
         if left <= 0:
@@ -418,7 +418,7 @@ class AnomalyDetector(Callback):
             raise self._ending(f"{found}; {room}", trouble)
 
     def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: FaultAttribution | None) -> None:
-        """Record that the last step is left out for what was found of it, and one before it for its update."""
+        """Record that the last step is skipped because of the finding, and a step before it because of its update."""
         reason, samples = (found, ()) if verdict is None else (verdict.text, verdict.samples)
         places = []
         for step in steps:
@@ -437,7 +437,7 @@ class AnomalyDetector(Callback):
         return (type(trouble) if trouble is not None else TrainingError)(found + hint)
 
     def _record(self, begun: BegunStep, verdict: FaultAttribution) -> None:
-        """Append a line to the file of examined results."""
+        """Append a line to the file of rejected results."""
         path = self._faults.result_rejected_tracker_filename
         if path is None or not self._runtime.is_reporter:
             return

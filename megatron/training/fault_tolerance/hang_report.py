@@ -1,4 +1,4 @@
-"""Hang report: the rank that blocks the others, and the operation, as text and as JSON."""
+"""Hang report: the rank that blocks the others, and its operation, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from megatron.training.fault_tolerance.rank_state import RankState, at_work, is_
 
 @dataclass(frozen=True)
 class Culprit:
-    """Name a rank that others wait for, and what they wait for; None where nobody waits.
+    """Root cause of a hang: a rank that blocks others, and the communication that they wait in; None if no rank waits.
 
-    ``waiting`` are those who wait for it directly. With ``has_entered`` it is in the communication itself.
+    ``waiting`` are the ranks that wait for it directly. ``has_entered`` is set if it has entered the communication
+    itself.
     """
 
     rank: int
@@ -31,9 +32,10 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Hold who waits for whom and in what, and who is to blame.
+    """Wait-for graph of the ranks, and the root causes.
 
-    ``is_circle`` says that the culprits wait for each other: they communicate in different orders.
+    ``is_circle`` is set for a deadlock: the root-cause ranks wait for each other because they communicate in different
+    orders.
     """
 
     waits_in: Mapping[int, Communication | None]
@@ -43,18 +45,18 @@ class Diagnosis:
 
 
 def diagnose(states: Mapping[int, RankState], silent: Collection[int] = ()) -> Diagnosis:
-    """Return who waits for whom and who holds up the others; ``silent`` ranks are stopped or gone.
+    """Build the wait-for graph and find the root causes; ``silent`` ranks are stopped or gone.
 
-    A rank in a communication waits for those of its members that have begun fewer on that channel; where all have begun
-    it, for the silent ones. A device in a communication waits for the members' devices alike; one that may be in many
-    is in the first that somebody is missing in. Culprits wait for nobody: they are silent or, where nobody is, compute,
-    sleep or read.
+    A rank in a communication waits for the members that have entered fewer communications on that channel. If all
+    members have entered, it waits for the silent ones. A device in a communication waits for the devices of the members
+    in the same way. If it may be in several, it is in the first one that some member has not entered. A root cause
+    waits for no rank: it is silent or, if no rank is silent, it computes, sleeps or reads.
     """
     waits_in: dict[int, Communication | None] = {}
     waits_for: dict[int, tuple[int, ...]] = {}
     for rank, state in states.items():
         found = [(each, *_missing(rank, each, states, silent)) for each in state.may_wait_in]
-        # What all have entered may be over; it is taken where there is nothing else.
+        # A communication that all members have entered may be over; it is chosen only if there is no other.
         chosen = next((item for item in found if item[1]), None) or next((item for item in found if item[2]), None)
         waits_in[rank], late, mute = chosen or (found[0] if found else (None, (), ()))
         waits_for[rank] = () if rank in silent else late or mute
@@ -63,8 +65,10 @@ def diagnose(states: Mapping[int, RankState], silent: Collection[int] = ()) -> D
     for rank in awaited.intersection(sinks):
         device = states[rank].on_device
         if states[rank].is_held_by_device and device is not None and not device.inside and device.ahead is not None:
-            waits_in[rank] = None  # Nobody is missing beside, and its computation is not where the others are.
-    # One in a communication that all have entered waits for the transport, as those do who wait for it.
+            # No member is missing there, and the device computes before it reaches the operation that the others wait
+            # in.
+            waits_in[rank] = None
+    # A rank in a communication that all have entered waits for the transport, like the ranks that wait for it.
     doing = [rank for rank in sinks if waits_in[rank] is None or rank in silent]
     blamed = (
         [rank for rank in doing if rank in silent]
@@ -80,7 +84,7 @@ def diagnose(states: Mapping[int, RankState], silent: Collection[int] = ()) -> D
 def _missing(
     rank: int, awaited: Communication, states: Mapping[int, RankState], silent: Collection[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return who has not entered what a rank may wait in, and who of the others is silent."""
+    """Return the members that have not entered a communication, and the silent ones among the others."""
     others = [other for other in parse_ranks(awaited.channel) if other != rank and other in states]
     late = tuple(other for other in others if not _has_entered(states[other], awaited, states[rank]))
     return late, tuple(other for other in others if other in silent)
@@ -100,7 +104,7 @@ def _culprit(
 
 
 def _has_entered(state: RankState, awaited: Communication, who_waits: RankState) -> bool:
-    """Return whether a rank, or its device where one waits for it, is in what another one waits in."""
+    """Return whether a rank, or its device if a device waits, has entered another rank's communication."""
     return state.num_entered(awaited.channel, who_waits.is_held_by_device) >= awaited.sequence
 
 
@@ -111,15 +115,15 @@ _MOST_FRAMES = 16
 
 
 class HangReportError(InputError):
-    """Report a file that is no report of a hang."""
+    """The file is not a hang report."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HangReport:
-    """Hold what is known of a hang.
+    """Diagnosis and data of a hang.
 
-    ``idle_s`` is for how long each rank got nothing done, ``processes`` what the system said of each, ``answers`` what
-    those said who could.
+    ``idle_s`` is the time that each rank made no progress, ``processes`` the state of each process according to the
+    operating system, and ``answers`` the replies of the ranks that responded.
     """
 
     limit_s: float
@@ -131,17 +135,17 @@ class HangReport:
     time: str = dataclasses.field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
 
     def culprit_lines(self) -> list[str]:
-        """Return one line on each culprit: rank, group, operation and line."""
+        """Return one line per root cause: rank, group, operation and source line."""
         return [self._name(culprit) for culprit in self.diagnosis.culprits[:_MOST_RANKS]]
 
     def headline(self) -> str:
-        """Return for how long nothing got done, and after how many iterations."""
+        """Return a line with the time without progress and the number of completed iterations."""
         longest = max(self.idle_s.values(), default=0.0)
         iteration = max((state.iteration for state in self.states.values()), default=0)
         return f"HANG: nothing has got done for {longest:.1f} s; {iteration} iterations are done"
 
     def to_text(self, path: str = "") -> str:
-        """Return the report for a terminal, the culprits last; ``path`` is where it is kept."""
+        """Format the report for a terminal, with the root causes last; ``path`` is the file of the report."""
         lines = [self.headline(), *self.table()]
         for rank in self._ranks_with_stacks():
             for stack in self.answers[rank].get("stacks", ()):
@@ -155,7 +159,7 @@ class HangReport:
         return "\n".join([*lines, *(f"HANG: {line}" for line in self.culprit_lines())])
 
     def table(self) -> list[str]:
-        """Return one line on each rank: its process, where it stands, what it waits in and for whom."""
+        """Format one line per rank: its process, phase and communication, and the ranks that it waits for."""
         rows = [("rank", "process", "idle", "phase", "waits in", "for")]
         for rank, state in sorted(self.states.items())[:_MOST_RANKS]:
             awaited = self.diagnosis.waits_for.get(rank, ())
@@ -173,7 +177,7 @@ class HangReport:
         return lines + ([f"and {left_out} more ranks"] if left_out > 0 else [])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values."""
+        """Convert the report to JSON-ready values."""
         return {
             "format": FORMAT,
             "time": self.time,
@@ -196,7 +200,7 @@ class HangReport:
         }
 
     def write(self, folder: Path) -> Path | None:
-        """Write the JSON into a folder and return the file; None where it cannot be written."""
+        """Write the JSON into a folder and return the file, or None if it cannot be written."""
         path = folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -244,7 +248,7 @@ class HangReport:
 
 
 def _device_words(state: RankState, waits_in: Communication | None) -> str:
-    """Return what a device does that waits in no communication; "" for others."""
+    """Describe the activity of a device that waits in no communication; empty for other ranks."""
     if state.on_device is None or waits_in is not None:
         return ""
     if state.on_device.ahead is None:
@@ -253,7 +257,7 @@ def _device_words(state: RankState, waits_in: Communication | None) -> str:
 
 
 def describe_communication(communication: Communication) -> str:
-    """Return a communication in one phrase: operation, number, group, bytes and line."""
+    """Describe a communication in one phrase: operation, number, group, bytes and source line."""
     size = f", {communication.num_bytes} bytes" if communication.num_bytes else ""
     file, _, line = communication.place.rpartition(":")
     return (
@@ -263,10 +267,10 @@ def describe_communication(communication: Communication) -> str:
 
 
 def read_hang_report(path: Path) -> HangReport:
-    """Read back a file that `HangReport.write` has written.
+    """Read a file that `HangReport.write` has written.
 
     Raises:
-        HangReportError: it cannot be read, or is something else.
+        HangReportError: it cannot be read, or is not a hang report.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Hang timeout: how long a rank may make no progress, measured from the run and longer in some phases."""
+"""Hang timeout: the limit of time without progress, which depends on the run's step times and on the phase."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SAVE_FACTOR = 1.25
 _SETUP_FACTOR = 10.0
 _BUSY_FACTOR = 10.0
 _SETUP_PHASES = ("setup", "load")
-# Here a rank that computes or reads and writes is at work, though it has said nothing for long.
+# In these phases, a rank that computes or does I/O makes progress even without reports for a long time.
 _LONG_PHASES = (*_SETUP_PHASES, "save", "evaluate", "data")
 _BUSY_SHARE = 0.2
 _BUSY_BYTES_PER_S = 64 * 1024
 
 
 class Patience:
-    """Say for how long a rank has got nothing done, and for how long it may.
+    """Time since a rank's last progress, and the limit for it.
 
-    ``seconds`` is ``--hang-timeout-seconds``. A step may take several times the longest one, setting up and the first
-    ``settling`` iterations ten times that number, saving a quarter more than it. A host that waits for a device may
-    spin: while ``device_has_work``, or a communication that was left to the device is not over, processor time says
-    nothing, and what the device gets done counts in its place.
+    ``seconds`` is ``--hang-timeout-seconds``. The limit of a step is several times the longest step so far. During
+    set-up and the first ``settling`` iterations the limit is ten times ``seconds``, and a save gets a quarter more than
+    a step. A host that waits for a device may spin. So while ``device_has_work``, or an asynchronous communication is
+    pending on the device, CPU time does not count as progress, and the device's progress counts instead.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Patience:
         return min(_SILENCE_S, self._seconds)
 
     def allowance_s(self) -> float:
-        """Return for how long nothing need get done in this phase."""
+        """Return the limit of time without progress in the current phase."""
         recorder = self._recorder
         if recorder.phase in _SETUP_PHASES or recorder.iterations_done < self._settling:
             return _SETUP_FACTOR * self._seconds
@@ -61,7 +61,7 @@ class Patience:
         return _SAVE_FACTOR * step_s if recorder.phase == "save" else step_s
 
     def idle_s(self) -> float:
-        """Return for how long nothing has got done; to be called regularly."""
+        """Return the time since the last progress; this must be called regularly."""
         now, moves = time.monotonic(), self._recorder.moves
         if moves != self._seen_moves:
             self._seen_moves = moves
@@ -72,7 +72,7 @@ class Patience:
         return now - self._worked
 
     def start_again(self) -> None:
-        """Forget the time so far: this process did not run."""
+        """Reset the time, because this process was suspended."""
         self._moved = self._worked = self._looked = time.monotonic()
 
     def _is_busy(self, now: float) -> bool:
@@ -91,10 +91,10 @@ class Patience:
         )
 
     def _device_moves(self, is_computing: bool) -> bool:
-        """Return whether the device has come further, or where it has nothing to do whether the host is computing."""
+        """Return whether the device has made progress or, if the device has no work, whether the host is computing."""
         try:
             view = self._recorder.on_device()
-        except RuntimeError:  # It has failed, and nobody waits for it any more.
+        except RuntimeError:  # The device has failed, so no rank waits for it any more.
             return is_computing
         if view is None:
             return is_computing
@@ -104,7 +104,7 @@ class Patience:
 
 
 def _waits_for_disk() -> bool:
-    """Return whether the system holds a thread of this process until a disk has answered."""
+    """Return whether a thread of this process is blocked on disk I/O."""
     for task in Path("/proc/self/task").glob("[0-9]*"):
         try:
             text = (task / "stat").read_text()

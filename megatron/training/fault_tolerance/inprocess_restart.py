@@ -1,4 +1,4 @@
-"""In-process restart: ranks abort their process groups when one is lost, meet again, and continue training."""
+"""In-process restart: if a rank is lost, the ranks abort their process groups, rendezvous and continue training."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from megatron.training.fault_tolerance.supervisor import REPLACE, KeptRank
 
 @dataclass(frozen=True, eq=False)
 class RendezvousMember:
-    """Hold this process's part in one generation: where its groups meet, and what is told to its successors.
+    """Membership of this process in one generation: its rendezvous, and the counts for its successors.
 
-    ``store`` is None for a process on its own.
+    ``store`` is None for a world of one process.
     """
 
     generation: Generation
@@ -44,15 +44,15 @@ class RendezvousMember:
     store: Any
 
     def end_iteration(self, saved: int | None) -> None:
-        """Take note of an iteration that is done, and of the newest checkpoint that the run has published."""
+        """Record the end of an iteration, and the newest checkpoint that the run has published."""
         self.kept.counts.note_step()
         if saved is not None:
             self.kept.counts.note_saved(saved)
 
     def resumed(self, config: RunConfig, runtime: Runtime) -> RunConfig:
-        """Return the configuration of this generation: from the run's own newest checkpoint on, where it has one.
+        """Return this generation's configuration, which resumes from the run's own newest checkpoint if there is one.
 
-        Before there is one a run begins as its command line says. Collective.
+        Before the first checkpoint, a run starts as its command line specifies. Collective.
         """
         if not any_rank(self.kept.counts.saved is not None, runtime.state.world):
             return config
@@ -64,12 +64,12 @@ def train_with_restarts(
 ) -> int:
     """Call ``attempt`` in one generation after the other, until it returns an exit status.
 
-    It may raise: where another rank was lost, this process meets the others again; otherwise it asks for a replacement
-    of its own.
+    It may raise an error. If another rank was lost, this process joins the next rendezvous; otherwise it asks for its
+    own replacement.
 
     Raises:
-        ConfigurationError: there is no keeper, or no store.
-        RestartError: the others did not come, or the run has failed too often.
+        ConfigurationError: there is no supervisor, or no store.
+        RestartError: the other ranks did not join in time, or the run has failed too often.
     """
     if kept is None:
         raise ConfigurationError(
@@ -100,7 +100,7 @@ def train_with_restarts(
                 traceback.print_exc()
                 return REPLACE
             reason = str(error).partition("\n")[0]
-        # Only now nothing refers to the frames that had failed, and what they held can go.
+        # The frames that failed are unreferenced only from here on, so their objects can be freed.
         rendezvous.end(generation.number)
         print_line(f"WARNING: rank {launch.rank} leaves its groups for a restart: {reason[:200]}", sys.stderr)
         links.shut_down()
@@ -112,7 +112,7 @@ def train_with_restarts(
 
 
 class _GenerationWatch:
-    """Look whether a generation is over, and then see to it that this process leaves it."""
+    """Watch on the end of a generation, which ensures that this process then leaves it."""
 
     def __init__(
         self, rendezvous: Rendezvous, generation: Generation, links: GroupLinks, rank: int, config: RunConfig
@@ -128,7 +128,7 @@ class _GenerationWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more: the process has left the generation."""
+        """Stop watching, because the process has left the generation."""
         self._has_left.set()
         self._thread.join()
 

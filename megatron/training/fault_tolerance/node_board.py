@@ -1,8 +1,8 @@
-"""The board of a node: its ranks exchange their states in files, and one rank, the speaker, writes them to the store.
+"""Node board: the ranks of a node exchange their states in files, and one rank, the speaker, writes them to the store.
 
 With one connection per rank, the store would have as many clients as the world has ranks, and the watchdog's leader
 would read one key per rank. So the ranks of a node write their states into one folder per node, and the speaker writes
-all of them into the store under one key. The speaker is the first rank of the node. If it falls silent, the next rank
+all of them into the store under one key. The speaker is the first rank of the node. If it falls silent, the first rank
 that notices opens a connection and becomes the speaker.
 """
 
@@ -23,7 +23,7 @@ _SPOKEN, _STATE, _ANSWER = "spoken", "state", "answer"
 
 
 class Store(Protocol):
-    """Be the key-value store that all nodes reach."""
+    """Key-value store that all nodes can reach."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -42,7 +42,7 @@ class Store(Protocol):
 
 
 def node_folder(prefix: str, machine: str) -> Path:
-    """Return the folder of a node's ranks, which all of them make alike; ``prefix`` is of one run."""
+    """Return the folder of a node's ranks, the same on all of them; ``prefix`` is unique to a run."""
     name = "".join(letter if letter.isalnum() else "-" for letter in f"{prefix}-{machine}")
     return Path(tempfile.gettempdir()) / f"megatron-hang-{name}"
 
@@ -58,15 +58,15 @@ def enter(folder: Path, state: RankState) -> None:
 
 
 def processes_in(folder: Path) -> dict[int, ProcessName]:
-    """Return the processes that have entered, by rank."""
+    """Return the processes that have written a state, by rank."""
     states = [RankState.from_dict(values) for values in _states_in(folder)]
     return {state.rank: state.process for state in sorted(states, key=lambda state: state.rank)}
 
 
 class NodeBoard:
-    """Hold a rank's states, words and answers for the others; ``node_of`` has the first rank of each rank's node.
+    """Exchange of states, orders and answers with other ranks; ``node_of`` maps ranks to their node's first rank.
 
-    ``connect`` opens the store, on the speaker alone.
+    ``connect`` opens the store, only on the speaker.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class NodeBoard:
         return self._store is not None
 
     def open(self) -> None:
-        """Speak for the node from now on.
+        """Become the speaker of the node.
 
         Raises:
             ConfigurationError: the store cannot be reached.
@@ -99,19 +99,19 @@ class NodeBoard:
         self._store = self._connect()
 
     def start_again(self, now: float) -> None:
-        """Forget for how long the speaker has been silent: this process did not run."""
+        """Reset the time of the speaker's silence, because this process was suspended."""
         self._heard_at = now
 
     def post_state(self, state: Mapping[str, Any]) -> None:
-        """Write where this rank stands."""
+        """Write this rank's state."""
         self._write(f"{_STATE}-{self._rank}", state)
 
     def forward(self) -> None:
-        """Write the states of this node's ranks into the store; for the speaker."""
+        """Write the states of this node's ranks into the store; only the speaker calls this."""
         self._reached.set(self._key(f"node/{self._node}"), json.dumps(_states_in(self._folder)))
 
     def states(self) -> Iterable[dict[str, Any]]:
-        """Yield the states of all ranks whose nodes have spoken: one request for all known nodes."""
+        """Yield the states of all ranks whose nodes have written to the store, with one request for all known nodes."""
         store = self._reached
         new = [node for node in self.nodes if node not in self._known]
         self._known.update(node for node in new if store.check([self._key(f"node/{node}")]))
@@ -120,15 +120,15 @@ class NodeBoard:
             yield from json.loads(text)
 
     def say(self, word: Mapping[str, Any]) -> None:
-        """Tell all nodes a word; for a speaker that leads."""
+        """Send an order to all nodes; only a speaker that leads may call this."""
         self._reached.set(self._key("word"), json.dumps(word))
         self._speak(dict(word))
 
     def hear(self, now: float, silence_s: float) -> dict[str, Any] | None:
-        """Return the leader's last word, None before the first.
+        """Return the leader's last order, or None before the first one.
 
-        The speaker reads it in the store and repeats it on the node. If it has not for ``silence_s``, this rank
-        becomes the speaker, unless another one was quicker.
+        The speaker reads it from the store and repeats it on the node. If the speaker has been silent for
+        ``silence_s``, this rank becomes the speaker, unless another rank was faster.
         """
         if self._store is None:
             self._listen(now, silence_s)
@@ -140,18 +140,18 @@ class NodeBoard:
         return self._word
 
     def leave_word(self, word: Mapping[str, Any]) -> None:
-        """Tell this node's ranks a word that the store need not have."""
+        """Send an order to this node's ranks without the store."""
         self._speak(dict(word))
 
     def claim(self, name: str) -> bool:
         return self._reached.add(self._key(f"claim/{name}"), 1) == 1
 
     def post_answer(self, number: str, answer: Mapping[str, Any]) -> None:
-        """Write what this rank knows of a hang, as it was asked with this number."""
+        """Write this rank's answer to the request with this number."""
         self._write(f"{_ANSWER}-{number}-{self._rank}", {"rank": self._rank, "answer": dict(answer)})
 
     def forward_answers(self, number: str) -> None:
-        """Write the answers of this node's ranks into the store; for the speaker."""
+        """Write the answers of this node's ranks into the store; only the speaker calls this."""
         found = [values for path in sorted(self._folder.glob(f"{_ANSWER}-{number}-*.json")) if (values := _read(path))]
         if found:
             self._reached.set(self._key(f"answer/{number}/{self._node}"), json.dumps(found))
@@ -164,12 +164,11 @@ class NodeBoard:
         return {each["rank"]: each["answer"] for text in texts for each in json.loads(text)}
 
     def close(self) -> None:
-        """Remove the folder if all ranks of the node have left; the last one finds it so."""
+        """Remove the folder if all ranks of the node have left, which only the last rank finds."""
         if all(state["left"] for state in _states_in(self._folder)):
             self.remove()
 
     def remove(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -205,19 +204,19 @@ class NodeBoard:
 
 
 def _write(folder: Path, name: str, values: Mapping[str, Any], rank: int) -> None:
-    """Write a file that others see whole or not at all."""
+    """Write a file atomically."""
     unfinished = folder / f"{name}.{rank}.tmp"
     unfinished.write_text(json.dumps(values))
     os.replace(unfinished, folder / f"{name}.json")
 
 
 def _states_in(folder: Path) -> list[dict[str, Any]]:
-    """Return where the ranks of a node stand, by their own word."""
+    """Return the states of a node's ranks."""
     return [values for path in sorted(folder.glob(f"{_STATE}-*.json")) if (values := _read(path))]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return what a file holds, None if it is not there (any more)."""
+    """Return the content of a file, or None if it does not exist."""
     try:
         values: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:

@@ -20,15 +20,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ENDED_STATES = ("Z", "X")
 _PR_SET_NAME = 15
 KEEPER_NAME = "rank-keeper"
-"""How the system names the process that starts a rank's worker again when it dies."""
+"""Process name of the supervisor that restarts a rank's worker when it dies."""
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Name a process of some machine.
+    """Identity of a process on some node.
 
-    ``machine`` is empty where the system does not say enough to tell machines, or containers, apart. ``started`` is in
-    ticks since the machine's start.
+    ``machine`` is empty if the system does not reveal enough to distinguish nodes or containers. ``started`` is in
+    clock ticks since the node's boot.
     """
 
     host: str
@@ -38,33 +38,33 @@ class ProcessIdentity:
 
     @property
     def is_alive(self) -> bool | None:
-        """Return whether the process runs; None where that cannot be seen from here."""
-        # Copies of a virtual machine may have all but the host's name in common.
+        """Return whether the process runs, or None if that cannot be determined from here."""
+        # Clones of a virtual machine may share everything except the host name.
         if not self.machine or (self.machine, self.host) != (_machine(), socket.gethostname()):
             return None
         return start_time(self.pid) == self.started
 
 
 def identify(pid: int) -> ProcessIdentity:
-    """Return who a process of this machine is; one that is gone is not alive."""
+    """Identify a process of this node; if it is gone, the identity is not alive."""
     started = start_time(pid)
     return ProcessIdentity(socket.gethostname(), _machine(), pid, 0 if started is None else started)
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process of this machine started, in ticks; None where it has ended or nothing is known."""
+    """Return the start time of a process of this node in clock ticks, or None if it has ended or is unknown."""
     fields = _status(pid)
     return None if not fields or fields[0] in _ENDED_STATES else int(fields[19])
 
 
 def parent_of(pid: int) -> int:
-    """Return the number of a process's parent; 0 where it is not known."""
+    """Return the parent's process id, or 0 if it is unknown."""
     fields = _status(pid)
     return int(fields[1]) if fields else 0
 
 
 def name_of(pid: int) -> str:
-    """Return the short name that the system has for a process; empty where it is gone."""
+    """Return the short name of a process, or an empty string if it is gone."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
     except OSError:
@@ -72,13 +72,13 @@ def name_of(pid: int) -> str:
 
 
 def name_process(name: str) -> None:
-    """Give this process a short name, which lists of processes show."""
+    """Set the short name of this process, which process lists show."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def _status(pid: int) -> list[str]:
-    """Return the fields of a process's ``stat`` behind its name, which may hold any character."""
+    """Return the fields of a process's ``stat`` after its name, which may contain any character."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -86,7 +86,7 @@ def _status(pid: int) -> list[str]:
 
 
 def _machine() -> str:
-    """Return what the processes that can see each other have in common, and no others."""
+    """Return an id shared by exactly those processes that can see each other."""
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -105,9 +105,9 @@ GONE = "gone"
 
 @dataclass(frozen=True)
 class ProcessName:
-    """Name one process for good: its machine, its number, and when it started, which tells it from a later one.
+    """Unique name of a process: its node, its process id and its start time, which distinguishes it from a later one.
 
-    ``host`` is for people; ``machine`` also tells apart containers that do not see each other's processes.
+    ``host`` is for people; ``machine`` also distinguishes containers that do not see each other's processes.
     """
 
     host: str
@@ -121,7 +121,7 @@ class ProcessName:
 
 
 UNKNOWN = ProcessName("an unknown host", "", 0, 0)
-"""Stands for a process that has not said anything yet."""
+"""Placeholder for a process that has not reported yet."""
 
 
 def this_process() -> ProcessName:
@@ -131,7 +131,7 @@ def this_process() -> ProcessName:
 
 
 def state_of(name: ProcessName) -> str:
-    """Return in words what the system says of a process of this machine: alive, stopped, gone; "" of another's."""
+    """Describe the state of a process of this node: alive, stopped or gone; empty for a process of another node."""
     if not name.is_here:
         return ""
     fields = _stat_fields(name.pid)
@@ -141,7 +141,7 @@ def state_of(name: ProcessName) -> str:
 
 
 def is_silent_for_good(state: str) -> bool:
-    """Return whether a process in this state will say nothing any more, unless somebody continues it."""
+    """Return whether a process in this state will not respond any more, unless it is resumed."""
     return state in (_STATES["T"], _STATES["Z"], GONE)
 
 
@@ -150,7 +150,7 @@ def is_at_an_end(state: str) -> bool:
 
 
 def kill(name: ProcessName) -> None:
-    """End a process of this machine and this user at once; do nothing where it is not the one that was named."""
+    """Kill a process of this node and this user; do nothing if its id now belongs to another process."""
     if state_of(name) in ("", GONE) or name.pid == os.getpid():
         return
     try:
@@ -161,7 +161,7 @@ def kill(name: ProcessName) -> None:
 
 
 def bytes_moved() -> int:
-    """Return how many bytes this process has read and written so far; 0 where the system does not say."""
+    """Return the number of bytes that this process has read and written, or 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -170,7 +170,7 @@ def bytes_moved() -> int:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Return what follows the name in ``/proc/PID/stat``: the state, ..., the start time as number 19."""
+    """Return the fields after the name in ``/proc/PID/stat``: the state, ..., with the start time at index 19."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -187,16 +187,16 @@ def _this_machine() -> str:
 
 
 GRACE_S = 8.0
-"""Time for the step and the checkpoint that a process may finish when its launcher is gone."""
+"""Time for a process to finish the step and the checkpoint when its launcher is gone."""
 _POLL_INTERVAL_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def find_launcher(run_id: str) -> int | None:
-    """Return the process that started this one with ``run_id``; None without one, or where it cannot be seen.
+    """Return the process that started this one with ``run_id``, or None if there is none or it is not visible.
 
-    torchrun gives each process the run's number in the environment and has none itself: of the parents, shells between
-    the two among them, the launcher is the first one that was started without it.
+    torchrun sets the run id in the environment of each process, but not in its own. So the launcher is the first
+    ancestor, with shells in between skipped, that was started without the id.
     """
     if not run_id:
         return None
@@ -207,17 +207,18 @@ def find_launcher(run_id: str) -> int | None:
 
 
 def die_with_launcher(run_id: str, rank: int) -> None:
-    """Let this process end soon after the torchrun that started it, however that ends.
+    """Make this process end soon after the torchrun that started it, however torchrun ends.
 
-    It gets SIGTERM at once, which a run in training answers with a checkpoint, and SIGKILL after `GRACE_S`. A
-    process that was started in any other way has no ``run_id`` and is left alone, whatever becomes of its parent.
+    The process gets SIGTERM at once, to which a run in training responds with a checkpoint, and SIGKILL after
+    `GRACE_S`. A process that was started in any other way has no ``run_id``, and is not affected by the end of its
+    parent.
     """
     launcher = find_launcher(run_id)
     if launcher is None:
         return
     if launcher == os.getppid():
         _ask_for_signal_at_death()
-        if launcher != os.getppid():  # it ended before it was asked
+        if launcher != os.getppid():  # it ended before the request
             os.kill(os.getpid(), signal.SIGTERM)
     if _adopts_orphans(launcher):
         sys.exit("error: the launcher of this process is gone; start the run again")
@@ -229,7 +230,7 @@ def _end_after(launcher: int, rank: int) -> None:
     deadline = time.monotonic() + GRACE_S
     os.kill(os.getpid(), signal.SIGTERM)
     if rank == 0:
-        with contextlib.suppress(OSError):  # the launcher may have been the reader
+        with contextlib.suppress(OSError):  # the launcher may have been the reader of the pipe
             print_line(
                 f"WARNING: the launcher (process {launcher}) is gone: this run ends within {GRACE_S:.0f} s, with a "
                 "checkpoint where it can",
@@ -240,12 +241,12 @@ def _end_after(launcher: int, rank: int) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    """Return when a process has ended."""
+    """Wait until a process has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except (AttributeError, OSError):  # an older system, or another one
+    except (AttributeError, OSError):  # an older kernel, or not Linux
         _poll_for_end(pid)
         return
     poll = select.poll()
@@ -261,7 +262,7 @@ def _poll_for_end(pid: int) -> None:
 
 
 def _ask_for_signal_at_death() -> None:
-    """Have the system send SIGTERM when the thread that started this process ends; Linux can."""
+    """Request SIGTERM when the thread that started this process ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -275,9 +276,9 @@ def _was_started_with(pid: int, run_id: str) -> bool:
 
 
 def _adopts_orphans(pid: int) -> bool:
-    """Return whether a parent is the system's, which takes over processes whose own is gone.
+    """Return whether a parent is the system's init, which adopts orphaned processes.
 
-    In a container the launcher itself may be process 1, which is then a Python.
+    In a container the launcher itself, a Python process, may be process 1.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -21,14 +21,14 @@ from megatron.training.fault_tolerance.processes import ProcessName, state_of
 
 
 def short_path(path: str) -> str:
-    """Return the last folders of a path, from the package's own on."""
+    """Shorten a path to the part from the package's folder on, or to its last components."""
     parts = Path(path).parts
     if "megatron" in parts:
         return str(Path(*parts[len(parts) - 1 - parts[::-1].index("megatron") :]))
     return str(Path(*parts[-3:])) if len(parts) > 3 else path
 
 
-# No library that a training uses takes it; 0 where the system has no such signals.
+# A signal that no library used in training takes; 0 if the system has no such signals.
 _NUMBER = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else 0
 _WAIT_S = 2.0
 _SETTLED_S = 0.2
@@ -36,29 +36,29 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class StackFile:
-    """Let this process write its stacks into a file of its own on a signal, while this is open."""
+    """File into which this process writes its stacks on a signal, until it is closed."""
 
     def __init__(self) -> None:
         self._file = tempfile.NamedTemporaryFile("w", prefix="megatron-stacks-", suffix=".txt")  # noqa: SIM115
         if _NUMBER:
-            # What `unregister` goes back to: a signal that comes late must not end the process.
+            # `unregister` restores this handler, so that a late signal does not end the process.
             signal.signal(_NUMBER, signal.SIG_IGN)
             faulthandler.register(_NUMBER, self._file, all_threads=True)
 
     @property
     def path(self) -> str:
-        """Return the file; empty where there are no such signals."""
+        """Return the file, or an empty string if there are no such signals."""
         return self._file.name if _NUMBER else ""
 
     def close(self) -> None:
-        """Listen no more, and remove the file."""
+        """Stop handling the signal, and remove the file."""
         if _NUMBER:
             faulthandler.unregister(_NUMBER)
         self._file.close()
 
 
 def ask_for_stacks(process: ProcessName, path: str) -> list[dict[str, Any]]:
-    """Return the stacks of a process of this machine that runs but does not answer; none where it does not write."""
+    """Request the stacks of a process of this node that runs but does not answer; empty if it does not write them."""
     file = Path(path)
     if not path or state_of(process) != "alive" or not file.is_file():
         return []
@@ -77,7 +77,7 @@ def ask_for_stacks(process: ProcessName, path: str) -> list[dict[str, Any]]:
 
 
 def parse_stacks(text: str) -> list[dict[str, Any]]:
-    """Return what `faulthandler` has written as `rank_state.stacks` would say it: the innermost frames last."""
+    """Parse the output of `faulthandler` into the format of `rank_state.stacks`: the innermost frames last."""
     stacks = []
     for block in re.split(r"\n(?=(?:Current thread|Thread) )", text):
         head, *lines = block.splitlines() or [""]
@@ -85,7 +85,7 @@ def parse_stacks(text: str) -> list[dict[str, Any]]:
         named = [f"{short_path(match[1])}:{match[2]} in {match[3]}" for match in reversed(frames)]
         if named:
             stacks.append({"thread": head.partition(" (most recent")[0], "frames": named})
-    # The main thread is the last that faulthandler writes.
+    # faulthandler writes the main thread last.
     return [{**stacks[-1], "thread": "MainThread"}, *stacks[:-1]] if stacks else []
 
 
@@ -93,7 +93,7 @@ _NUM_FRAMES = 40
 _NUM_ENTRIES = 64
 _NUM_SAMPLES = 32
 _NUM_INSIDE = 128
-# Where a thread that waits for another one is; the other one is then of interest.
+# Files in which a thread waits for another one; the other thread is then of interest.
 _WAITING_FILES = (
     "threading.py",
     "queue.py",
@@ -107,11 +107,11 @@ _WAITING_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class DeviceState:
-    """Hold how far a rank's device has come with the communications that the host has left to it.
+    """Progress of a rank's device through the communications that the host has enqueued.
 
-    ``inside`` are those that it has reached and not got past, and so are ``beside``, which go on beside the computation
-    and may be over. ``ahead`` is the oldest that it has not reached. ``entered`` counts those that it has reached, by
-    channel.
+    ``inside`` are those that the device has reached and not completed. So are ``beside``, which overlap with the
+    computation and may be over. ``ahead`` is the oldest one that it has not reached. ``entered`` counts those that it
+    has reached, by channel.
     """
 
     inside: tuple[Communication, ...]
@@ -121,13 +121,13 @@ class DeviceState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeviceState:
-        """Read back what `dataclasses.asdict` makes of one."""
+        """Read a state from the output of `dataclasses.asdict`."""
         ahead = None if values["ahead"] is None else Communication(**values["ahead"])
         inside, beside = (tuple(Communication(**each) for each in values[name]) for name in ("inside", "beside"))
         return cls(inside, beside, ahead, values["entered"])
 
     def has_more_than(self, communication: Communication) -> bool:
-        """Return whether it is not done with all others that it was given."""
+        """Return whether the device has other uncompleted communications."""
         given = (*self.inside, *self.beside, *(() if self.ahead is None else (self.ahead,)))
         one = communication.channel, communication.sequence
         return any((other.channel, other.sequence) != one for other in given)
@@ -135,13 +135,13 @@ class DeviceState:
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """Hold where a rank stands; ``beat`` grows each time that it says so.
+    """State of a rank; ``beat`` grows with each report.
 
-    ``idle_s`` is for how long nothing has got done, and ``allowance_s`` how long that may be in this phase.
-    ``entered`` counts the communications that it has begun, by channel; where they are left to a device and nothing
-    gets done, ``on_device`` says how far that has come. ``left`` says that it watches no more.
-    ``error_file`` is where the launcher reads why a process failed; empty where it does not. ``stack_file`` is
-    where the process writes its stacks where it cannot answer.
+    ``idle_s`` is the time without progress, and ``allowance_s`` its limit in this phase. ``entered`` counts the
+    communications that the rank has started, by channel. If they are enqueued on a device and there is no progress,
+    ``on_device`` is the device's state. ``left`` means that the rank no longer watches. ``error_file`` is the
+    launcher's error file of the process, or empty without one. ``stack_file`` is the file for the process's stacks if
+    it cannot answer.
     """
 
     rank: int
@@ -160,10 +160,10 @@ class RankState:
 
     @property
     def is_held_by_device(self) -> bool:
-        """Return whether the process waits for its device, so that this says what it waits in.
+        """Return whether the process waits for its device, so that the device's state shows what it waits in.
 
-        A host that is in a communication waits there for hosts only where the communicator is used for the first time,
-        or where its device is done with all others: else the device takes no more work, of whatever kind comes next.
+        A host in a communication waits for other hosts only on the first use of the communicator, or if its device has
+        completed all others. Otherwise the device's queue is full, whatever the next operation is.
         """
         device = self.on_device
         if device is None or self.blocked is None:
@@ -172,13 +172,13 @@ class RankState:
 
     @property
     def may_wait_in(self) -> tuple[Communication, ...]:
-        """Return the communications of which the process, or its device, waits in one: the likeliest first."""
+        """Return the communications that the process or its device may wait in, the most likely first."""
         if self.is_held_by_device and self.on_device is not None:
             return (*self.on_device.inside, *self.on_device.beside)
         return () if self.blocked is None else (self.blocked,)
 
     def num_entered(self, channel: str, by_device: bool) -> int:
-        """Return how many communications of a channel it has begun, or with ``by_device`` its device (if any)."""
+        """Return how many communications of a channel were started, by the rank or ``by_device`` by its device."""
         counts = self.on_device.entered if by_device and self.on_device is not None else self.entered
         return counts.get(channel, 0)
 
@@ -187,7 +187,7 @@ class RankState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankState:
-        """Read back what `to_dict` returned; other keys are left alone."""
+        """Read a state from the output of `to_dict`; other keys are ignored."""
         names = {field.name for field in dataclasses.fields(cls)}
         known = {name: value for name, value in values.items() if name in names}
         known["process"] = ProcessName(**known["process"])
@@ -199,16 +199,16 @@ class RankState:
 
 
 def blocked_in(recorder: FlightRecorder) -> Communication | None:
-    """Return the communication that this rank is in, or None where it is in none."""
+    """Return the communication that this rank is in, or None."""
     entry = recorder.blocked
     return None if entry is None else recorder.describe(entry)
 
 
 def device_state(recorder: FlightRecorder) -> DeviceState | None:
-    """Return how far this rank's device has come; None where the host waits for all, or the device has failed."""
+    """Return the device's state; None if the host waits for all communication, or the device has failed."""
     try:
         view = recorder.on_device()
-    except RuntimeError:  # The report has what it failed with, as the state of its queue.
+    except RuntimeError:  # The report includes the error, as the state of the device's queue.
         return None
     if view is None:
         return None
@@ -220,7 +220,7 @@ def device_state(recorder: FlightRecorder) -> DeviceState | None:
 
 
 def full_answer(recorder: FlightRecorder, device: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rank knows of a hang: the stacks of its threads, its last communications and what it reads."""
+    """Collect a rank's data for a hang report: stacks of its threads, last communications and samples read."""
     return {
         "stacks": stacks(),
         "reading": [[int(sample) for sample in samples][:_NUM_SAMPLES] for samples in [*recorder.reading.values()]],
@@ -230,7 +230,7 @@ def full_answer(recorder: FlightRecorder, device: Mapping[str, Any]) -> dict[str
 
 
 def stacks() -> list[dict[str, Any]]:
-    """Return the frames of every thread but this one, the innermost last, as ``FILE:LINE in FUNCTION``."""
+    """Return the frames of every thread except this one, the innermost last, as ``FILE:LINE in FUNCTION``."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     found = []
@@ -243,7 +243,7 @@ def stacks() -> list[dict[str, Any]]:
 
 
 def at_work(answer: Mapping[str, Any]) -> str:
-    """Return where a rank is in the code, or its threads that the main one waits for; "" where it has not said."""
+    """Return a rank's position in the code, or that of threads its main thread waits for; empty if unknown."""
     all_stacks = [stack for stack in answer.get("stacks", ()) if stack["frames"]]
     if not all_stacks:
         return ""
@@ -256,6 +256,6 @@ def at_work(answer: Mapping[str, Any]) -> str:
 
 
 def is_waiting(stack: Mapping[str, Any]) -> bool:
-    """Return whether a thread waits for another one, or for something to do."""
+    """Return whether a thread waits for another one, or for work."""
     file: str = stack["frames"][-1].partition(" in ")[0].rpartition(":")[0]
     return file.endswith(_WAITING_FILES)

@@ -1,9 +1,9 @@
 """Rendezvous: the members of a generation, its process groups, and how they are aborted.
 
-A generation is one set of processes, one for each rank, that share process groups. It is over for all when one of
-them has died or left. The store holds the number of the generation that all are to join; a rank that sees that a
-generation is over increments it. A rank that waits in gloo for a rank that has left gets no error, so the sockets
-of the groups are shut down, and every wait on them ends.
+A generation is one set of processes, one for each rank, that share process groups. It is over for all when one of them
+has died or left. The store holds the number of the generation that all ranks must join next. A rank that sees that a
+generation is over increments it. A rank that waits in gloo for a rank that has left gets no error, so the sockets of
+the groups are shut down, and every wait on them ends.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _POLL_S = 0.05
 
 
 class RestartError(MegatronError):
-    """Report a run that cannot be restarted."""
+    """A run cannot be restarted."""
 
 
 class Store(Protocol):
-    """Be the key-value store that all processes of a run reach, and that outlives them."""
+    """Key-value store that all processes of a run can reach, and that outlives them."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -46,12 +46,12 @@ class Store(Protocol):
         """Return whether all keys exist."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value where the key has the expected one, or does not exist and nothing is expected."""
+        """Write a value if the key has the expected one, or if it does not exist and nothing is expected."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Hold a set of processes, by rank, that meet; ``name`` is of no other one."""
+    """Set of processes, by rank, that share process groups; ``name`` is unique."""
 
     number: int
     members: tuple[str, ...]
@@ -63,14 +63,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class Limits:
-    """Say how long processes wait for each other, and how many generations there may be after the first."""
+    """Timeout of the rendezvous, and the maximum number of generations after the first."""
 
     patience_s: float
     max_restarts: int | None = None
 
 
 class Rendezvous:
-    """Meet the other processes of a run; ``token`` tells this one from its predecessors of the same rank."""
+    """Rendezvous with the other processes of a run; ``token`` distinguishes this process from its predecessors."""
 
     def __init__(
         self,
@@ -97,18 +97,18 @@ class Rendezvous:
         return self.wanted != generation.number
 
     def end(self, number: int) -> None:
-        """Ask all to leave a generation, if nobody has yet."""
+        """Ask all ranks to leave a generation, unless one has already done so."""
         self._store.compare_set(_WANTED, str(number), str(number + 1))
 
     def note_done(self, generation: Generation) -> None:
-        """Tell who comes after a generation that its work is done."""
+        """Mark the work of a generation as done, for processes that join later."""
         self._store.set(_DONE, generation.name)
 
     def join(self) -> Generation | None:
-        """Wait until all processes have come and return their generation; None where the work is done.
+        """Wait until all processes have joined and return their generation, or None if the work is done.
 
         Raises:
-            RestartError: not all have come in time, or there were too many generations.
+            RestartError: not all have joined in time, or there were too many generations.
         """
         deadline = self._clock() + self._limits.patience_s
         while True:
@@ -120,7 +120,7 @@ class Rendezvous:
             time.sleep(_POLL_S)
 
     def _try(self, number: int) -> Generation | None:
-        """Enter this process for a generation; return it where all have."""
+        """Register this process for a generation; return the generation if all have registered."""
         limit = self._limits.max_restarts
         if limit is not None and number > limit:
             raise RestartError(
@@ -189,7 +189,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class GroupLinks:
-    """Know the sockets of the process groups that are made between `__init__` and `are_made`."""
+    """Sockets of the process groups that are created between `__init__` and `are_made`."""
 
     def __init__(self) -> None:
         self._before = _sockets()
@@ -197,22 +197,22 @@ class GroupLinks:
         self._flight: FlightRecorder | None = None
 
     def are_made(self, flight: FlightRecorder) -> None:
-        """Note that all groups exist: sockets that are opened from now on belong to others.
+        """Record that all groups exist: sockets that are opened from now on do not belong to them.
 
-        ``flight`` is told before the groups are shut down.
+        ``flight`` is notified before the groups are shut down.
         """
         self._own = set(_sockets()) - set(self._before)
         self._flight = flight
 
     @property
     def are_given_up(self) -> bool:
-        """Return whether groups that were made have been shut down, or are about to be."""
+        """Return whether the groups have been shut down, or are about to be."""
         return self._flight is not None and self._flight.is_given_up
 
     def shut_down(self) -> None:
-        """End every wait on the groups, in whichever thread: with an error, or on NCCL with numbers that say nothing.
+        """End every wait on the groups in any thread: with an error, or under NCCL with invalid results.
 
-        Who reads those asks `FlightRecorder.ensure_not_given_up` afterwards.
+        Code that reads these results must call `FlightRecorder.ensure_not_given_up` afterwards.
         """
         if self._flight is not None:
             self._flight.give_up()
@@ -223,19 +223,19 @@ class GroupLinks:
 
 
 def abort_communicators() -> None:
-    """Give up what NCCL has under way in any group; gloo has no such thing."""
+    """Abort pending NCCL operations in all groups; gloo needs no abort."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
 
 
 def leave_groups() -> None:
-    """Leave all process groups, after a shut-down."""
+    """Destroy all process groups, after a shut-down."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def is_broken_communication(error: BaseException) -> bool:
-    """Return whether an error says that another rank could not be reached, or was waited for in vain."""
+    """Return whether an error means that another rank was unreachable, or that waiting for it timed out."""
     if isinstance(error, dist.DistError | GivenUpError):
         return True
     text = str(error)
@@ -243,7 +243,7 @@ def is_broken_communication(error: BaseException) -> bool:
 
 
 def open_store(host: str, port: int, timeout: timedelta = _STORE_TIMEOUT) -> Any:
-    """Return a connection of its own to the store that the launcher keeps.
+    """Open a separate connection to the launcher's store.
 
     Raises:
         RuntimeError: it cannot be reached.
@@ -252,7 +252,7 @@ def open_store(host: str, port: int, timeout: timedelta = _STORE_TIMEOUT) -> Any
 
 
 def host_store(host: str, port: int) -> NoReturn:
-    """Keep the store of a run for as long as this process lives."""
+    """Host the store of a run for the lifetime of this process."""
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     while store is not None:
         signal.pause()
@@ -263,7 +263,7 @@ def store_of(generation: Generation, store: Any) -> Any:
 
 
 def _sockets() -> dict[str, int]:
-    """Return this process's sockets: a descriptor of each, by the name that the system has for it."""
+    """Return this process's sockets: one descriptor per socket, by the system's name of it."""
     found = {}
     for path in _DESCRIPTORS.iterdir():
         try:
@@ -280,5 +280,5 @@ def _shut_down(descriptor: int) -> None:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it listens, or is over
+    except OSError:  # it is listening, or already closed
         return

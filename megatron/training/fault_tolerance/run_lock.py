@@ -27,14 +27,14 @@ _ENDING_S = 30.0
 
 
 class FolderInUseError(ConfigurationError):
-    """Report a folder or file that another run writes to."""
+    """Another run writes to the folder or file."""
 
 
 @dataclass(frozen=True)
 class OwnerTimes:
-    """Say how often a record is renewed, and when an owner that cannot be asked is taken to be gone.
+    """Renewal interval of a record, and the time after which an unreachable owner is considered dead.
 
-    ``ending_s`` is how long an owner is waited for whose launcher is gone.
+    ``ending_s`` is the wait for an owner whose launcher is gone.
     """
 
     renewed_every_s: float = 15.0
@@ -44,7 +44,7 @@ class OwnerTimes:
 
 @dataclass(frozen=True)
 class OwnerRecord:
-    """Hold what an owner writes down: who it is, the launcher that it will not outlive, and what it does there."""
+    """Record of an owner: its process, the launcher that it does not outlive, and its purpose."""
 
     process: ProcessIdentity
     launcher: ProcessIdentity | None
@@ -53,13 +53,12 @@ class OwnerRecord:
 
     @classmethod
     def of_this_process(cls, token: str, purpose: str) -> OwnerRecord:
-        """Return the record of this process."""
         launcher = find_launcher(elastic_run_id())
         return cls(identify(os.getpid()), None if launcher is None else identify(launcher), token, purpose)
 
     @classmethod
     def read(cls, path: Path) -> OwnerRecord | None:
-        """Return what a file holds; None where that is no record, or not yet a whole one."""
+        """Read a record, or return None if the file has no complete record."""
         try:
             content = parse_json(read_plain_text(path))
             process, launcher = content["process"], content["launcher"]
@@ -74,24 +73,24 @@ class OwnerRecord:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Return whether this very process wrote it, for an earlier run."""
+        """Return whether this process wrote it, for an earlier run."""
         return self.process.is_alive is True and self.process.pid == os.getpid()
 
     @property
     def is_ending(self) -> bool:
-        """Return whether the owner still runs and its launcher does not."""
+        """Return whether the owner still runs although its launcher has ended."""
         return self.process.is_alive is True and self.launcher is not None and self.launcher.is_alive is False
 
     def describe(self) -> str:
-        """Return who that is, in words."""
+        """Describe the owner in words."""
         return f"{self.purpose} on {self.process.host}, process {self.process.pid}"
 
 
 class RunLock:
-    """Own a folder, or a file in it, from `own_folder` until `release`; a thread renews the record.
+    """Ownership of a folder, or of a file in it, from `own_folder` until `release`; a thread renews the record.
 
-    Records are numbered. The newest one is the owner's: a number is taken by creating its file, which one process
-    alone can do, and nobody takes a number while a record with a lower one may be alive.
+    Records are numbered, and the newest one belongs to the owner. A process takes a number by creating its file, which
+    only one process can do. No process takes a number while a record with a lower one may be alive.
     """
 
     def __init__(self, path: Path, record: OwnerRecord, given: str, times: OwnerTimes) -> None:
@@ -105,10 +104,10 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """See that the folder is still this owner's; to be called before anything in it appears or goes.
+        """Check that this run still owns the folder; call this before any change in the folder.
 
         Raises:
-            FolderInUseError: another run took it over, which held this one for dead.
+            FolderInUseError: another run considered this one dead and took the folder over.
         """
         directory, prefix = self._path.parent, self._path.name.rpartition(".")[0]
         newest = max(_numbers(directory, prefix), default=0)
@@ -116,7 +115,7 @@ class RunLock:
         if self._released.is_set():
             raise FolderInUseError(f"{self._given} was given up by this run, which is ending")
         if not newest:
-            # The folder was emptied or removed by hand: nobody else is in it.
+            # A user emptied or removed the folder, so no other run uses it.
             directory.mkdir(parents=True, exist_ok=True)
             _create(self._path, self._record)
         elif newest != own or OwnerRecord.read(self._path) != self._record:
@@ -127,15 +126,15 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the folder up, for whoever comes next."""
+        """Release the folder for other runs."""
         self._released.set()
-        self._thread.join(_ENDING_S)  # a record that is renewed after its removal would be there again
+        self._thread.join(_ENDING_S)  # a renewal after the removal would recreate the record
         if OwnerRecord.read(self._path) == self._record:
             self._path.unlink(missing_ok=True)
 
     def _renew(self, interval_s: float) -> None:
         while not self._released.wait(interval_s):
-            with contextlib.suppress(OSError):  # `check` says what there is to say
+            with contextlib.suppress(OSError):  # `check` reports the problem
                 if OwnerRecord.read(self._path) == self._record:
                     if isinstance(self._path, ObjectPath):
                         self._path.write_bytes(_encode(self._record))
@@ -152,16 +151,16 @@ def own_folder(
     given: str = "",
     times: OwnerTimes = OwnerTimes(),
 ) -> RunLock:
-    """Become the owner of an existing folder, or with another ``prefix`` of a file in it, or refuse.
+    """Lock an existing folder, or with another ``prefix`` a file in it.
 
-    ``given`` is what the command line says of it, with the flag, where that is not ``--save``.
+    ``given`` is the flag and its value in the command line, if it is not ``--save``.
 
-    An owner on this machine is gone when its process is; one on another machine when its record has not been renewed
-    for ``times.expired_after_s``. So it may take as long to find out, and a line says so.
+    An owner on this node is dead if its process is gone; an owner on another node if its record has not been renewed
+    for ``times.expired_after_s``. The wait may take that long, and a line announces it.
 
     Raises:
         FolderInUseError: it has an owner that is alive.
-        OSError: the file system refuses the record.
+        OSError: the file system rejects the record.
     """
     record = OwnerRecord.of_this_process(token, purpose)
     given = given or f"--save {directory}"
@@ -178,18 +177,18 @@ def own_folder(
         except FileExistsError:
             continue
         if OwnerRecord.read(own) != record:
-            continue  # a store that looks first and writes then has let somebody else write it too
+            continue  # a store without atomic creation has let another process write it too
         if _numbers(directory, prefix) - set(numbers) == {int(own.name.rpartition(".")[2])}:
             for path in paths.values():
                 path.unlink(missing_ok=True)
             return RunLock(own, record, given, times)
-        # Somebody else came between the look and the record.
+        # Another process added a record between the check and this record.
         own.unlink()
         time.sleep(random.uniform(0.0, _POLL_INTERVAL_S))
 
 
 class _Waiting:
-    """Look at the records in a folder until each is known to be dead or one to be alive."""
+    """Wait until every record in a folder is known to be dead, or one is known to be alive."""
 
     def __init__(self, directory: Path, given: str, times: OwnerTimes, log: Callable[[str], None]) -> None:
         self._directory = directory
@@ -202,7 +201,7 @@ class _Waiting:
         self._has_said = False
 
     def blocks(self, path: Path) -> bool:
-        """Return whether a record may be of a live owner; to be asked again then.
+        """Return whether a record may belong to a live owner, and must be checked again.
 
         Raises:
             FolderInUseError: its owner is alive.
@@ -240,7 +239,7 @@ class _Waiting:
         )
 
     def _now(self) -> float:
-        """Return the time by the clock of the file system, which may be another machine's."""
+        """Return the time on the file system's clock, which may be another node's."""
         if self._clock_offset is None:
             probe = self._directory / f".clock.{os.getpid()}.{random.getrandbits(32):08x}"
             probe.touch()
@@ -272,10 +271,10 @@ def _encode(record: OwnerRecord) -> bytes:
 
 
 def _create(path: Path, record: OwnerRecord) -> None:
-    """Write a record that nobody else has written.
+    """Create a record that does not exist.
 
     Raises:
-        FileExistsError: somebody has.
+        FileExistsError: it exists.
     """
     text = _encode(record)
     if isinstance(path, ObjectPath):

@@ -49,18 +49,18 @@ from megatron.training import (
 )
 
 Cause = Literal["weights", "data", "transient device", "persistent device", "training", "overflow", "right"]
-"""What made a result look wrong.
+"""Root cause of a result that looked wrong.
 
-``training`` is a model that other samples look as wrong to and no device made so, ``overflow`` what is too large for
-float16, and ``right`` a result that is repeated and that nothing speaks against.
+``training`` means that other samples look wrong too and that no device is at fault, ``overflow`` that values exceed the
+range of float16, and ``right`` that the result is reproducible and plausible.
 """
 
 
 @dataclass(frozen=True)
 class FaultAttribution:
-    """Hold the cause of a result that looked wrong, and what was found, in words.
+    """Root cause of a result that looked wrong, with the findings in words.
 
-    ``samples`` are the ids of those that stand out, ``ranks`` those whose device is to blame, or may be.
+    ``samples`` are the ids of outlying samples, and ``ranks`` those whose device is, or may be, at fault.
     """
 
     cause: Cause
@@ -70,19 +70,19 @@ class FaultAttribution:
 
 
 class Rewind(TrainingError):
-    """Ask for the run to go on from its newest checkpoint that is known to train; all ranks raise."""
+    """Request to roll the run back to its newest checkpoint that is known to train; all ranks raise it."""
 
 
 _TOLERANCE = 1.0e-3
-"""Relative difference up to which two figures pass for one: kernels that add in any order differ by less."""
+"""Relative difference up to which two values count as equal; nondeterministic summation orders differ by less."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Hold the figures of one rank: a sum for each chunk and micro-batch, and the norm of its own gradients.
+    """Values of one rank: one for each chunk and micro-batch, and the norm of its own gradients.
 
-    ``forward`` has the loss of the last chunk and the sum of absolute hidden states of every other one, before anything
-    is exchanged. ``gradient`` is the norm before it is reduced, None where that is not known.
+    ``forward`` has the loss of the last chunk and the L1 norm of the hidden states of every other chunk, before any
+    communication. ``gradient`` is the norm before the reduction, or None if unknown.
     """
 
     rank: int
@@ -92,22 +92,22 @@ class RankTrace:
     gradient: float | None
 
     def stage_values(self, chunk: int) -> list[float]:
-        """Return the figures of one chunk, micro-batch by micro-batch."""
+        """Return the values of one chunk by micro-batch."""
         return [value for (of, _), value in sorted(self.forward.items()) if of == chunk]
 
 
 class StepTrace:
-    """Note what a rank's chunks make of the micro-batches of a step; nothing waits for the device."""
+    """Recorder of the results of a rank's chunks in a step, without waiting for the device."""
 
     def __init__(self) -> None:
         self._forward: dict[tuple[int, int], torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Begin a computation anew."""
+        """Reset the trace for a new computation."""
         self._forward = {}
 
     def note(self, chunk: int, microbatch: int, result: ChunkResult) -> None:
-        """Note one result."""
+        """Record one result."""
         if isinstance(result, MicrobatchLoss):
             figure = result.loss_sum.detach()
         else:
@@ -117,7 +117,7 @@ class StepTrace:
         self._forward[chunk, microbatch] = figure
 
     def gather(self, chunks: Sequence[DistributedDataParallel], state: ParallelState) -> list[RankTrace]:
-        """Return the figures of all ranks; collective, and the host waits for the device."""
+        """Gather the values of all ranks; collective, and the host waits for the device."""
         gradient = None
         if all(chunk.config.check_for_nan_in_loss_and_grad for chunk in chunks):
             gradient = math.sqrt(sum(norm * norm for chunk in chunks for _, norm in chunk.local_grad_norms()))
@@ -128,7 +128,7 @@ class StepTrace:
 
 
 def is_same(one: float | None, other: float | None) -> bool:
-    """Return whether two figures are of the same computation: equal but for rounding, or both not finite."""
+    """Return whether two values are of the same computation: equal except for rounding, or both not finite."""
     if one is None or other is None:
         return one is other
     if not (math.isfinite(one) and math.isfinite(other)):
@@ -137,10 +137,10 @@ def is_same(one: float | None, other: float | None) -> bool:
 
 
 def ranks_that_differ(first: Sequence[RankTrace], second: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return the ranks at which two computations of a step part, the first in the order of the data.
+    """Return the ranks at which two computations of a step diverge first, in the order of the data flow.
 
-    In the forward pass a fault goes from stage to stage, in the backward pass back: of the ranks whose figures differ
-    those are returned that no other has handed the difference to.
+    In the forward pass a fault propagates from stage to stage, and in the backward pass in reverse. Of the ranks with
+    different values, those are returned that did not receive the difference from another rank.
     """
     places = sorted({(chunk, trace.place["pp"]) for trace in first for chunk, _ in trace.forward})
     for chunk, stage in places:
@@ -157,7 +157,7 @@ def ranks_that_differ(first: Sequence[RankTrace], second: Sequence[RankTrace]) -
 
 
 def ranks_not_finite(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return the ranks at which a computation stopped being finite, the first in the order of the data."""
+    """Return the ranks at which a computation first became non-finite, in the order of the data flow."""
     marked = [
         dataclasses.replace(
             each,
@@ -182,7 +182,7 @@ def _mark(value: float) -> float:
 
 
 def describe_ranks(traces: Sequence[RankTrace]) -> str:
-    """Return ranks with their hosts in words."""
+    """Describe ranks with their hosts in words."""
     if not traces:
         return "a rank that cannot be told from the others"
     named = ", ".join(f"rank {trace.rank} on {trace.host}" for trace in traces)
@@ -192,18 +192,18 @@ def describe_ranks(traces: Sequence[RankTrace]) -> str:
 _OUTLYING = 6.0
 _LEAST_SPREAD = 0.02
 _CONSISTENT_SPREAD = 1.4826
-"""What the median of absolute deviations is multiplied by to be the standard deviation of a normal distribution."""
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
 
 
 class _OneRow:
-    """Give micro-batches all of whose samples are the one in a row."""
+    """Micro-batches in which one row's sample replaces all others."""
 
     def __init__(self, source: MicrobatchSource, row: int) -> None:
         self._source = source
         self._row = row
 
     def next(self) -> Batch:
-        """Return the next micro-batch, its one sample as often as there were samples."""
+        """Return the next micro-batch, with its one sample repeated."""
         batch = self._source.next()
         row = self._row
         rows: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def sample_losses(
 ) -> Mapping[tuple[int, int], float]:
     """Return the mean loss of the sample in one row of each micro-batch, by micro-batch and data-parallel rank.
 
-    Nothing is dropped out. Every rank must call, and gets all of them.
+    Dropout is disabled. Every rank must call this, and gets all losses.
     """
     state = runtime.state
     noted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -249,7 +249,7 @@ def sample_losses(
 
 
 def outlying_samples(losses: Mapping[int, float]) -> tuple[tuple[int, ...], float]:
-    """Return the samples whose loss is not finite or stands out, the largest first, and the median of all losses."""
+    """Return the samples whose loss is not finite or an outlier, the largest first, and the median of all losses."""
     finite = [loss for loss in losses.values() if math.isfinite(loss)]
     median = statistics.median(finite) if finite else math.nan
     spread = _CONSISTENT_SPREAD * statistics.median([abs(loss - median) for loss in finite]) if finite else 0.0
@@ -260,23 +260,23 @@ def outlying_samples(losses: Mapping[int, float]) -> tuple[tuple[int, ...], floa
 
 _NUM_NAMED = 16
 _OTHER_SCALE = 2.0**-24
-"""The factor on the loss scale at which a gradient that only overflows in float16 is finite."""
+"""Factor on the loss scale that makes a gradient finite if it only overflows in float16."""
 _SMALLER_SCALES = (1.0, 2.0**-6, 2.0**-12, 2.0**-18, _OTHER_SCALE)
-"""Factors at which other samples are tried in turn: at the largest that is finite fewest gradients vanish."""
+"""Factors tried in turn for other samples: the largest finite one loses the fewest gradients to underflow."""
 OpenSource = Callable[[int, int], BatchSource]
-"""Returns the training data from a number of consumed samples on, for a rank so many data-parallel places on."""
+"""Opens the training data after a number of consumed samples, for the data-parallel rank at an offset."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Hold what all ranks know of one computation of a step."""
+    """Results of one computation of a step, known to all ranks."""
 
     loss: float
     grad_norm: float
     traces: Sequence[RankTrace]
 
     def is_like(self, other: Observed) -> bool:
-        """Return whether another computation has come to the same."""
+        """Return whether another computation has the same result."""
         return (
             is_same(self.loss, other.loss)
             and is_same(self.grad_norm, other.grad_norm)
@@ -285,16 +285,17 @@ class Observed:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether all that any rank computed is finite."""
+        """Return whether all values that any rank computed are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm) and not ranks_not_finite(self.traces)
 
 
 @dataclass(frozen=True, eq=False)
 class StepReplay:
-    """Examine steps whose update was not made; all ranks together, and all come to the same verdict.
+    """Replay of steps whose update was not applied; all ranks replay together and reach the same verdict.
 
-    ``describe`` says what speaks against a loss and a gradient norm; ``prepare`` puts back what a step changes besides
-    weights, before each computation; ``was_ever_fine`` says whether a step of this process was accepted.
+    ``describe`` describes what is wrong with a loss and a gradient norm. ``prepare`` restores the state that a step
+    changes in addition to the weights, before each computation. ``was_ever_fine`` returns whether this process has
+    accepted a step.
     """
 
     config: RunConfig
@@ -308,7 +309,7 @@ class StepReplay:
     was_ever_fine: Callable[[], bool]
 
     def first(self, agreement: StepReduction) -> Observed:
-        """Return what is known of a step that was just computed; the norm is the worst of any rank's."""
+        """Collect the results of a step that was just computed; the norm is the worst of all ranks."""
         norms = all_gather_objects(self.parts.optimizer.measure(), self.runtime.state.world)
         norm = max(norms) if all(map(math.isfinite, norms)) else math.nan
         return Observed(agreement.lm_loss, norm, self.trace.gather(self.parts.ddp_chunks, self.runtime.state))
@@ -316,12 +317,12 @@ class StepReplay:
     def examine(
         self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed
     ) -> FaultAttribution:
-        """Return why a step went wrong.
+        """Find the root cause of a step that went wrong.
 
-        Weights are looked at first. Then the step is computed again, from the same state: another result means a
-        device. The same one is computed by other data-parallel ranks, and other samples are, where there are some:
-        what stays with the rank is the device, what goes with the samples is the data. A float16 step is computed at a
-        smaller loss scale too: what is finite there has overflowed.
+        The weights are checked first. Then the step is recomputed from the same state: a different result implicates a
+        device. The same samples are also computed by other data-parallel ranks, and other samples are computed, if
+        there are any. A fault that stays with the rank is due to the device, and a fault that moves with the samples is
+        due to the data. A float16 step is also computed at a smaller loss scale: a finite result there means overflow.
         """
         if isinstance(trouble, BadWeightsError):
             return FaultAttribution("weights", str(trouble))
@@ -385,7 +386,7 @@ class StepReplay:
         return self.first(read_agreement(sum_over_ranks(result, None, self.runtime), self.runtime, ()))
 
     def _ranks_that_keep_it(self, step: TrainingStep, begun: BegunStep, first: Observed) -> list[RankTrace]:
-        """Return the ranks that compute another result than the ranks that hold the same part of other copies."""
+        """Return the ranks whose result differs from those of the corresponding ranks in other replicas."""
         size = self.runtime.state.dp.size
         if size == 1:
             return []
@@ -402,23 +403,24 @@ class StepReplay:
         return [trace for trace in first.traces if most and blame[trace.rank] == most]
 
     def _other_samples(self, step: TrainingStep, begun: BegunStep) -> Observed | None:
-        """Compute the batch before the step's, or the one after the first; None where there is none.
+        """Compute the batch before the step's, or the batch after the first step; None if there is none.
 
-        In float16 what overflows is computed at smaller loss scales: that of a spike may be too large for others.
+        In float16, an overflow is retried at smaller loss scales, because the loss scale of a spike may be too large
+        for other samples.
         """
         size, other = begun.global_batch_size, None
         consumed = begun.consumed_samples - size if begun.consumed_samples >= size else begun.consumed_samples + size
         for factor in _SMALLER_SCALES if self._is_float16 else (1.0,):
             try:
                 other = self._compute(step, replace(begun, loss_scale=begun.loss_scale * factor), consumed)
-            except DataError:  # on every rank alike: the data ends with this step
+            except DataError:  # on every rank: the data ends with this step
                 return None
             if other.is_finite:
                 break
         return other
 
     def _of_all_samples(self, other: Observed) -> FaultAttribution:
-        """Return the verdict where other samples, which were fine, look as wrong."""
+        """Return the verdict if other samples, which were fine before, look wrong too."""
         local = find_outlying_weights(self._parameters())
         outlying = gather_bad_weights(local, self.runtime.state.world)
         if outlying:
@@ -455,7 +457,7 @@ class StepReplay:
         )
 
     def _of_the_data(self, begun: BegunStep, *, is_alone: bool) -> FaultAttribution:
-        """Return the verdict where the samples are to blame, with those that stand out."""
+        """Return the verdict if the samples are at fault, with the outliers among them."""
         config, training = self.config, self.config.training
         size, copies = training.micro_batch_size, config.data_parallel_size
         number = begun.global_batch_size // (size * copies)
@@ -500,6 +502,6 @@ def _place(trace: RankTrace, copy: int | None = None) -> tuple[int, ...]:
 
 
 def _worst(trace: RankTrace) -> float:
-    """Return the largest figure of a rank; infinity for what is not finite."""
+    """Return the largest value of a rank, or infinity if a value is not finite."""
     figures = [*trace.forward.values(), trace.gradient or 0.0]
     return max(abs(figure) if math.isfinite(figure) else math.inf for figure in figures)

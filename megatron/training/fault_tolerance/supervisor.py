@@ -40,13 +40,13 @@ _OWNER = "owner.json"
 
 
 def make_copy_folder(base: Path, cleans_up: bool) -> Path:
-    """Return the folder in ``base`` that the ranks of this launcher share, and make it.
+    """Create the folder in ``base`` that the ranks of this launcher share, and return it.
 
-    The rank that ``cleans_up`` starts a process that removes it when the launcher ends, and removes those of launchers
-    that have ended without. Without a launcher the folder is this process's own.
+    The rank that ``cleans_up`` starts a process that removes the folder when the launcher ends. It also removes the
+    folders of launchers that ended without cleanup. Without a launcher the folder belongs to this process only.
 
     Raises:
-        ConfigurationError: it cannot be made, or is somebody else's.
+        ConfigurationError: it cannot be created, or belongs to another user.
     """
     launcher = find_launcher(elastic_run_id())
     owner = identify(os.getpid() if launcher is None else launcher)
@@ -82,7 +82,7 @@ def _remove_left_over(base: Path, prefix: str) -> None:
 
 
 def _remove_at_end(folder: Path, launcher: int) -> None:
-    """Start a process that waits for the launcher's end, whatever ends the ranks, and removes the folder."""
+    """Start a process that waits for the launcher's end, independent of the ranks, and removes the folder."""
     if os.fork():
         return
     os.setsid()
@@ -90,24 +90,24 @@ def _remove_at_end(folder: Path, launcher: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
-        os.closerange(0, 3)  # who reads what the run prints does not wait for this process
+        os.closerange(0, 3)  # readers of the run's output must not wait for this process
     wait_for_end(launcher)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 REPLACE = 75
-"""Exit status of a worker that asks for a replacement; those of a run that has ended are 0, 1 and 2."""
+"""Exit status of a worker that requests its replacement; a run that has ended returns 0, 1 or 2."""
 _FINAL = (0, 1, 2)
 _MOST_FRUITLESS = 10
-"""A worker is not started again when so many in a row have ended without an iteration done."""
+"""A worker is not restarted after this many workers in a row completed no iteration."""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
 
 class SharedCounts:
-    """Hold two numbers in memory that a keeper and its workers share: they outlive each worker."""
+    """Two counters in memory that a supervisor shares with its workers; they outlive each worker."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 16)
@@ -119,16 +119,14 @@ class SharedCounts:
 
     @property
     def saved(self) -> int | None:
-        """Return the iteration of the newest checkpoint that this run has published, None before there is one."""
+        """Return the iteration of the newest checkpoint that this run has published, or None."""
         saved = self._read(8)
         return None if saved < 0 else saved
 
     def note_step(self) -> None:
-        """Count an iteration."""
         self._write(0, self.steps + 1)
 
     def note_saved(self, iteration: int) -> None:
-        """Remember a checkpoint."""
         self._write(8, iteration)
 
     def _read(self, start: int) -> int:
@@ -140,10 +138,10 @@ class SharedCounts:
 
 @dataclass(frozen=True, eq=False)
 class KeptRank:
-    """Hold what a worker is given by its keeper: which of the rank's workers it is, and the numbers they share.
+    """Data that a worker gets from its supervisor: its index among the rank's workers, and the shared counters.
 
-    ``folder`` is where copies are kept that outlive it; None where there are none. ``started`` is when the keeper
-    began, in seconds of the system's clock.
+    ``folder`` is for in-memory checkpoint copies that outlive the worker, or None without them. ``started`` is the
+    start time of the supervisor in seconds on the system clock.
     """
 
     num_predecessors: int
@@ -153,10 +151,10 @@ class KeptRank:
 
 
 def keep_rank(config: RunConfig, launch: LaunchEnvironment) -> KeptRank | None:
-    """Become the keeper of this rank, and return in each worker that it starts; None without --inprocess-restart.
+    """Become the supervisor of this rank, and return in each worker; return None without --inprocess-restart.
 
-    The keeper itself never returns: it ends with the status of its last worker. To be called before torch is imported
-    and before there are threads that a worker needs. Where the folder of the copies cannot be made, the program ends
+    The supervisor itself never returns: it ends with the status of its last worker. Call this before torch is imported
+    and before threads are started that a worker needs. If the folder of the copies cannot be created, the program ends
     with status 2.
     """
     if not config.restart.inprocess_restart:
@@ -182,7 +180,7 @@ class _Keeper:
         self._worker = 0
         self._is_ending = False
         self._counts = SharedCounts()
-        # What the launcher lets a rank ignore, as nohup does, the keeper ignores too.
+        # Signals that the launcher ignores for a rank, as nohup does, are ignored by the supervisor too.
         self._before = {number: signal.getsignal(number) for number in _HANDED_ON}
 
     def keep(self) -> KeptRank:
@@ -195,7 +193,7 @@ class _Keeper:
         while True:
             steps = self._counts.steps
             _flush()
-            # A signal that comes between the fork and its return would reach nobody.
+            # A signal between the fork and its return would be lost.
             signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
             self._worker = os.fork()
             if self._worker == 0:
@@ -223,7 +221,7 @@ class _Keeper:
             _leave(-number)
 
     def _become_worker(self, keeper: int) -> None:
-        """Undo what the keeper has set up, and end with the keeper."""
+        """Undo the supervisor's set-up, and end when the supervisor ends."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         name_process(Path(sys.executable).name)
@@ -232,7 +230,7 @@ class _Keeper:
 
 
 def _start_store(point: MeetingPoint) -> None:
-    """Start a process that keeps the store of a run whose launcher keeps none, until this process ends."""
+    """Start a process that hosts the store of a run whose launcher hosts none, until this process ends."""
     keeper = os.getpid()
     if os.fork():
         return
@@ -244,7 +242,7 @@ def _start_store(point: MeetingPoint) -> None:
 
 
 def _end_with(keeper: int) -> None:
-    """Let the system kill this process when its keeper ends."""
+    """Have the system kill this process when its supervisor ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
@@ -269,5 +267,5 @@ def _leave(status: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone
+        with contextlib.suppress(OSError, ValueError):  # the reader closed the pipe
             stream.flush()

@@ -2,7 +2,7 @@
 
 All ranks post their states at every beat on the board of their node, whose speaker writes them into the store. The
 first speaker reads all states and leads. If it falls silent, another speaker takes its place. If the run hangs, the
-leader requests the stacks of all ranks, prints the report, and tells all ranks to end. The other ranks of a node kill
+leader requests the stacks of all ranks, prints the report, and orders all ranks to end. The other ranks of a node kill
 a rank that does not respond.
 """
 
@@ -55,12 +55,12 @@ from megatron.training.fault_tolerance.rank_state import (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Hold what a watchdog is told of its process and its run.
+    """Context of a watchdog: its process and its run.
 
-    ``names`` are the processes of this node's ranks, by rank. ``folder`` is where reports are kept, ``error_file``
-    where the launcher reads why a process failed, ``stack_file`` where this one writes its stacks if it cannot answer.
-    ``count_failure`` tells the run that it has failed, ``device`` describes the device, which ``attend`` makes that of
-    a thread, ``abort`` gives up what it communicates, and ``leave`` ends the process with a status.
+    ``names`` are the processes of this node's ranks, by rank. ``folder`` is for reports, ``error_file`` is the
+    launcher's error file of this process, and ``stack_file`` gets this process's stacks if it cannot answer.
+    ``count_failure`` reports the failure to the run, ``device`` describes the device, ``attend`` makes it current in a
+    thread, ``abort`` aborts communication, and ``leave`` ends the process with a status.
     """
 
     rank: int
@@ -85,10 +85,10 @@ _POLL_S = 0.05
 
 
 def end_ranks(word: Mapping[str, Any], around: Surroundings, leads: bool, beat_s: float) -> None:
-    """End this process with status 1, and those of its machine that cannot do it themselves.
+    """End this process with status 1, and the processes of its node that cannot end themselves.
 
-    ``word`` is what the leader says: the culprit, its error file and what to write there, and the ranks to kill. The
-    leader leaves last, and kills who is left of its machine.
+    ``word`` is the leader's order: the root-cause rank, its error file with the message for it, and the ranks to kill.
+    The leader ends last, and kills the remaining processes of its node.
     """
     names = around.names
     if word["culprit"] in names:
@@ -110,7 +110,7 @@ def end_ranks(word: Mapping[str, Any], around: Surroundings, leads: bool, beat_s
 
 
 def _explain(error_file: str, message: str, since: float) -> None:
-    """Write the reason to where torchrun reads it: it names the process whose reason is the oldest."""
+    """Write the reason to torchrun's error file; torchrun reports the process with the oldest reason."""
     if not error_file:
         return
     text = f"HANG: {message}"
@@ -130,14 +130,14 @@ _COLLECT, _END, _OVER = "collect", "end", "over"
 
 @dataclass
 class _View:
-    """Hold what the leader has seen of a rank, and when it last said anything."""
+    """The leader's view of a rank, and the time of its last report."""
 
     state: RankState
     heard: float
 
 
 class Watchdog:
-    """Watch a run from one of its ranks until it is closed."""
+    """Watchdog of a run on one of its ranks, until it is closed."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Watchdog:
             thread.start()
 
     def close(self, is_over: bool = True) -> None:
-        """Watch no more; where the run is not over for all, the others go on and know that this rank has left."""
+        """Stop watching; if the run is not over for all ranks, the others continue and know that this rank has left."""
         self._closing.set()
         self._threads[0].join(2 * self._beat_s)
         if self._threads[0].is_alive():
@@ -179,7 +179,7 @@ class Watchdog:
             if is_over and self._leads:
                 self._say(_OVER)
             self._board.close()
-        except (RuntimeError, OSError):  # the store or the folder is gone, and the run with it
+        except (RuntimeError, OSError):  # the store or the folder is gone, and the run has ended
             return
 
     def _run(self) -> None:
@@ -188,23 +188,23 @@ class Watchdog:
             while not self._closing.wait(self._beat_s) and self._round():
                 pass
         except (RuntimeError, OSError, MegatronError) as error:
-            # At the end of a run the store's process may leave before this one has closed its watchdog.
+            # At the end of a run, the store's process may end before this rank has closed its watchdog.
             if not self._closing.wait(_SHUTDOWN_S):
                 self._warn(error)
         finally:
             self._closing.set()
 
     def _warn(self, error: Exception) -> None:
-        """Say that this rank watches no more, and why."""
+        """Warn that this rank no longer watches, and why."""
         reason = str(error).partition("\n")[0]
         text = f"WARNING: rank {self._rank} no longer watches for hangs: {reason or type(error).__name__}"
         print_line(f"{text}; --distributed-timeout-minutes ends a hang without a report", sys.stderr)
 
     def _round(self) -> bool:
-        """Say where this rank stands, do what the leader says, and lead where this is the leader."""
+        """Publish this rank's state, follow the leader's orders, and lead if this rank is the leader."""
         now = time.monotonic()
         if now - self._round_begun > 5 * self._beat_s + 2.0:
-            # This process, or all of them, did not run: what was seen before says nothing.
+            # This process, or all of them, were suspended, so earlier observations are invalid.
             self._patience.start_again()
             self._word_heard = now
             self._board.start_again(now)
@@ -234,7 +234,7 @@ class Watchdog:
             allowance_s=self._patience.allowance_s(),
             entered={name: channel.entered for name, channel in list(recorder.channels.items())},
             blocked=blocked_in(recorder),
-            # A device that gets on is not asked.
+            # The state of a device that makes progress is not needed.
             on_device=device_state(recorder) if idle_s > 2 * self._beat_s else None,
             left=left,
             error_file=self._around.error_file,
@@ -245,7 +245,7 @@ class Watchdog:
             self._board.forward()
 
     def _say(self, order: str = "", **more: Any) -> None:
-        """Tell all ranks that this one leads, and what to do."""
+        """Announce this rank as the leader to all ranks, with an order."""
         self._word = {"leader": self._rank, "beat": self._word["beat"] + 1, "order": order, **more}
         self._board.say(self._word)
 
@@ -253,7 +253,7 @@ class Watchdog:
         return full_answer(self._recorder, self._around.device())
 
     def _listen(self, now: float) -> bool:
-        """Hear the leader, and take its place where it has said nothing for long; return whether to go on."""
+        """Receive the leader's order, or take over from a silent leader; return False at the end of the run."""
         word = self._board.hear(now, max(_LEADER_SILENCE_S, 5 * self._beat_s)) or self._word
         if word != self._word:
             self._word, self._word_heard = word, now
@@ -285,13 +285,13 @@ class Watchdog:
                 self._views[rank] = _View(RankState(rank, self._around.names.get(rank, UNKNOWN)), now)
 
     def _lead(self, now: float) -> None:
-        """Look for a hang, and where there is one report it and end the run."""
+        """Check for a hang; if there is one, report it and end the run."""
         self._say()
         self._look(now)
         if self._find_hang(now) is None:
             return
         self._collect()
-        # Those who were asked may have gone on meanwhile.
+        # Ranks that were asked may have continued meanwhile.
         now = time.monotonic()
         self._look(now)
         diagnosis = self._find_hang(now)
@@ -299,14 +299,14 @@ class Watchdog:
             self._report(diagnosis, now)
 
     def _idle(self, now: float) -> dict[int, float]:
-        """Return for how long each rank has got nothing done: by its own word, and since that."""
+        """Return the time that each rank has made no progress: as it reported, plus the time since that report."""
         return {
             rank: view.state.idle_s + (now - view.heard if now - view.heard > 3 * self._beat_s else 0.0)
             for rank, view in self._views.items()
         }
 
     def _silent(self, now: float) -> set[int]:
-        """Return the ranks that have said nothing for long and, as their machine knows, will say nothing more."""
+        """Return the ranks that have been silent and, according to their node, will not respond any more."""
         return {
             rank
             for rank, view in self._views.items()
@@ -316,7 +316,7 @@ class Watchdog:
         }
 
     def _find_hang(self, now: float) -> Diagnosis | None:
-        """Return who holds up the run, or None where nobody does."""
+        """Return the diagnosis of a hang, or None if there is no hang."""
         idle, silent = self._idle(now), self._silent(now)
         limit = max(view.state.allowance_s for view in self._views.values())
         given_up = {rank for rank in silent if now - self._views[rank].heard > self._patience.silence_s}
@@ -332,10 +332,10 @@ class Watchdog:
         return found if all(idle[rank] > limit for rank in blamed if not self._views[rank].state.left) else None
 
     def _collect(self) -> None:
-        """Ask every rank that can hear for what it knows."""
+        """Ask all responsive ranks for their data."""
         number = f"{self._rank}.{self._word['beat']}"
         self._say(_COLLECT, number=number)
-        # A word and its answers go by way of the speakers, who look once per beat.
+        # Orders and answers pass through the speakers, which check once per beat.
         deadline = time.monotonic() + _ANSWER_S + 3 * self._beat_s
         missing = {
             rank
@@ -345,7 +345,7 @@ class Watchdog:
         answers: dict[int, Mapping[str, Any]] = {self._rank: self._answer()}
         while missing and time.monotonic() < deadline:
             self._board.forward_answers(number)
-            # The ranks of this node hear that their speaker is not silent.
+            # The board shows the ranks of this node that their speaker is alive.
             self._board.hear(time.monotonic(), _ANSWER_S)
             found = self._board.answers(number, {self._board.node_of[rank] for rank in missing})
             answers.update({rank: answer for rank, answer in found.items() if rank in missing})
@@ -393,7 +393,7 @@ class Watchdog:
         end_ranks(word, self._around, self._leads, self._beat_s)
 
     def _watch_store(self) -> None:
-        """Do alone what can be done where the store itself does not answer: its process is stopped."""
+        """Handle the case that the store itself does not respond because its process is stopped."""
         self._around.attend()
         while not self._closing.wait(self._beat_s):
             silent_s = time.monotonic() - self._round_begun
@@ -405,14 +405,14 @@ class Watchdog:
             if not is_silent_for_good(state):
                 continue
             message = self._speak_alone(owner, silent_s)
-            # The other ranks of this node do not ask the store, and hear of the end by the board.
+            # The other ranks of this node do not use the store, and get the order from the board.
             order = {"order": _END, "culprit": 0, "error_file": "", "message": message, "kill": [0]}
             self._board.leave_word({**self._word, "leader": self._rank, "since": time.time() - silent_s, **order})
             kill(owner)
             self._around.leave(1)
 
     def _speak_alone(self, owner: ProcessName, silent_s: float) -> str:
-        """Report without the store that its process does not answer; return the line that says so."""
+        """Report without the store that its process does not respond; return the line of the report."""
         blocked = blocked_in(self._recorder)
         states = {
             0: RankState(0, owner, phase="unknown"),
@@ -440,7 +440,7 @@ class Watchdog:
 
 _LONGEST_BEAT_S = 1.0
 _BEATS = 10
-# What each timer of a run is the beginning of; the others lie within these.
+# Phases that the timers of a run start; other timers lie within these.
 _PHASES: Mapping[str, str] = {
     "model-and-optimizer-setup": "setup",
     "train/valid/test-data-iterators-setup": "setup",
@@ -457,7 +457,7 @@ _PHASES: Mapping[str, str] = {
 
 
 def phase_marker(recorder: FlightRecorder, mark_phase: Callable[[str], None] | None = None) -> Callable[[str], None]:
-    """Return what is told the name of each timer that a run asks for; ``mark_phase`` is told of the phases."""
+    """Return a function that gets the name of each started timer; ``mark_phase`` gets the phases."""
 
     def mark(timer: str) -> None:
         phase = _PHASES.get(timer)
@@ -481,8 +481,8 @@ def watching(
 ) -> Iterator[None]:
     """Watch this rank inside the context, on all ranks; a hang ends the process with the status ``leave_with``.
 
-    ``seconds`` is ``--hang-timeout-seconds``, with which 0 watches nothing. Reports are kept in ``folder``, and the
-    first ``settling`` iterations may be long. If a node cannot reach the store, rank 0 warns that nothing is watched.
+    ``seconds`` is ``--hang-timeout-seconds``; 0 disables the watchdog. Reports are written to ``folder``, and the first
+    ``settling`` iterations may be long. If a node cannot reach the store, rank 0 warns that hangs are not detected.
     """
     if seconds == 0:
         yield
@@ -516,7 +516,7 @@ def _open(
     trouble = _trouble_of(partial(enter, folder_of_node, RankState(state.rank, this_process())))
     if _warns(trouble, state):
         return None
-    # All have entered: who shares the folder is of this node.
+    # All ranks have written their states, so all ranks in this folder are on this node.
     names = processes_in(folder_of_node)
     first = torch.tensor([min(names)], device=device.torch_device)
     node_of = all_gather_first_dim(first, state.world).tolist()
@@ -542,7 +542,7 @@ def _open(
 
 
 def _trouble_of(action: Callable[[], object]) -> str:
-    """Return why an action of this rank fails, "" if it does not."""
+    """Return why an action of this rank fails, or an empty string."""
     try:
         action()
     except (ConfigurationError, OSError) as error:
@@ -551,7 +551,7 @@ def _trouble_of(action: Callable[[], object]) -> str:
 
 
 def _warns(trouble: str, state: ParallelState) -> bool:
-    """Return whether any rank has trouble, which rank 0 then says; collective."""
+    """Return whether any rank has trouble, which rank 0 then prints; collective."""
     if not any_rank(bool(trouble), state.world):
         return False
     reports = [(rank, each) for rank, each in enumerate(all_gather_objects(trouble, state.world)) if each]
@@ -571,7 +571,7 @@ def _give_up(recorder: FlightRecorder) -> None:
 
 
 def _describe(device: Device) -> dict[str, Any]:
-    """Return the state of a device, or why it does not tell."""
+    """Return the state of a device, or the error of the query."""
     try:
         use = dataclasses.asdict(device.memory_use())
         return {"device": str(device.torch_device), "memory_mib": use, "queue": device.queue_state()}

@@ -1,4 +1,4 @@
-"""Loggers: log lines, TensorBoard, metrics files, profiles and statistics."""
+"""Loggers: log lines, TensorBoard, metrics files and other experiment loggers, and the run's record."""
 
 from __future__ import annotations
 

@@ -22,30 +22,30 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import ObjectPath, as_path
 
 OF_DATA_SET: Final = "lm loss of data set"
-"""What the name of a data set stands behind, and a stroke, where its training loss is a figure."""
+"""Prefix, followed by a slash, of the tag of a data set's training loss."""
 
 
 class RunLogger(Protocol):
-    """Take the figures and the texts of one run.
+    """Logger of one run's scalars and texts.
 
-    Every method but ``close`` may raise an OSError: what it was given is lost, and the logger is of no more use.
+    Every method except ``close`` may raise an OSError: its data is lost, and the logger must not be used again.
     """
 
     name: str
-    """What the logger is called in messages."""
+    """Name of the logger in messages."""
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Take figures of an iteration; ``samples`` are those consumed, where figures are kept over them too."""
+        """Log scalars of an iteration; loggers may also plot them over the consumed ``samples``."""
 
     def text(self, tag: str, text: str, iteration: int) -> None:
-        """Take a text in Markdown."""
+        """Log a text in Markdown."""
 
     def close(self) -> None:
-        """Write what is left and end."""
+        """Write the remaining data and close the logger."""
 
 
 def hyperparameters(config: RunConfig) -> dict[str, bool | int | float | str]:
-    """Return every flag of a run by the name of its field, as plain values; lists are words, None is ``none``."""
+    """Return every flag of a run by field name as a plain value; lists are joined by spaces, and None is ``none``."""
     values: dict[str, bool | int | float | str] = {}
     for spec, value in config.flags():
         plain = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -71,14 +71,14 @@ _CHARTS = {
         "global batch size": ["batch-size"],
     },
 }
-"""The charts of the page "custom scalars" by group: which tags are lines of one chart."""
+"""Charts of TensorBoard's "custom scalars" page by group: the tags that share a chart."""
 
 
 class TensorBoardLogger:
-    """Write to the folder of ``--tensorboard-dir``.
+    """TensorBoard logger, which writes to the folder of ``--tensorboard-dir``.
 
-    ``sets`` are the names of further validation sets, whose losses are drawn beside the training's, and ``data_sets``
-    those of the data sets that the training data is blended of, which have a chart.
+    ``sets`` are the names of further validation sets, whose losses share a chart. ``data_sets`` are the names of the
+    blend's data sets, which share a chart too.
     """
 
     name = "TensorBoard"
@@ -105,14 +105,13 @@ class TensorBoardLogger:
         self.text("configuration", f"| field | value |\n|---|---|\n{rows}", start_iteration)
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Add a point to each tag; with ``samples`` also to ``TAG vs samples``, at those."""
+        """Add a point to each tag; with ``samples``, also to ``TAG vs samples`` at that number of samples."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, iteration)
             if samples is not None:
                 self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
     def text(self, tag: str, text: str, iteration: int) -> None:
-        """Add a text."""
         self._writer.add_text(tag, text, iteration)
 
     def close(self) -> None:
@@ -137,12 +136,12 @@ FILE = "wandb_run.json"
 
 
 def identify_run(folder: Path, project: str, entity: str) -> str:
-    """Return the id of the run that a save folder has in a project; one that is new is kept in the folder.
+    """Return the id of a save folder's run in a W&B project; a new id is stored in the folder.
 
-    ``folder`` is one of a file system or of an object store.
+    ``folder`` is in a file system or an object store.
 
     Raises:
-        ConfigurationError: the folder's file holds no ids.
+        ConfigurationError: the folder's file contains no ids.
         OSError: it cannot be read or written.
     """
     path = folder / FILE
@@ -155,7 +154,7 @@ def identify_run(folder: Path, project: str, entity: str) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that is whole at any moment, which an object always is."""
+    """Write a file atomically, as object stores always do."""
     if isinstance(path, ObjectPath):
         path.write_bytes(data)
         return
@@ -180,12 +179,12 @@ _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
 
 def check_login(config: RunConfig) -> None:
-    """Check that W&B finds credentials, wherever it looks for them: environment, settings files, netrc.
+    """Check that W&B finds credentials in the environment, its settings files or netrc.
 
-    Nothing is sent, so that a wrong key is found when the run begins.
+    Nothing is sent, so a wrong key is found only when the run starts.
 
     Raises:
-        ConfigurationError: it finds none, and would send the run's figures to a server.
+        ConfigurationError: there are none, and the run's metrics would be sent to a server.
     """
     import wandb
 
@@ -210,12 +209,12 @@ def _describe_failure(config: RunConfig, reason: str) -> str:
 
 
 class WandbLogger:
-    """Log to the project of ``--wandb-project``; ``WANDB_MODE=offline`` keeps everything on this machine.
+    """Logger to the project of ``--wandb-project``; ``WANDB_MODE=offline`` keeps all data on this host.
 
-    A run that starts again in its save folder goes on with its run there; without a folder each start is a new one.
+    A run that restarts in its save folder resumes its W&B run; without a folder, each start is a new run.
 
     Raises:
-        ConfigurationError: the package is not installed, or the run cannot be begun.
+        ConfigurationError: the package is not installed, or the run cannot be started.
     """
 
     name = "W&B"
@@ -232,9 +231,9 @@ class WandbLogger:
         again: dict[str, Any] = {}
         if save:
             number = identify_run(as_path(save), options.wandb_project, options.wandb_entity)
-            # The flags of a later start may be others.
+            # The flags of a restart may differ.
             again = {"id": number, "resume": "allow", "allow_val_change": True}
-        # Capturing the console would put a pipe behind the log.
+        # Console capture would pipe the log through W&B.
         settings = wandb.Settings(console="off", silent=True)
         try:
             self._run: Any = wandb.init(
@@ -249,22 +248,22 @@ class WandbLogger:
         except wandb.Error as error:
             raise ConfigurationError(_describe_failure(config, " ".join(str(error).split()))) from error
         self._failure, self._table = wandb.Error, wandb.Html
-        # Steps of its own may not go back, which a run that goes back to an older checkpoint does.
+        # W&B's own steps must not decrease, but the iteration does after a rollback to an older checkpoint.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Log the figures of an iteration, with its consumed samples."""
+        """Log the scalars of an iteration, with its consumed samples."""
         self._log({**values, **({} if samples is None else {"consumed samples": samples})}, iteration)
 
     def text(self, tag: str, text: str, iteration: int) -> None:
-        """Log a text, which W&B keeps as a page."""
+        """Log a text as an HTML panel."""
         from html import escape
 
         self._log({tag: self._table(f"<pre>{escape(text)}</pre>")}, iteration)
 
     def close(self) -> None:
-        """Send what is left and end the run."""
+        """Send the remaining data and finish the run."""
         self._run.finish()
 
     def _log(self, values: Mapping[str, Any], iteration: int) -> None:
@@ -280,10 +279,10 @@ _PARAMETERS_AT_ONCE, _FIGURES_AT_ONCE, _MOST_CHARACTERS = 100, 1000, 500
 
 
 def check_server(config: RunConfig) -> None:
-    """Check that the tracking server, data base or folder of MLflow answers.
+    """Check that MLflow's tracking server, database or folder is reachable.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: it is not.
     """
     import mlflow
     from mlflow import MlflowClient
@@ -293,7 +292,7 @@ def check_server(config: RunConfig) -> None:
     uri = options.mlflow_tracking_uri or mlflow.get_tracking_uri()
     try:
         if uri.startswith(("http://", "https://")):
-            # MLflow itself asks again and again, for minutes.
+            # MLflow itself retries for minutes.
             _reach(uri)
         MlflowClient(uri).get_experiment_by_name(options.mlflow_experiment)
     except (MlflowException, OSError, ValueError) as error:
@@ -306,7 +305,7 @@ def _reach(uri: str) -> None:
         with urllib.request.urlopen(uri, timeout=_REACH_SECONDS):
             return
     except (urllib.error.HTTPError, TimeoutError):
-        # A timeout while the answer is read is a TimeoutError, one while connecting a URLError.
+        # A timeout while the response is read is a TimeoutError; a timeout while connecting is a URLError.
         return
     except http.client.HTTPException as error:
         raise OSError(f"{uri} does not answer as an HTTP server ({error!r})") from error
@@ -322,10 +321,10 @@ def _failure(config: RunConfig, error: Exception) -> ConfigurationError:
 
 
 class MlflowLogger:
-    """Log to the experiment of ``--mlflow-experiment``, a few seconds' figures at a time.
+    """Logger to the experiment of ``--mlflow-experiment``, in batches of a few seconds.
 
     Raises:
-        ConfigurationError: the package is not installed, or the server does not answer.
+        ConfigurationError: the package is not installed, or the server is not reachable.
     """
 
     name = "MLflow"
@@ -359,10 +358,10 @@ class MlflowLogger:
             raise _failure(config, error) from error
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Keep the figures of an iteration, and send those of the last seconds where it is time."""
+        """Buffer the scalars of an iteration, and send the buffer every few seconds."""
         now = int(1000 * time.time())
         given = {**values, **({} if samples is None else {"consumed samples": samples})}
-        # Its names have no other signs.
+        # MLflow allows no other characters in names.
         self._waiting += [
             self._metric(re.sub(r"[^\w./ :-]", "_", tag), float(value), now, iteration) for tag, value in given.items()
         ]
@@ -370,14 +369,14 @@ class MlflowLogger:
             self._flush()
 
     def text(self, tag: str, text: str, iteration: int) -> None:
-        """Write a text as an artifact of its iteration."""
+        """Log a text as an artifact of its iteration."""
         try:
             self._client.log_text(self._run_id, text, f"{tag}/iteration_{iteration}.md")
         except self._failures as error:
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """Send what is left and end the run."""
+        """Send the remaining data and end the run."""
         self._flush()
         self._client.set_terminated(self._run_id)
 
@@ -391,12 +390,12 @@ class MlflowLogger:
 
 
 def open_loggers(config: RunConfig, start_iteration: int, data_sets: Sequence[str] = ()) -> list[RunLogger]:
-    """Return the loggers that the flags ask for; their packages are imported here and not before.
+    """Create the loggers that the flags request; their packages are imported only here.
 
-    ``data_sets`` are the names of the data sets that the training data is blended of.
+    ``data_sets`` are the names of the blend's data sets.
 
     Raises:
-        ConfigurationError: one cannot be begun.
+        ConfigurationError: a logger cannot be started.
         OSError: a folder cannot be written to.
     """
     options = config.logging
@@ -412,7 +411,7 @@ def open_loggers(config: RunConfig, start_iteration: int, data_sets: Sequence[st
 
 
 def check_packages(config: RunConfig) -> None:
-    """See whether the packages of the loggers and of what is measured are there, without importing them.
+    """Check that the packages of the loggers and of evaluations are installed, without importing them.
 
     Raises:
         ConfigurationError: some are not.
@@ -432,10 +431,10 @@ def check_packages(config: RunConfig) -> None:
 
 
 def check_services(config: RunConfig) -> None:
-    """See whether the services that the loggers send to can be used; for the process that reports.
+    """Check that the services of the loggers are usable; only the reporting rank calls this.
 
     Raises:
-        ConfigurationError: there are no credentials for W&B, or MLflow's server does not answer.
+        ConfigurationError: there are no credentials for W&B, or MLflow's server is not reachable.
     """
     if config.logging.wandb_project:
         check_login(config)

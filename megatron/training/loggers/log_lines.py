@@ -17,7 +17,7 @@ from megatron.training import Runtime
 
 @dataclass(frozen=True)
 class DataSetLoss:
-    """Hold the mean loss over the tokens that an iteration had of one data set, and their number."""
+    """Mean loss per token of one data set in an iteration, and its number of tokens."""
 
     lm_loss: float
     num_tokens: int
@@ -25,15 +25,14 @@ class DataSetLoss:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Hold the figures of one iteration, equal on all ranks.
+    """Metrics of one iteration, equal on all ranks.
 
-    ``lm_loss`` is the mean over the tokens of the global batch, whether the update was skipped or not, and so are the
-    ``auxiliary`` losses by name.
-    ``learning_rate`` and ``loss_scale`` are what the iteration trained with, ``next_learning_rate`` and
-    ``next_loss_scale`` what was just set; those that are ``decoupled`` are of the word embedding and the output layer;
-    ``mfu`` is the share of the device's peak that was used, None where the peak
-    is not known. ``expert_load`` is there where the model has experts; what it comes to is among the ``auxiliary``.
-    ``data_sets`` has, of a blend, the data sets that the iteration had tokens of, by name.
+    ``lm_loss`` and the ``auxiliary`` losses by name are means over the tokens of the global batch, even if the update
+    was skipped. The iteration used ``learning_rate`` and ``loss_scale``; ``next_learning_rate`` and ``next_loss_scale``
+    are the new values. The ``decoupled`` learning rates are those of the word embedding and the output layer. ``mfu``
+    is the model FLOPs utilization, a fraction of the device's peak, or None if the peak is unknown. ``expert_load`` is
+    set for MoE models, and its summary is included in ``auxiliary``. ``data_sets`` has the data sets of a blend that
+    contributed tokens to the iteration, by name.
     """
 
     iteration: int
@@ -64,13 +63,12 @@ class StepReport:
 
     @property
     def is_nan(self) -> bool:
-        """Return whether the loss is not a number."""
         return math.isnan(self.lm_loss)
 
 
 @dataclass
 class IntervalAverage:
-    """Average the iterations between two log lines; skipped ones contribute no loss."""
+    """Averages over the iterations between two log lines; skipped iterations contribute no loss."""
 
     totals: dict[str, float] = field(default_factory=dict)
     count: int = 0
@@ -82,7 +80,6 @@ class IntervalAverage:
     mfu_seconds: float = 0.0
 
     def add(self, step: StepReport) -> None:
-        """Add one iteration."""
         self.num_iterations += 1
         self.elapsed_s += step.step_time_s
         self.tflops_seconds += step.tflops_per_device * step.step_time_s
@@ -97,7 +94,7 @@ class IntervalAverage:
 
 
 def format_step(step: StepReport, average: IntervalAverage, train_iters: int, log_throughput: bool) -> str:
-    """Return Megatron's line for the iterations since the last one."""
+    """Format Megatron's log line for the iterations since the previous line."""
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{train_iters:8d} |",
         f" consumed samples: {step.consumed_samples:12d} |",
@@ -127,19 +124,19 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
 
 
 def format_first_step(step: StepReport, train_iters: int, log_throughput: bool) -> str:
-    """Return the line of the first iteration of a run, where ``--log-interval`` gives it none; no average counts it."""
+    """Format the line of a run's first iteration if ``--log-interval`` prints none; it counts in no average."""
     average = IntervalAverage()
     average.add(step)
     return format_step(step, average, train_iters, log_throughput)
 
 
 def _tflops(value: float) -> str:
-    """Return a throughput as Megatron prints it, and with two digits that say something where that would be 0.0."""
+    """Format a throughput as Megatron does, but with two significant digits if that would give 0.0."""
     return f"{value:.1f}" if value >= 0.05 or value <= 0.0 else f"{value:.{1 - math.floor(math.log10(value))}f}"
 
 
 def format_memory(rank: int, iteration: int, device: Device, with_device: bool = False) -> str:
-    """Return the memory figures of one rank in MiB; ``with_device`` adds those of all processes on its device."""
+    """Format the memory use of one rank in MiB; ``with_device`` adds the total of all processes on its device."""
     use = device.memory_use()
     used = device.used_bytes() if with_device else None
     of_device = "" if used is None else f" | total device memory used: {used / 2**20:.2f}"
@@ -152,7 +149,7 @@ def format_memory(rank: int, iteration: int, device: Device, with_device: bool =
 
 @contextmanager
 def pinned_memory_told(runtime: Runtime, iteration: int) -> Iterator[None]:
-    """Print what the first copy's ranks have pinned of the machine's memory, where that has grown in the context."""
+    """Print the pinned host memory of each rank of the first replica, if it has grown within the context."""
     before = runtime.device.pinned_bytes() if runtime.state.dp_cp.is_first else None
     yield
     after = None if before is None else runtime.device.pinned_bytes()
@@ -162,7 +159,7 @@ def pinned_memory_told(runtime: Runtime, iteration: int) -> Iterator[None]:
 
 
 def format_evaluation(heading: str, lm_loss: float) -> str:
-    """Return the framed line of an evaluation; ``heading`` says when and on what."""
+    """Format the framed line of an evaluation; ``heading`` names the iteration and the data set."""
     perplexity = math.exp(min(20.0, lm_loss))
     line = f" validation loss at {heading} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
     rule = "-" * (len(line) + 1)
@@ -174,5 +171,5 @@ def format_datetime(heading: str) -> str:
 
 
 def is_terminal() -> bool:
-    """Return whether what this process prints is seen on a terminal, as it comes."""
+    """Return whether standard output is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()

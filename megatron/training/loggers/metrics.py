@@ -1,4 +1,4 @@
-"""Metrics: one JSON object an iteration in the metrics file, and figures for TensorBoard and other loggers."""
+"""Metrics: one JSON object per iteration in the metrics file, and scalars for TensorBoard and other loggers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron.training.loggers.log_lines import StepReport
 
 
 class MetricsWriter:
-    """Append to the metrics file and tell the loggers; only the reporting rank makes one.
+    """Writer of the metrics file and the loggers; only the reporting rank has one.
 
     A resumed run appends after the iteration of its checkpoint. Later lines of the interrupted run are moved to
     ``FILE.superseded``, so that every iteration is in the file once and nothing is lost. A full disk does not stop
-    training: one warning is printed, and the metrics file continues when there is room again.
+    training: one warning is printed, and writing resumes when there is space again.
     """
 
     def __init__(self, config: RunConfig, device: Device, start_iteration: int, data_sets: Sequence[str] = ()) -> None:
@@ -55,18 +55,18 @@ class MetricsWriter:
         self.close()
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one JSON object with full precision; a figure that is not finite is written as null."""
+        """Append one JSON object with full precision; a value that is not finite is written as null."""
         if self._file is not None:
             cleaned = {key: _finite(value) for key, value in values.items()}
             try:
-                # A line that cannot be written stays in the file's buffer, and is written before the next one.
+                # A line that cannot be written stays in the file's buffer, and is written before the next line.
                 self._file.write(json.dumps(cleaned, allow_nan=False) + "\n")
                 self._is_refused = False
             except OSError as error:
                 self._report_refused(error)
 
     def write_step(self, step: StepReport) -> None:
-        """Append the figures of one iteration."""
+        """Append the metrics of one iteration."""
         decoupled = step.decoupled_learning_rate
         self.write(
             {
@@ -96,7 +96,7 @@ class MetricsWriter:
         )
 
     def step_scalars(self, step: StepReport) -> None:
-        """Give the loggers the figures of one iteration, under Megatron's names, over iterations and over samples."""
+        """Log the scalars of one iteration under Megatron's names, over iterations and over samples."""
         logging = self._logging
         scalars: dict[str, float | None] = {
             "lm loss": None if step.is_skipped else step.lm_loss,
@@ -133,24 +133,24 @@ class MetricsWriter:
         self.scalars(machine, step.iteration)
 
     def evaluation_scalars(self, split: str, lm_loss: float, state: TrainState) -> None:
-        """Give the loggers the loss of an evaluation, and its perplexity where it is asked for."""
+        """Log the loss of an evaluation, and its perplexity if requested."""
         with_perplexity = self._logging.log_validation_ppl_to_tensorboard
         perplexity = math.exp(min(20.0, lm_loss)) if with_perplexity else None
         figures = {f"lm loss {split}": lm_loss, f"lm loss {split} ppl": perplexity}
         self.scalars(figures, state.iteration, state.consumed_train_samples)
 
     def scalars(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
-        """Give the loggers the figures that are not None; with ``samples`` TensorBoard has them over those too."""
+        """Log the scalars that are not None; with ``samples``, TensorBoard also plots them over samples."""
         given = {name: value for name, value in values.items() if value is not None}
         if given:
             self._tell(lambda logger: logger.scalars(given, iteration, samples))
 
     def text(self, tag: str, text: str, iteration: int) -> None:
-        """Give the loggers a text in Markdown."""
+        """Log a text in Markdown."""
         self._tell(lambda logger: logger.text(tag, text, iteration))
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Flush and close the files and the loggers."""
         try:
             if self._file is not None:
                 self._file.close()
@@ -161,7 +161,7 @@ class MetricsWriter:
             self._report_refused(error)
 
     def _tell(self, say: Callable[[RunLogger], None]) -> None:
-        """Say something to each logger; one that fails, as on a full disk, gets no more and does not end the run."""
+        """Call each logger; a logger that fails, for example on a full disk, is dropped and does not end the run."""
         for logger in list(self._loggers):
             try:
                 say(logger)
@@ -172,7 +172,7 @@ class MetricsWriter:
                 )
 
     def _memory(self, iteration: int) -> dict[str, Any]:
-        """Return the memory of this rank, in MiB, for the iterations that have a log line."""
+        """Return the memory use of this rank in MiB, for iterations that have a log line."""
         if iteration % self._logging.log_interval:
             return {}
         return {"memory_mib": {name: round(value, 3) for name, value in vars(self._device.memory_use()).items()}}
@@ -187,10 +187,10 @@ class MetricsWriter:
 def open_metrics(
     config: RunConfig, runtime: Runtime, start_iteration: int, data_sets: Sequence[str]
 ) -> MetricsWriter | None:
-    """Return the writer of the reporting rank, None elsewhere; ``data_sets`` are the names of the blend that is read.
+    """Create the writer on the reporting rank; None elsewhere. ``data_sets`` are the names of the blend's data sets.
 
     Raises:
-        ConfigurationError: a file or folder cannot be written, on every rank alike.
+        ConfigurationError: a file or folder cannot be written. Every rank raises it.
     """
     metrics, error = None, None
     if runtime.is_reporter:
@@ -221,9 +221,10 @@ def _finite(value: Any) -> Any:
 
 
 def own_metrics_file(path: Path, save: str | None) -> RunLock | None:
-    """Keep other runs from writing to the metrics file while this one does.
+    """Lock the metrics file against writes of other runs.
 
-    One in the folder of ``--save`` is that folder's owner's, and a device or a pipe anybody's: None.
+    No lock is needed, and None is returned, if the file is in the folder of ``--save``, which has its own lock, or if
+    it is a device or a pipe.
 
     Raises:
         FolderInUseError: another run writes to it.
@@ -239,12 +240,12 @@ def own_metrics_file(path: Path, save: str | None) -> RunLock | None:
 
 
 def set_superseded_lines_aside(path: Path, start_iteration: int) -> None:
-    """Move lines of later iterations than ``start_iteration``, and a torn last line, to ``FILE.superseded``.
+    """Move lines of iterations after ``start_iteration``, and a partial last line, to ``FILE.superseded``.
 
-    A device or a pipe holds no lines, and reading it may never end.
+    A device or a pipe is not read, because reading it may never end.
 
     Raises:
-        ConfigurationError: the file is no text.
+        ConfigurationError: the file is not a text file.
     """
     if not path.is_file():
         return

@@ -51,9 +51,9 @@ _JOIN_S = 5.0
 
 
 class RunRecord:
-    """Write the record of a run that starts: the configuration at once, what takes longer beside the training.
+    """Record of a run at its start: the configuration is written at once, the rest in a background thread.
 
-    A file that cannot be written is said in a line, and the run goes on.
+    If a file cannot be written, a warning is printed and the run continues.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunRecord:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait a moment for what is being written."""
+        """Wait briefly for the background thread."""
         if "_thread" in vars(self):
             self._thread.join(_JOIN_S)
 
@@ -104,7 +104,7 @@ class RunRecord:
 
     def _write(self, name: str, text: str) -> None:
         if isinstance(self._folder, ObjectPath):
-            (self._folder / name).write_bytes(text.encode())  # whole or not at all
+            (self._folder / name).write_bytes(text.encode())  # atomic
             return
         hidden = self._folder / f".{name}.{os.getpid()}"
         hidden.write_text(text, encoding="utf-8")
@@ -113,7 +113,7 @@ class RunRecord:
     def _append(self, name: str, line: str) -> None:
         path = self._folder / name
         if isinstance(path, ObjectPath):
-            # One run owns the folder: nobody else writes here.
+            # Only the run that owns the folder writes here.
             path.write_bytes((path.read_bytes() if path.is_file() else b"") + line.encode())
             return
         with path.open("a", encoding="utf-8") as file:
@@ -137,7 +137,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _state_of_code() -> dict[str, Any]:
-    """Return the commit of the checkout that this code is in, and what differs from it; nothing outside of one."""
+    """Return the commit of the checkout that contains this code and its local changes; empty outside of a checkout."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -147,7 +147,7 @@ def _state_of_code() -> dict[str, Any]:
 
     try:
         if not git("ls-files", "--", __file__):
-            return {}  # a checkout around an installed package is another project's
+            return {}  # an installed package within the checkout of another project
         changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
         found = {"commit": git("rev-parse", "HEAD"), "branch": git("rev-parse", "--abbrev-ref", "HEAD")}
         return {**found, "changed": changed[:_MOST_CHANGED]}
@@ -165,7 +165,7 @@ def _data_files(config: RunConfig) -> Iterator[Path]:
 
 
 def _checksum(path: Path) -> dict[str, Any]:
-    """Return a file's size and the SHA-256 of blocks spread evenly over it, which are all of a file up to 1 MiB."""
+    """Return a file's size and the SHA-256 of evenly spread blocks, which cover all of a file of up to 1 MiB."""
     with contextlib.closing(open_ranged(path)) as file:
         size = file.num_bytes
         step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_BLOCKS - 1))

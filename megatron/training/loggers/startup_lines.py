@@ -1,4 +1,4 @@
-"""Start-up lines: precision, batches, data sets and schedule, in Megatron-LM's words and order."""
+"""Start-up lines: precision, batches, data sets and schedule, with Megatron-LM's wording and order."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def describe_precision(config: RunConfig) -> str:
 
 
 def describe_batch_and_tokenizer(config: RunConfig) -> str:
-    """Return the lines between the arguments and the size of the vocabulary.
+    """Format the lines between the arguments and the size of the vocabulary.
 
-    Sizes of a batch that change in given steps have no line.
+    A batch size schedule in steps has no line.
     """
     training = config.training
     lines = []
@@ -58,7 +58,7 @@ def describe_batch_and_tokenizer(config: RunConfig) -> str:
 
 
 def describe_initialized(config: RunConfig, start_time: float) -> str:
-    """Return the lines that follow the seeds; ``start_time`` is when the run began, as `time.time` says it."""
+    """Format the lines after the seeds; ``start_time`` is the run's start in seconds, as returned by `time.time`."""
     compiled = _COMPILED if config.logging.log_megatron_lines else ()
     elapsed_s = time.time() - start_time
     moment = format_datetime("after megatron is initialized")
@@ -68,9 +68,9 @@ def describe_initialized(config: RunConfig, start_time: float) -> str:
 def describe_buckets(
     ddp_chunks: Sequence[DistributedDataParallel], state: ParallelState, everything: bool
 ) -> str | None:
-    """Return the lines on a pipeline stage's gradient buckets; None on ranks that leave them to another.
+    """Format the lines on a pipeline stage's gradient buckets; None on ranks that print nothing.
 
-    Many buckets, and the names of the parameters in each, are listed where ``everything`` is asked for.
+    ``everything`` also lists the buckets if there are many, and the names of the parameters in each.
     """
     if not (state.tp.is_first and state.dp_cp.is_first):
         return None
@@ -91,7 +91,7 @@ def _describe_chunk(chunk: DistributedDataParallel, everything: bool) -> Iterato
 
 
 def log_arguments(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Print the arguments: all of them, or on a terminal a few."""
+    """Print all arguments, or a short summary on a terminal."""
     asks = config.logging.log_arguments
     log(format_arguments(config) if asks or not is_terminal() else summarize(config))
     if asks and not is_terminal():
@@ -104,9 +104,9 @@ _TITLES = {"train": "train", "valid": "validation", "test": "test"}
 
 
 def describe_datasets(datasets: DatasetSplits, everything: bool) -> str:
-    """Return the lines on the data sets of all splits, without an end of line.
+    """Format the lines on the data sets of all splits, without a final newline.
 
-    A blend's data sets, and which index files were read, are described where ``everything`` is asked for.
+    ``everything`` also describes a blend's data sets and the index files that were read.
     """
     lines = ["> building train, validation, and test datasets for GPT ..."] if everything else []
     splits = [_token_datasets(dataset) for dataset in (datasets.train, datasets.valid, datasets.test)]
@@ -128,7 +128,7 @@ def _describe_tasks(task: FillInTheMiddle) -> str:
 
 
 def _token_datasets(dataset: object) -> list[GPTDataset]:
-    """Return the data sets of token files that a split is made of."""
+    """Return the token file data sets that a split consists of."""
     if isinstance(dataset, GPTDataset):
         return [dataset]
     if isinstance(dataset, LaterPhase):
@@ -142,7 +142,7 @@ def _token_datasets(dataset: object) -> list[GPTDataset]:
 
 
 def _describe_file(datasets: Sequence[GPTDataset], everything: bool) -> Iterator[str]:
-    """Yield the lines on one token file and the splits that are cut from it."""
+    """Yield the lines on one token file and its splits."""
     if everything:
         yield f"data_prefix: {[datasets[0].indexed_dataset.prefix]}"
         yield " > building dataset index ..."
@@ -163,7 +163,7 @@ def _describe_file(datasets: Sequence[GPTDataset], everything: bool) -> Iterator
 
 
 def _describe_index(dataset: GPTDataset) -> Iterator[str]:
-    """Yield the lines on how the last epoch is shuffled, and on the files of the index."""
+    """Yield the lines on the shuffle of the last epoch, and on the index files."""
     wanted, length, per_epoch = (
         dataset.usage.num_samples,
         dataset.config.sequence_length,
@@ -197,16 +197,16 @@ _NAMES: Mapping[str, str] = {
     "wd_incr_steps": "total number of weight decay iterations",
     "wd_incr_style": "weight decay incr style",
 }
-"""Megatron's names of a schedule's values, in its order; what it calls iterations are samples."""
+"""Megatron's names of a schedule's values, in its order; its "iterations" are samples."""
 
 
 def describe_schedule_values(state: Mapping[str, Any], config: RunConfig) -> str:
-    """Return a line for each value of the schedule that goes on: the checkpoint's, or the run's in its place.
+    """Format a line for each value of the resumed schedule: the checkpoint's value, or the run's override.
 
-    ``state`` is what the checkpoint holds of the scheduler.
+    ``state`` is the checkpoint's scheduler state.
 
     Raises:
-        CheckpointError: the schedules differ and no flag says which one holds.
+        CheckpointError: the schedules differ and no flag selects one of them.
     """
     flags = config.scheduler
     stored, is_override = config_from_dict(ScheduleConfig, state["schedule"]), flags.override_opt_param_scheduler

@@ -1,4 +1,4 @@
-"""Do harm to a training run on purpose, again and again, and see that nothing is lost by it."""
+"""Chaos testing: inject faults into a training run repeatedly, and check that nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run `megatron.cli.chaos` by the name of the room that does the work."""
+"""Entry point of ``python -m megatron.verification.faults``: run `megatron.cli.chaos`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import importlib
 import sys
 
 if __name__ == "__main__":
-    # Commands stand above this room, which therefore names the module and does not import it.
+    # The command line depends on this package, so it is imported by name instead of by an import statement.
     sys.exit(importlib.import_module("megatron.cli.chaos").main())

@@ -1,6 +1,6 @@
 """Inject faults into a run in rounds, restart it until it ends, and compare it with an uninterrupted baseline.
 
-The result is a table, or the same as JSON.
+The result is a table or JSON.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HEADER = ("round", "fault", "rank", "from", "to", "status", "as documented", "l
 
 @dataclass
 class Round:
-    """Hold one fault: when it came, and how the run ended by it; ``status`` is None where it went on.
+    """Result of one fault: its time, and how the run ended because of it; ``status`` is None if the run continued.
 
-    ``resumed_at`` is the iteration that the start before it began with, ``iteration`` how far that had come,
-    ``left`` the processes that still ran 10 s after their launcher's end.
+    ``resumed_at`` is the iteration from which the start before the fault resumed, ``iteration`` the last completed one
+    at the fault, and ``left`` the processes that still ran 10 s after their launcher's end.
     """
 
     number: int
@@ -44,11 +44,11 @@ class Round:
 
     @property
     def held(self) -> bool:
-        """Return whether all was as documented."""
+        """Return whether everything was as documented."""
         return not self.problem and not self.left and (self.status is None or self.status in self.documented)
 
     def cells(self) -> tuple[str, ...]:
-        """Return its row of the table."""
+        """Format the row of the table."""
         went_on = self.status is None
         documented = "-" if went_on else ("yes" if self.status in self.documented else "NO")
         left = " ".join(map(str, self.left)) or "-"
@@ -68,7 +68,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Check:
-    """Hold what was looked at when all was over."""
+    """Result of a check at the end of the campaign."""
 
     name: str
     held: bool
@@ -77,7 +77,7 @@ class Check:
 
 @dataclass
 class Report:
-    """Hold all rounds and the checks at the end."""
+    """All rounds and the final checks."""
 
     command: tuple[str, ...]
     seed: int
@@ -86,11 +86,11 @@ class Report:
 
     @property
     def held(self) -> bool:
-        """Return whether there was a fault and all was as documented."""
+        """Return whether there was a fault and everything was as documented."""
         return bool(self.rounds) and all(item.held for item in self.rounds) and all(item.held for item in self.checks)
 
     def to_text(self) -> str:
-        """Return the table, and a line for each check."""
+        """Format the table, and one line per check."""
         rows = [_HEADER, *(item.cells() for item in self.rounds)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -98,7 +98,7 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON has it."""
+        """Convert the report to JSON-ready values."""
         rounds = [{**dataclasses.asdict(item), "held": item.held} for item in self.rounds]
         checks = [dataclasses.asdict(item) for item in self.checks]
         return {"command": self.command, "seed": self.seed, "held": self.held, "rounds": rounds, "checks": checks}
@@ -109,13 +109,13 @@ LEFT_AFTER_S = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Say what is done how often, when and for how long.
+    """Number, timing and duration of the faults.
 
-    A fault comes once ``at_iteration`` iterations are done since a start, or half to one and a half times
-    ``every_seconds`` after the first step; what does not end the run lasts ``for_seconds``. ``patience_s`` is how long
-    a start may take to its first step, and a run that a fault befell to its end; without a fault it may take any time.
-    ``tolerance`` is how far the final loss may be, relative to the uninterrupted run's; 0 asks for the same bits of
-    every iteration's.
+    A fault occurs when ``at_iteration`` iterations are completed since a start, or after half to one and a half times
+    ``every_seconds`` since the first step. A fault that does not end the run lasts ``for_seconds``. ``patience_s`` is
+    the time limit for a start's first step, and for the end of a run after a fault; a run without a fault has no limit.
+    ``tolerance`` is the allowed relative difference of the final loss from the uninterrupted run; 0 requires
+    bit-identical losses in every iteration.
     """
 
     faults: tuple[Fault, ...]
@@ -129,7 +129,7 @@ class Plan:
 
 
 class Campaign:
-    """Attack one command in a folder, which gets what it writes: ``whole``, ``attacked``, ``data``, and the outputs."""
+    """Fault campaign against one command; its folder gets ``whole``, ``attacked``, ``data``, and the outputs."""
 
     def __init__(self, command: AttackedCommand, plan: Plan, folder: Path, log: Callable[[str], None]) -> None:
         self._plan = plan
@@ -147,14 +147,14 @@ class Campaign:
         self.report = Report(command.words, plan.seed)
 
     def run(self, reference: Path | None) -> Report:
-        """Do all rounds, let the run end, and check what is left.
+        """Run all rounds, let the run finish, and check the results.
 
-        ``reference`` is the metrics file of an uninterrupted run; without one that run is made first.
+        ``reference`` is the metrics file of an uninterrupted run; without it, that run is made first.
 
         Raises:
-            ConfigurationError: the command cannot be started, or a fault not be done to it.
+            ConfigurationError: the command cannot be started, or a fault cannot be injected.
             LaunchError: the uninterrupted run fails.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written to.
         """
         if reference is None:
             self._log("an uninterrupted run")
@@ -169,7 +169,7 @@ class Campaign:
         return self.report
 
     def _attack(self) -> None:
-        """Do all rounds, and let the run come to its end."""
+        """Run all rounds, and let the run finish."""
         while len(self.report.rounds) < self._plan.rounds and self._attack_one_start():
             continue
         if len(self.report.rounds) < self._plan.rounds:
@@ -198,7 +198,7 @@ class Campaign:
             raise LaunchError(f"processes {left} of {launch.output} still ran {LEFT_AFTER_S:g} s after it")
 
     def _attack_one_start(self) -> bool:
-        """Start the run and do faults until one ends it; return False where it came to its own end."""
+        """Start the run and inject faults until one ends it; return False if the run ends by itself."""
         launch = self._start(self._attacked, "attacked")
         try:
             if not launch.wait_until_it_trains(self._plan.patience_s):
@@ -218,7 +218,7 @@ class Campaign:
             launch.close()
 
     def _wait_for_the_moment(self, launch: Launch) -> bool:
-        """Wait until the next fault is due; return False where the run ends before."""
+        """Wait until the next fault is due; return False if the run ends before."""
         plan, begin, first = self._plan, time.monotonic(), launch.resumed_at
         done = [item.iteration for item in self.report.rounds if item.status is None and item.resumed_at == first]
         wanted = max([first, *done]) + (plan.at_iteration or 0)
@@ -230,7 +230,7 @@ class Campaign:
         return launch.look() is None
 
     def _do_one(self, launch: Launch) -> bool:
-        """Do a fault and see what comes of it; return whether the run ended."""
+        """Inject a fault and observe its effect; return whether the run ended."""
         fault = self._rng.choice(self._plan.faults)
         resumed_at, iteration, begin = launch.resumed_at, launch.iteration(), time.monotonic()
         injection = Injection(fault, launch, self._folder / "attacked", self._token_files, self._rng)
@@ -261,14 +261,14 @@ class Campaign:
         return launch.look() is not None
 
     def _outlast(self, launch: Launch) -> int | None:
-        """Let a fault last while the run goes on; return the exit status of one that failed by it, else None."""
+        """Let a fault last while the run continues; return the exit status if the run failed because of it, or None."""
         end = time.monotonic() + self._plan.for_seconds
         while time.monotonic() < end and (status := launch.look()) is None:
             time.sleep(POLL_S)
         return status or None
 
     def _note_damage(self, launch: Launch) -> None:
-        """See that a damaged checkpoint was passed over."""
+        """Check that a damaged checkpoint was not loaded."""
         damaged, self._expected_damage = self._expected_damage, None
         if damaged is not None and launch.resumed_at >= damaged:
             self.report.rounds[-1].problem = f"the damaged checkpoint of iteration {damaged} was loaded"
@@ -302,12 +302,12 @@ class Campaign:
 
 
 def read_checkpoint(folder: Path) -> None:
-    """Read all of a published checkpoint, with its checksums.
+    """Read a published checkpoint completely, with its checksums.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    # Reading needs torch, which the help of the command does without.
+    # Imported here because the command's help must not import torch.
     from megatron.checkpoint import MAX_BOX_BYTES, open_checkpoint
 
     source = open_checkpoint(folder)
@@ -320,10 +320,10 @@ def read_checkpoint(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """See that a folder is empty or new: an earlier run's checkpoints would be gone on from.
+    """Check that a folder is empty or new, because a run would resume from an earlier run's checkpoints.
 
     Raises:
-        ConfigurationError: something is in it.
+        ConfigurationError: it is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"--folder {folder} is not empty; name a new one")

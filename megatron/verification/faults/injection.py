@@ -1,7 +1,7 @@
 """Faults and their injection: signals, limits, corrupt bytes and dropped TCP connections.
 
-Dropping connections changes nothing of the network: the system lends this process the other's sockets (Linux 5.6 or
-newer, and the same rights as a debugger's), and both ends of each connection learn that it is over.
+Dropping connections does not change the network. This process duplicates the other's sockets (Linux 5.6 or newer, with
+the rights of a debugger) and shuts them down, so both ends of each connection are notified.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Fault:
-    """Name a kind of fault and its target as on the command line; ``factor`` is how many times slower a rank gets."""
+    """Fault of a kind and a target as on the command line; ``factor`` is the slowdown of a rank."""
 
     kind: Kind
     target: str
     factor: float = 1.0
 
     def __str__(self) -> str:
-        """Return the flag that asks for it."""
+        """Return the flag that requests this fault."""
         words = self.target if self.kind != "slow" else f"{self.target}:{self.factor:g}"
         return f"--{self.kind} {words}".rstrip()
 
     @property
     def needs_peers(self) -> bool:
-        """Return whether a rank on its own would not notice it."""
+        """Return whether a single rank would not notice the fault."""
         return self.kind in ("stop", "partition")
 
     @property
     def is_inside(self) -> bool:
-        """Return whether the process itself has to do it, when it gets a signal."""
+        """Return whether the process itself injects the fault, when it gets a signal."""
         return self.kind == "corrupt" and self.target in ("weight", "gradient")
 
     @property
     def ends_run(self) -> bool:
-        """Return whether the run ends by it; else it goes on while the fault lasts, and after it."""
+        """Return whether the fault ends the run; otherwise the run continues during the fault and after it."""
         return self.kind not in ("slow", "fill-disk")
 
     def rank(self, ranks: Sequence[int], rng: random.Random) -> int | None:
-        """Return the rank that it befalls, drawn where any may be; None where it is not about one.
+        """Return the affected rank, drawn at random for any, or None if the fault affects no particular rank.
 
         Raises:
-            ConfigurationError: there is no such rank here, or it has no others.
+            ConfigurationError: there is no such rank on this node, or it has no peers.
         """
         if self.needs_peers and len(ranks) < 2:
             raise ConfigurationError(f"{self}: the run has one rank here, which nobody waits for; give it two or more")
@@ -79,9 +79,10 @@ class Fault:
         return int(self.target)
 
     def statuses(self, has_launcher: bool) -> tuple[int, ...]:
-        """Return the exit statuses of the command that are documented for a run that ends by it.
+        """Return the documented exit statuses of the command after this fault.
 
-        torchrun's is 1 whatever its ranks' are. A run goes on while a disk is full, and fails where that is at its end.
+        torchrun always exits with 1. A run continues while a disk is full, and fails only if the disk is full at its
+        end.
         """
         if self.kind == "slow":
             return ()
@@ -91,17 +92,17 @@ class Fault:
         return (2,) if self == Fault("corrupt", "sample") and not has_launcher else (1,)
 
     def last_words(self, rank: int | None) -> str:
-        """Return how a line begins that documents say is printed when the run ends by it; empty for none."""
+        """Return the documented prefix of the line that is printed when the fault ends the run, or an empty string."""
         if self.kind == "stop":
             return f"HANG: rank {rank} "
         return "error: " if self.kind == "corrupt" and self.target != "checkpoint" else ""
 
 
 def parse_fault(kind: Kind, text: str) -> Fault:
-    """Return the fault that a flag's value names.
+    """Parse a flag's value into a fault.
 
     Raises:
-        ConfigurationError: it names none.
+        ConfigurationError: the value names no fault.
     """
     if kind == "corrupt":
         if text not in CORRUPTIBLE:
@@ -129,10 +130,10 @@ _PIDFD_GETFD = 438
 
 
 def drop_connections(pid: int) -> int:
-    """End every established TCP connection of a process and return how many there were.
+    """Shut down every established TCP connection of a process and return their number.
 
     Raises:
-        ConfigurationError: this system does not let one process do that to another.
+        ConfigurationError: this system does not allow one process to do that to another.
     """
     process = os.pidfd_open(pid)
     try:
@@ -156,7 +157,7 @@ def _shut_down(process: int, descriptor: int) -> bool:
     library = ctypes.CDLL(None, use_errno=True)
     borrowed: int = library.syscall(_PIDFD_GETFD, process, descriptor, 0)
     if borrowed < 0:
-        if ctypes.get_errno() in (errno.EBADF, errno.ESRCH):  # the process has closed it, or has ended, meanwhile
+        if ctypes.get_errno() in (errno.EBADF, errno.ESRCH):  # the process has closed it or has ended
             return False
         reason = os.strerror(ctypes.get_errno())
         raise ConfigurationError(
@@ -169,7 +170,7 @@ def _shut_down(process: int, descriptor: int) -> bool:
         try:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it listens, or is over
+        except OSError:  # it is listening, or already closed
             return False
         return True
 
@@ -179,10 +180,10 @@ ROOM_BYTES = 64 * 1024
 
 
 class Injection:
-    """Do one fault to a running launch when it is made, and take back what lasts in `undo`.
+    """Injection of one fault into a running launch; lasting effects are reverted by `undo`.
 
     Raises:
-        ConfigurationError: it cannot be done to this run, or on this system.
+        ConfigurationError: the fault is impossible in this run, or on this system.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Injection:
                 self.damaged = _damage_newest(folder / "checkpoints", rng)
 
     def undo(self) -> None:
-        """Take back what would last: slowness, full disks, and data."""
+        """Revert lasting effects: slowness, full disks, and corrupt data."""
         self._over.set()
         if self._slicing is not None:
             self._slicing.join()
@@ -240,7 +241,7 @@ class Injection:
             _overwrite(path, content)
 
     def _stop_in_slices(self, pids: list[int]) -> None:
-        """Let processes run for one part of each slice of time only."""
+        """Let processes run for only a part of each time slice."""
         running_s = SLICE_S / self.fault.factor
         while not self._over.wait(running_s):
             _send_all(pids, signal.SIGSTOP)
@@ -263,13 +264,13 @@ def _send_all(pids: list[int], number: int) -> None:
 
 
 def _overwrite(path: Path, content: bytes) -> None:
-    """Replace the bytes of a file that others have open or mapped."""
+    """Overwrite the bytes of a file that other processes have open or mapped."""
     with path.open("r+b") as file:
         file.write(content)
 
 
 def _damage_newest(checkpoints: Path, rng: random.Random) -> int | None:
-    """Change one byte of the largest file of the newest checkpoint, if there is an older one; return its iteration."""
+    """Flip one byte in the newest checkpoint's largest file, if there is an older checkpoint; return its iteration."""
     iterations = complete_iterations(checkpoints)
     if len(iterations) < 2:
         return None

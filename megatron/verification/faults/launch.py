@@ -26,7 +26,7 @@ from megatron.verification.faults import spoiled_script
 
 
 def descendants(root: int) -> list[int]:
-    """Return the processes below one, parents before their children."""
+    """Return the descendants of a process, parents before their children."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -38,10 +38,10 @@ def descendants(root: int) -> list[int]:
 
 
 def ranks_of(root: int) -> dict[int, int]:
-    """Return the processes of the ranks that a command runs here, by rank.
+    """Return the processes of a command's ranks on this node, by rank.
 
-    A rank is what has ``RANK`` in its environment and whose parent has not, or is a rank's keeper. A command that
-    started none is rank 0.
+    A rank is a process with ``RANK`` in its environment whose parent does not have it or is a rank's supervisor. A
+    command without such processes is rank 0.
     """
     processes = [pid for pid in descendants(root) if name_of(pid) != KEEPER_NAME]
     numbers = {pid: number for pid in processes if (number := _rank_variable(pid)) is not None}
@@ -50,7 +50,7 @@ def ranks_of(root: int) -> dict[int, int]:
 
 
 def identities(pids: Iterable[int]) -> set[ProcessIdentity]:
-    """Return who processes are that still run."""
+    """Return the identities of the processes that still run."""
     return {who for who in map(identify, pids) if who.is_alive}
 
 
@@ -61,7 +61,7 @@ def send(pid: int, number: int) -> None:
 
 
 def end_all(processes: Iterable[ProcessIdentity]) -> None:
-    """Kill those that still run."""
+    """Kill the processes that still run."""
     for process in processes:
         if process.is_alive:
             send(process.pid, signal.SIGKILL)
@@ -88,12 +88,12 @@ _SMALL_DOCUMENTS, _SMALL_DOCUMENT_TOKENS = 400, 100
 
 @dataclass(frozen=True)
 class AttackedCommand:
-    """Hold the words of a training command that takes more of its flags at its end."""
+    """Words of a training command that accepts more flags at its end."""
 
     words: tuple[str, ...]
 
     def in_folder(self, folder: Path) -> list[str]:
-        """Return the command with ``--save``, ``--load`` and the metrics file in a folder; the last value counts."""
+        """Append ``--save``, ``--load`` and the metrics file in a folder to the command, overriding earlier flags."""
         save = str(folder / "checkpoints")
         return [*self.words, "--save", save, "--load", save, "--metrics-jsonl", str(folder / "metrics.jsonl")]
 
@@ -113,7 +113,7 @@ class AttackedCommand:
         )
 
     def with_own_data(self, folder: Path) -> tuple[AttackedCommand, tuple[Path, ...]]:
-        """Return the command on copies of its data in a folder, and the copies' files of tokens.
+        """Return the command on copies of its data in a folder, and the copies' token files.
 
         Raises:
             ConfigurationError: it has no ``--data-path``, or too much data to copy.
@@ -145,7 +145,7 @@ class AttackedCommand:
 
 
 def small_command(folder: Path, num_processes: int, iterations: int, flags: Sequence[str]) -> AttackedCommand:
-    """Return a training of a small model on made-up data, which is written to a folder.
+    """Return the training command of a small model on synthetic data, which is written to a folder.
 
     Raises:
         OSError: the data cannot be written.
@@ -170,11 +170,11 @@ _TAIL_LINES = 3
 
 
 class LaunchError(MegatronError):
-    """Report a run that did not do what it should without a fault: start, train, or end."""
+    """A run without a fault did not start, train or end as it should."""
 
 
 class Launch:
-    """Run a command in a session of its own, with its output in a file, from here to `close`.
+    """Command in its own session, with its output in a file, that runs until `close`.
 
     Raises:
         ConfigurationError: there is no such command.
@@ -200,7 +200,7 @@ class Launch:
 
     @property
     def resumed_at(self) -> int:
-        """Return the iteration of the checkpoint that it loaded; 0 for none."""
+        """Return the iteration of the loaded checkpoint, or 0 without one."""
         match = _LOADED.search(self.text)
         return int(match.group(1)) if match else 0
 
@@ -208,16 +208,16 @@ class Launch:
         return max(losses(self._metrics), default=0)
 
     def ranks(self) -> dict[int, int]:
-        """Return the processes of its ranks here, by rank."""
+        """Return the processes of the command's ranks on this node, by rank."""
         return ranks_of(self.process.pid)
 
     def look(self) -> int | None:
-        """Note which processes there are; return the exit status once the command has ended."""
+        """Record the current processes; return the exit status once the command has ended."""
         self.seen |= identities(descendants(self.process.pid))
         return self.process.poll()
 
     def wait_until_it_trains(self, patience_s: float) -> bool:
-        """Wait for the first step; return False where the command ends before that.
+        """Wait for the first step; return False if the command ends before it.
 
         Raises:
             LaunchError: it took longer than ``patience_s``.
@@ -245,37 +245,37 @@ class Launch:
         return status
 
     def check(self, patience_s: float) -> None:
-        """Wait for the end, which must be a success.
+        """Wait for the end of the command, and check that it succeeded.
 
         Raises:
-            LaunchError: it took longer than ``patience_s``, or ended with another status than 0.
+            LaunchError: it took longer than ``patience_s``, or ended with a status other than 0.
         """
         status = self.wait(patience_s)
         if status:
             raise LaunchError(f"the command ended with status {status}{self._tail()}")
 
     def left_after(self, seconds: float) -> list[int]:
-        """Return which of its processes still run so long after it; fewer seconds pass where none does."""
+        """Wait up to ``seconds`` for the end of the command's processes, and return those that still run."""
         deadline = time.monotonic() + seconds
         while any(process.is_alive for process in self.seen) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return sorted(process.pid for process in self.seen if process.is_alive)
 
     def close(self) -> None:
-        """Kill whatever still runs."""
+        """Kill all processes that still run."""
         self.look()
         end_all(self.seen)
         self.process.wait()
 
     def _tail(self) -> str:
-        """Return what it said last, before its launcher did, and where all of it is."""
+        """Quote the last lines of the output, before the launcher's own, and name the file."""
         lines, launchers, _ = self.text.partition("torch/distributed/elastic")
         last = lines.splitlines()[: -1 if launchers else None]
         return f"; {self.output} ends with: {'; '.join(last[-_TAIL_LINES:])}"
 
 
 def losses(metrics: Path) -> dict[int, Any]:
-    """Return the loss of each iteration in a metrics file; a line that a kill tore says nothing."""
+    """Return the loss of each iteration in a metrics file; partial lines are ignored."""
     found: dict[int, Any] = {}
     for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         try:

@@ -1,8 +1,8 @@
-"""Run a training script in a process that spoils its own numbers when it gets a signal.
+"""Run a training script in a process that corrupts its own values when it gets a signal.
 
-``spoiled_script.py SCRIPT ARGUMENTS…`` does what ``SCRIPT ARGUMENTS…`` does. `WEIGHT_SIGNAL` makes the first element of
-a parameter not a number, before a module uses it; `GRADIENT_SIGNAL` the gradient of a module's output. The module is
-imported for its signals too, so it imports torch only when a `Spoiler` is made.
+``spoiled_script.py SCRIPT ARGUMENTS…`` runs ``SCRIPT ARGUMENTS…``. `WEIGHT_SIGNAL` sets the first element of a
+parameter to NaN before a module uses it, and `GRADIENT_SIGNAL` sets the gradient of a module's output to NaN. Other
+modules import the signal numbers, so torch is imported only when a `Spoiler` is created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GRADIENT_SIGNAL = signal.SIGRTMIN + 9
 
 
 class Spoiler:
-    """Spoil a number of the next module that fits and computes with gradients, once a signal."""
+    """Corruption of the next suitable module that computes with gradients, once per signal."""
 
     def __init__(self) -> None:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -50,7 +50,8 @@ class Spoiler:
                 parameter.view(-1)[0] = float("nan")
 
     def _spoil_gradient(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        # Some layers add gradients of parameters into the main gradients themselves: those of outputs all pass by.
+        # Some layers accumulate parameter gradients into the main gradients themselves, so only gradients of outputs
+        # work here.
         if self._due != GRADIENT_SIGNAL:
             return
         import torch

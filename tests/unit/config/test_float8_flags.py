@@ -35,7 +35,7 @@ def problems_of(flags: str, world_size: int = 1) -> tuple[str, ...]:
     ],
 )
 def test_formats(flags: str, value: str | None) -> None:
-    assert resolve(flags).config.model.fp8_format == value
+    assert resolve(flags).config.model.fp8.fp8_format == value
 
 
 def test_published_scripts_flags_are_accepted_without_a_note() -> None:
@@ -54,7 +54,7 @@ def test_published_scripts_flags_are_accepted_without_a_note() -> None:
     ],
 )
 def test_layers(flags: str, layers: range) -> None:
-    assert resolve(f"--fp8-format hybrid {flags}").config.model.float8_layers(4) == layers
+    assert resolve(f"--fp8-format hybrid {flags}").config.model.fp8.float8_layers(4) == layers
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_is_refused_says_what_would_do(flags: str, world_size: int, expecte
 
 
 def test_a_padded_shape_is_accepted() -> None:
-    assert resolve("--fp8-format hybrid --hidden-size 80 --kv-channels 20").config.model.fp8_format == "hybrid"
+    assert resolve("--fp8-format hybrid --hidden-size 80 --kv-channels 20").config.model.fp8.fp8_format == "hybrid"
 
 
 def test_float32_is_refused() -> None:
@@ -195,13 +195,13 @@ def test_the_product_in_front_of_further_tokens_has_columns_for_every_rank() -> 
 
 def test_channels_that_latent_attention_has_not_are_not_asked_about() -> None:
     """Its heads have widths of their own: here 9 channels each are of no layer."""
-    assert resolve_arguments([*FP8, *LATENT.split(), "--kv-channels", "9"], 2).config.model.multi_latent_attention
+    assert resolve_arguments([*FP8, *LATENT.split(), "--kv-channels", "9"], 2).config.model.mla.multi_latent_attention
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_experts_and_latent_attention_are_in_fp8_with_every_recipe(recipe: str) -> None:
     flags = f"{LATENT} --num-experts 4 --moe-ffn-hidden-size 32 --fp8-recipe {recipe}"
-    assert resolve_arguments([*FP8, *flags.split()], 2).config.model.float8_layers(2)
+    assert resolve_arguments([*FP8, *flags.split()], 2).config.model.fp8.float8_layers(2)
 
 
 LORA = "--lora-rank 2 --load somewhere --finetune"

@@ -103,7 +103,8 @@ def test_no_flag_is_blamed_that_was_not_given() -> None:
 
 def test_experts_of_a_token_need_not_be_as_many_in_each_group() -> None:
     words = f"{EIGHT} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2"
-    assert resolve_arguments([*BASE.split(), *words.split()], 8, needs_files=False).config.model.moe_router_topk == 3
+    config = resolve_arguments([*BASE.split(), *words.split()], 8, needs_files=False).config
+    assert config.model.moe.moe_router_topk == 3
 
 
 def test_experts_spread_over_data_context_and_tensor_ranks() -> None:
@@ -117,7 +118,7 @@ def test_experts_spread_over_data_context_and_tensor_ranks() -> None:
 def test_others_kernels_give_way_to_alltoall_and_routing_at_random_is_announced() -> None:
     flex = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend deepep"
     given = resolve_arguments([*BASE.split(), *EIGHT.split(), *flex.split()], 8)
-    assert given.config.model.moe_token_dispatcher_type == "alltoall"
+    assert given.config.model.moe.moe_token_dispatcher_type == "alltoall"
     assert [note.split(": ")[0] for note in given.notes if "HybridEP" in note] == [
         "--moe-enable-deepep has no effect",
         "--moe-flex-dispatcher-backend deepep has no effect",
@@ -139,8 +140,8 @@ def problems_of(flags: str) -> tuple[str, ...]:
 
 def test_models_of_both_are_taken() -> None:
     model = resolve_arguments([*MINIMAL, *f"{LATENT} {FURTHER}".split()], 1).config.model
-    assert model.multi_latent_attention
-    assert model.mtp_depth == 1
+    assert model.mla.multi_latent_attention
+    assert model.mtp.mtp_depth == 1
 
 
 def test_the_width_of_other_heads_is_no_matter() -> None:
@@ -177,7 +178,7 @@ def test_what_is_not_built_is_refused_in_one_line(flags: str, words: str) -> Non
 
 def test_what_rotary_positions_are_anyway_has_a_place_in_megatrons_files() -> None:
     saved = "--save somewhere --ckpt-format torch --position-embedding-type rope --rope-type"
-    assert resolve_arguments([*MINIMAL, *f"{saved} rope".split()], 1).config.model.rope_type == "rope"
+    assert resolve_arguments([*MINIMAL, *f"{saved} rope".split()], 1).config.model.rope.rope_type == "rope"
 
 
 ROTARY = ("--position-embedding-type", "rope")

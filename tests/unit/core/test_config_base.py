@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 
 import pytest
 
@@ -20,10 +21,14 @@ from megatron.core.config_base import (
     excesses,
     field_docs,
     field_specs,
+    field_value,
     flag,
+    from_fields,
+    group,
     idle_with,
     idle_without,
     with_current_names,
+    with_fields,
 )
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
@@ -60,6 +65,34 @@ class Whole:
 
     part: Derived
     world_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part(Config, role="shape"):
+    """Hold the fields of a group."""
+
+    depth: int = 2
+    """How deep."""
+    steps: tuple[int, ...] = flag((), nargs="+", where=("depth", 2))
+    """Some steps."""
+
+    def __post_init__(self) -> None:
+        """Derive the steps."""
+        object.__setattr__(self, "steps", self.steps or (self.depth,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped(Base, role="layout"):
+    """Hold fields and a group of fields."""
+
+    early: bool = flag(False, listed_first=True)
+    """Listed in front of inherited fields."""
+    part: Part = group(Part)
+    late: int | None = None
+    """Listed after inherited fields."""
+
+
+GROUPED = Grouped(width=1, part=Part(depth=5))
 
 
 def test_docs_come_from_the_literal_under_each_field_with_inherited_ones() -> None:
@@ -123,6 +156,55 @@ def test_a_field_without_a_role_is_refused_where_its_class_is_defined(value: obj
         type("Made", (GPTConfig,), {"__annotations__": {"extra": "int"}, "extra": value})
 
 
+def test_fields_of_a_group_are_listed_in_front_of_inherited_ones() -> None:
+    specs = field_specs(Grouped)
+    assert [spec.name for spec in specs] == ["early", "depth", "steps", "width", "ratio", "late"]
+    assert [spec.owner for spec in specs] == ["Grouped", "Part", "Part", "Base", "Base", "Grouped"]
+    assert [spec.options.role for spec in specs] == ["layout", "shape", "shape", "run", "run", "layout"]
+    assert field_docs(Grouped) == {
+        "width": "How wide it is.",
+        "ratio": "How steep.",
+        "early": "Listed in front of inherited fields.",
+        "late": "Listed after inherited fields.",
+        "depth": "How deep.",
+        "steps": "Some steps.",
+    }
+
+
+def test_the_dict_of_a_configuration_with_a_group_is_flat() -> None:
+    values = {"early": False, "depth": 5, "steps": [5], "width": 1, "ratio": 0.5, "late": None}
+    assert config_to_dict(GROUPED) == values
+    assert list(config_to_dict(GROUPED)) == list(values)
+    assert config_from_dict(Grouped, values) == GROUPED
+    assert config_from_dict(Grouped, {"width": 1}) == Grouped(width=1)
+    with pytest.raises(ConfigurationError) as caught:
+        config_from_dict(Grouped, {"part": {}, "depth": "5", "steps": 3})
+    assert list(caught.value.problems) == [
+        "Grouped: unknown field part",
+        "Grouped.depth: '5' is not a value of type int",
+        "Grouped: field width is missing",
+    ]
+    deep = from_fields(Grouped, width=1, depth=2**25, steps=(1,))
+    assert excesses(deep) == [f"depth {2**25}: a number of at most {2**24} is expected"]
+
+
+def test_fields_are_read_and_set_by_name_in_a_group_or_not() -> None:
+    assert from_fields(Grouped, width=1, depth=5) == GROUPED
+    assert from_fields(Grouped, width=1, part=Part(depth=5)) == GROUPED
+    assert [field_value(GROUPED, name) for name in ("depth", "width", "part")] == [5, 1, Part(depth=5)]
+    changed = with_fields(GROUPED, depth=6, late=7)
+    assert changed == Grouped(width=1, part=Part(depth=6, steps=(5,)), late=7)
+    assert with_fields(changed, depth=5, late=None) == GROUPED
+    assert hash(with_fields(changed, depth=5, late=None)) == hash(GROUPED)
+    assert pickle.loads(pickle.dumps(changed)) == changed
+    with pytest.raises(AttributeError, match="missing"):
+        field_value(GROUPED, "missing")
+    with pytest.raises(TypeError, match="missing"):
+        with_fields(GROUPED, missing=1)
+    with pytest.raises(TypeError, match="width"):
+        from_fields(Grouped, depth=1)
+
+
 def test_dict_round_trip_through_json() -> None:
     whole = Whole(part=Derived(width=3, names=("a", "b"), fused=False), world_size=4)
     assert config_from_dict(Whole, json.loads(json.dumps(config_to_dict(whole)))) == whole
@@ -163,7 +245,7 @@ def test_from_dict_reports_all_problems_of_all_parts() -> None:
 
 def make(**changes: object) -> GPTConfig:
     shape: dict[str, object] = {"num_layers": 3, "hidden_size": 96, "num_attention_heads": 6}
-    return GPTConfig(**{**shape, **changes})  # type: ignore[arg-type]
+    return from_fields(GPTConfig, **{**shape, **changes})
 
 
 def test_derived_shape() -> None:

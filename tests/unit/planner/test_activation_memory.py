@@ -305,7 +305,7 @@ def test_a_rank_holds_what_the_closed_forms_say(flags: str, world_size: int) -> 
     for rank in (0, world_size - 1):
         has_loss = config.stage_layout.chunks(rank)[-1].has_loss
         # States before and after the last norm; logits in bf16, and in float32 twice.
-        loss = (1 + model.mtp_depth) * 1024 * (2 * 2 * 1024 + 10 * 128) * has_loss
+        loss = (1 + model.mtp.mtp_depth) * 1024 * (2 * 2 * 1024 + 10 * 128) * has_loss
         seen, planned = activation_bytes(config, rank), saved_activations.activation_bytes(config, rank)
         # In addition to saved activations the estimate counts a whole layer's backward pass, or the loss if it is more.
         assert 0.98 * planned - min(working, loss) <= seen <= 1.02 * planned + working

@@ -385,7 +385,7 @@ def assert_mtp_sent(cell: Cell) -> None:
     dtype = "bfloat16" if "--bf16" in cell.flags else "float64"
     config = resolve_cell(cell.flags, cell.world_size, dtype)
     for rank in sorted({0, config.world_size - 1}):
-        with balanced_experts() if config.model.num_experts else nullcontext():
+        with balanced_experts() if config.model.moe.num_experts else nullcontext():
             assert_same_traffic(config, rank, cell.data)
 
 

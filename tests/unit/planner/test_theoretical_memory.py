@@ -10,6 +10,7 @@ import pytest
 import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
+from megatron.core.config_base import from_fields, with_fields
 from megatron.core.device import Device
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
@@ -142,7 +143,8 @@ EXPERT_SMALL = """
 @pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 1, None), (2, 1, None), (2, 2, 1), (4, 2, 2)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_parameters_are_those_of_the_model(tp: int, ep: int, etp: int | None, has_bias: bool) -> None:
-    config = GPTConfig(
+    config = from_fields(
+        GPTConfig,
         num_layers=3,
         hidden_size=24,
         num_attention_heads=4,
@@ -211,7 +213,8 @@ STAGES = (
 def test_parameters_are_those_of_the_model_with_latent_attention(
     tp: int, contents: StageContents, is_untied: bool, q_lora_rank: int | None
 ) -> None:
-    config = GPTConfig(
+    config = from_fields(
+        GPTConfig,
         num_layers=2,
         hidden_size=24,
         num_attention_heads=4,
@@ -256,9 +259,9 @@ def test_further_tokens_take_memory_and_time_on_the_last_stage() -> None:
     size = model_size(config)
     assert size.block + size.embedding == size.shards[0]
     plan = Plan.of(config)
-    assert plan.model.mtp_depth > 0
-    without = dataclasses.replace(plan, model=dataclasses.replace(plan.model, mtp_num_layers=None))
-    assert plan.num_predictions == without.num_predictions * (1 + plan.model.mtp_depth)
+    assert plan.model.mtp.mtp_depth > 0
+    without = dataclasses.replace(plan, model=with_fields(plan.model, mtp_num_layers=None))
+    assert plan.num_predictions == without.num_predictions * (1 + plan.model.mtp.mtp_depth)
     more, fewer = (predict(each, NATIVE, H100) for each in (plan, without))
     for part in ("weights", "activations", "logits"):
         assert getattr(more.stages[-1], part) > getattr(fewer.stages[-1], part), part
@@ -266,7 +269,7 @@ def test_further_tokens_take_memory_and_time_on_the_last_stage() -> None:
     assert fewer.time is not None
     assert more.time.layer == fewer.time.layer
     # What follows the layers has as many MTP modules.
-    assert more.time.output_layer > fewer.time.output_layer + plan.model.mtp_depth * more.time.layer.total
+    assert more.time.output_layer > fewer.time.output_layer + plan.model.mtp.mtp_depth * more.time.layer.total
     assert more.time.slowest_stage > fewer.time.slowest_stage
 
 
@@ -300,7 +303,8 @@ def test_parameters_are_those_of_the_model_with_adapters(
     targets: tuple[str, ...], tp: int, sequence_parallel: bool, experts: dict[str, Any]
 ) -> None:
     """At tensor-parallel size 4 two ranks share a group of keys and values."""
-    config = GPTConfig(
+    config = from_fields(
+        GPTConfig,
         num_layers=2,
         hidden_size=24,
         num_attention_heads=4,

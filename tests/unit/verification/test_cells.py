@@ -90,7 +90,7 @@ def test_the_matrix_covers_every_way_to_spread_experts() -> None:
     for tp, pp, cp, ep, etp in ((2, 1, 1, 2, 2), (1, 2, 1, 2, 1), (1, 1, 2, 2, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 1)):
         assert any((s.tp, s.pp, s.cp, s.ep, s.expert_tp) == (tp, pp, cp, ep, etp) for s, _ in sizes)
     assert {(s.num_expert_replicas > 1, is_sharded) for s, is_sharded in sizes} >= {(True, True), (False, True)}
-    assert {kind for config in found for kind in config.model.moe_router_load_balancing_type} == {
+    assert {kind for config in found for kind in config.model.moe.moe_router_load_balancing_type} == {
         *("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
     }
 

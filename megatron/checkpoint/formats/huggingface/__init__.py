@@ -1,4 +1,4 @@
-"""Models of Hugging Face: families, their settings, weights and tokenizers."""
+"""Hugging Face models: architectures, settings, weights and tokenizers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The layers of Llama and related families: RMSNorm, rotary positions, GQA, gated MLP, experts and windows."""
+"""Decoder layers of Llama and related architectures: RMSNorm, RoPE, GQA, gated MLP, MoE and sliding windows."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megatron.checkpoint.formats.huggingface.family import (
 )
 from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.config_base import from_fields, with_fields
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import format_layer_pattern
 
@@ -29,7 +29,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_types(settings: Settings, default: Sequence[bool]) -> list[bool]:
-    """Return for each layer whether ``layer_types`` gives it a window; ``default`` where there is none."""
+    """Return whether each layer has a sliding window according to ``layer_types``; ``default`` if it is absent."""
     types = settings.values.get("layer_types")
     if types is None:
         return list(default)
@@ -45,7 +45,7 @@ def read_layer_types(settings: Settings, default: Sequence[bool]) -> list[bool]:
 
 
 def window_fields(settings: Settings, has_window: Sequence[bool], default: int | None) -> dict[str, Any]:
-    """Return the fields of a GPTConfig in which these layers have the setting ``sliding_window``, with its default."""
+    """Convert ``sliding_window`` (or ``default``), used in the given layers, to fields of a GPTConfig."""
     if not any(has_window):
         return {}
     window = settings.values.get("sliding_window", default)
@@ -66,14 +66,14 @@ def written_layer_types(config: GPTConfig) -> dict[str, Any]:
 
 
 def window_of_all_layers(config: GPTConfig) -> int | None:
-    """Return the window that every layer has, or None where one has none."""
+    """Return the window size if it is the same in all layers, otherwise None."""
     windows = set(config.layer_windows)
     return windows.pop() if len(windows) == 1 else None
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Hold what a layer's router is called, its experts, and the three maps of each."""
+    """Tensor names of a layer's router and experts, and of the three projections of each expert."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -83,11 +83,11 @@ class ExpertNames:
 
 
 _IN_MEMORY = ExpertNames()
-"""The names of router and experts in transformers' own modules, whatever their files call them."""
+"""Names of router and experts in transformers' modules, which may differ from those in the files."""
 
 
 def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int) -> dict[str, Any]:
-    """Return the fields of a GPTConfig that any kind of experts has; note more choices a token than experts."""
+    """Return the GPTConfig fields that all MoE architectures have; reject a top-k above the number of experts."""
     chosen = settings.integer("num_experts_per_tok", default_choices)
     if chosen > num_experts and not settings.problems:
         settings.refuse(f"num_experts_per_tok is {chosen}, but there are {num_experts} experts")
@@ -96,22 +96,22 @@ def expert_fields(settings: Settings, num_experts: int, width: int, default_choi
 
 
 def is_unnormalized(settings: Settings) -> bool:
-    """Return whether scores of all experts weigh the chosen ones as they are.
+    """Return whether the chosen experts are weighted with their softmax score over all experts.
 
-    Divided by their sum, as by ``norm_topk_prob``, they are the softmax over the chosen ones.
+    With ``norm_topk_prob`` the scores are divided by their sum, which equals a softmax over the chosen experts.
     """
     return not settings.switch("norm_topk_prob", False)
 
 
 def layer_frequency(has_experts: Sequence[bool]) -> str:
-    """Return the value of ``--moe-layer-freq`` that stands for these layers."""
+    """Return the value of ``--moe-layer-freq`` for these layers."""
     return "1" if all(has_experts) else str([int(has) for has in has_experts])
 
 
 def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) -> Iterator[TensorLink]:
-    """Return the links of a layer's router and experts, each of which is a tensor of its own in files."""
-    assert config.num_experts is not None
-    count, width, ffn = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
+    """Yield the links of a layer's router and experts; each expert's projections are separate tensors in files."""
+    assert config.moe.num_experts is not None
+    count, width, ffn = config.moe.num_experts, config.hidden_size, config.moe.moe_ffn_hidden_size
     yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
     for expert in range(count):
         of_expert = f"{theirs}{names.experts}.{expert}."
@@ -122,8 +122,8 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
 
 
 def shared_expert_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-    """Return the links of a layer's shared expert."""
-    width, ffn = config.hidden_size, config.moe_shared_expert_intermediate_size
+    """Yield the links of a layer's shared expert."""
+    width, ffn = config.hidden_size, config.moe.moe_shared_expert_intermediate_size
     assert ffn is not None
     gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}mlp.shared_experts."
     yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))
@@ -132,9 +132,9 @@ def shared_expert_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[T
 
 
 def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
-    """Return a loaded model's weights as its files have them: the experts, which it stacks in memory, each on its own.
+    """Convert a loaded model's weights to the form of its files: the experts, stacked in memory, become separate.
 
-    All are views of the same memory.
+    All tensors are views of the same memory.
     """
     found: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
@@ -157,12 +157,12 @@ _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 
 
 class RotaryDecoderFamily:
-    """Translate what the families have in common; each says itself what else its settings may hold.
+    """Base of the RoPE decoder architectures; each subclass converts its additional settings.
 
-    ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
-    the family's configuration class, which its files may leave out; without a default for the groups there is one for
-    each head, and without one for a head's width the heads share the model's. ``norm_names`` are our norms of a layer
-    and theirs. ``expert_names`` is None where files stack the experts as a model in memory does.
+    ``has_qkv_bias`` states whether the QKV projections have biases. The defaults are those of the architecture's
+    configuration class, since its files may omit them. By default each head has its own key-value group, and the head
+    dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our names of a layer's norms with
+    theirs. ``expert_names`` is None if the files stack the experts as a model in memory does.
     """
 
     model_type: str
@@ -176,7 +176,7 @@ class RotaryDecoderFamily:
     default_rotary_base = 10000.0
     is_tied_by_default = False
     activation = ("hidden_act", "silu", "swiglu")
-    """The setting of the gate's activation, its only value, and the switch that this is here."""
+    """Setting of the gate activation, its only supported value, and the corresponding flag."""
     expert_names: ExpertNames | None = ExpertNames()
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
@@ -184,10 +184,10 @@ class RotaryDecoderFamily:
     )
 
     def read_config(self, settings: Settings) -> GPTConfig:
-        """Return the model that the settings describe."""
+        """Return the model configuration that the settings describe."""
         width = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
-        # A null, unlike absence, stands for what follows from the other sizes.
+        # A null value, unlike an absent setting, means that the value is computed from the other sizes.
         usual_groups = heads if "num_key_value_heads" in settings.values else self.default_groups or heads
         usual_width = None if "head_dim" in settings.values else self.default_head_dim
         groups = settings.integer("num_key_value_heads", usual_groups)
@@ -197,7 +197,8 @@ class RotaryDecoderFamily:
         setting, activation, switch = self.activation
         settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
         positions = settings.integer("max_position_embeddings", self.default_positions)
-        config = GPTConfig(
+        config = from_fields(
+            GPTConfig,
             num_layers=settings.integer("num_hidden_layers"),
             hidden_size=width,
             num_attention_heads=heads,
@@ -221,13 +222,13 @@ class RotaryDecoderFamily:
             **self.read_rope(settings, positions),
             **dtype_fields(settings),
         )
-        return dataclasses.replace(config, **self.own_fields(settings))
+        return with_fields(config, **self.own_fields(settings))
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         return read_rope(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return what only this family's settings decide of a model, and note what is not supported of it."""
+        """Return the fields that only this architecture's settings determine; reject unsupported settings."""
         return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class RotaryDecoderFamily:
         return settings | write_rope(config)
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
-        """Return every link, in the order of the tensors in their model."""
+        """Yield every link, in the order of the tensors in their model."""
         width, prefix = config.hidden_size, self.base_prefix
         yield whole(
             "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
@@ -266,11 +267,11 @@ class RotaryDecoderFamily:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
 
     def is_buffer(self, name: str) -> bool:
-        """Return whether these are rotary frequencies, which older files hold."""
+        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain."""
         return _BUFFER.fullmatch(name) is not None
 
     def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of a dense layer's projections to queries, keys and values, and to gate and up."""
+        """Yield the links of a dense layer's QKV, gate and up projections."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
         yield from self.attention_links(config, ours, theirs)
         gated = f"{ours}mlp.linear_fc1.weight"
@@ -278,7 +279,7 @@ class RotaryDecoderFamily:
         yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of a layer's projections to queries, keys and values."""
+        """Yield the links of a layer's QKV projections."""
         width = config.hidden_size
         fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
         for name in ("q", "k", "v"):
@@ -290,19 +291,19 @@ class RotaryDecoderFamily:
                         yield rows(native, native_start, foreign, foreign_start, count, trailing)
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of the norms within a layer's attention."""
+        """Yield the links of a layer's QK norms."""
         across = config.qk_layernorm_across_heads
         for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
             native, foreign = f"{ours}self_attention.{name}_layernorm.weight", f"{theirs}self_attn.{name}_norm.weight"
             yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of a layer's router and experts."""
+        """Yield the links of a layer's router and experts."""
         assert self.expert_names is not None, "a family that stacks experts has links of its own"
         yield from expert_links(config, self.expert_names, ours, theirs)
 
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
-        """Return the links of a layer, by what its tensors' names begin with."""
+        """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
         yield from (self.attention_links if has_experts else self.projection_links)(config, ours, theirs)
         projection = (width, config.context_size)
@@ -317,7 +318,7 @@ class RotaryDecoderFamily:
             yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
-        """Note what is wrong with the numbers and the width of heads."""
+        """Reject an inconsistent number or dimension of heads."""
         if heads % groups:
             settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
         if settings.values.get("head_dim", self.default_head_dim) is None and width % heads:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: MLA, experts in all layers but the first, a shared expert, and multi-token prediction."""
+"""DeepSeek-V3: MLA, dense first layers, MoE with a shared expert, and multi-token prediction (MTP)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.core.models.gpt import GPTConfig
 
 _NORM_EPSILON = 1e-6
 _RANKED_IN_GROUP = 2
-"""By how many of its experts transformers ranks a group."""
+"""Number of best experts by whose scores transformers ranks a group."""
 
 
 class DeepseekV3Family(RotaryDecoderFamily):
-    """Translate DeepSeek-V3 (``DeepseekV3ForCausalLM``)."""
+    """DeepSeek-V3 (``DeepseekV3ForCausalLM``)."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
@@ -33,7 +33,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
         return read_yarn(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the widths of attention, the experts and the further predictions; note what is not supported."""
+        """Return the fields of MLA, MoE and MTP; reject unsupported settings."""
         settings.require("attention_bias", False, False, "attention has no biases")
         settings.require("rope_interleave", True, True, "neighboring channels are rotated together")
         settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
@@ -73,39 +73,40 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        shared = config.moe_shared_expert_intermediate_size or 0
+        mla, moe = config.mla, config.moe
+        shared = moe.moe_shared_expert_intermediate_size or 0
         settings = super().write_settings(config) | {
             "attention_bias": False,
             "first_k_dense_replace": sum(not has_experts for has_experts in config.moe_layers),
-            "kv_lora_rank": config.kv_lora_rank,
-            "moe_intermediate_size": config.moe_ffn_hidden_size,
-            "n_group": config.moe_router_num_groups or 1,
-            "n_routed_experts": config.num_experts,
-            "n_shared_experts": shared // max(config.moe_ffn_hidden_size, 1),
-            "norm_topk_prob": config.moe_router_topk > 1,
-            "num_experts_per_tok": config.moe_router_topk,
-            "num_nextn_predict_layers": config.mtp_depth,
-            "q_lora_rank": config.q_lora_rank,
-            "qk_nope_head_dim": config.qk_head_dim,
-            "qk_rope_head_dim": config.qk_pos_emb_head_dim,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "moe_intermediate_size": moe.moe_ffn_hidden_size,
+            "n_group": moe.moe_router_num_groups or 1,
+            "n_routed_experts": moe.num_experts,
+            "n_shared_experts": shared // max(moe.moe_ffn_hidden_size, 1),
+            "norm_topk_prob": moe.moe_router_topk > 1,
+            "num_experts_per_tok": moe.moe_router_topk,
+            "num_nextn_predict_layers": config.mtp.mtp_depth,
+            "q_lora_rank": mla.q_lora_rank,
+            "qk_nope_head_dim": mla.qk_head_dim,
+            "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
             "rope_interleave": True,
-            "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+            "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
             "scoring_func": "sigmoid",
-            "topk_group": config.moe_router_group_topk or 1,
+            "topk_group": moe.moe_router_group_topk or 1,
             "topk_method": "noaux_tc",
-            "v_head_dim": config.v_head_dim,
+            "v_head_dim": mla.v_head_dim,
         }
-        # What transformers calls the width of a head is that of its rotary part here, which is said already.
+        # transformers' head_dim is the RoPE dimension of a head, which is already in the settings.
         settings.pop("head_dim", None)
         return settings
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
-        """Return every link: layers behind the last one predict further tokens, with copies of both embeddings."""
+        """Yield every link; layers after the last one are MTP modules, with copies of both embeddings."""
         yield from super().links(config)
         vocabulary, width = (config.vocab_size, config.hidden_size), config.hidden_size
         has_own = config.untie_embeddings_and_output_weights
         output_layer = "model.output_layer.weight" if has_own else "model.embedding.word_embeddings.weight"
-        for depth in range(config.mtp_depth):
+        for depth in range(config.mtp.mtp_depth):
             ours, theirs = f"model.mtp.layers.{depth}.", f"{self.base_prefix}layers.{config.num_layers + depth}."
             embedding = whole("model.embedding.word_embeddings.weight", f"{theirs}embed_tokens.weight", vocabulary)
             yield replace(embedding, is_copy=True)
@@ -118,38 +119,40 @@ class DeepseekV3Family(RotaryDecoderFamily):
             yield replace(whole(output_layer, f"{theirs}shared_head.head.weight", vocabulary), is_copy=True)
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of the maps to queries, and down and up to keys and values."""
+        """Yield the links of MLA's query projections and of its key-value down and up projections."""
+        mla = config.mla
         width, heads = config.hidden_size, config.num_attention_heads
         ours, theirs = f"{ours}self_attention.linear_", f"{theirs}self_attn."
-        queries, rank = heads * config.latent_query_width, config.q_lora_rank
+        queries, rank = heads * mla.latent_query_width, mla.q_lora_rank
         if rank is None:
             yield whole(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", (queries, width))
         else:
             yield whole(f"{ours}q_down_proj.weight", f"{theirs}q_a_proj.weight", (rank, width))
             yield whole(f"{ours}q_up_proj.weight", f"{theirs}q_b_proj.weight", (queries, rank))
-        latent = (config.kv_lora_rank + config.qk_pos_emb_head_dim, width)
+        latent = (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, width)
         yield whole(f"{ours}kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight", latent)
-        up = (heads * (config.qk_head_dim + config.v_head_dim), config.kv_lora_rank)
+        up = (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)
         yield whole(f"{ours}kv_up_proj.weight", f"{theirs}kv_b_proj.weight", up)
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of the norms of the latent vectors."""
+        """Yield the links of the norms of MLA's compressed vectors."""
+        mla = config.mla
         ours, theirs = f"{ours}self_attention.", f"{theirs}self_attn."
-        if config.q_lora_rank is not None:
-            yield whole(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight", (config.q_lora_rank,))
-        yield whole(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", (config.kv_lora_rank,))
+        if mla.q_lora_rank is not None:
+            yield whole(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight", (mla.q_lora_rank,))
+        yield whole(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", (mla.kv_lora_rank,))
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of router, experts, shared expert and the bias by which experts are chosen."""
+        """Yield the links of router, experts, shared expert and the router's expert bias."""
         yield from super().expert_layer_links(config, ours, theirs)
-        if config.moe_router_enable_expert_bias:
+        if config.moe.moe_router_enable_expert_bias:
             bias = f"{theirs}mlp.gate.e_score_correction_bias"
-            yield whole(f"{ours}mlp.router.expert_bias", bias, (config.num_experts or 0,))
-        if config.moe_shared_expert_intermediate_size is not None:
+            yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
+        if config.moe.moe_shared_expert_intermediate_size is not None:
             yield from shared_expert_links(config, ours, theirs)
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
-        """Note grouped queries, and rotary parts that are no pairs of channels."""
+        """Reject key-value groups (GQA), and a RoPE dimension that is odd."""
         if groups != heads:
             settings.refuse(f"num_key_value_heads is {groups}; latent attention has one for each of {heads} heads")
         rotary = settings.integer("qk_rope_head_dim", 64)
@@ -158,7 +161,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
 
 def _group_fields(settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
-    """Return the groups that limit the choice of experts; note those that are ranked otherwise here."""
+    """Return the fields of group-limited routing; reject groups that this project ranks differently."""
     groups, of_token = settings.integer("n_group", 8), settings.integer("topk_group", 4)
     if groups == 1 or settings.problems:
         return {}
@@ -175,7 +178,7 @@ def _group_fields(settings: Settings, experts: int, chosen: int) -> dict[str, An
 
 
 def _further_layers(settings: Settings, layers: int) -> int:
-    """Return how many layers behind the last one there are; transformers writes their number and leaves them out."""
+    """Return the number of MTP layers after the last layer; transformers writes the number but not the layers."""
     names = settings.tensor_names
     stated = _count(settings, "num_nextn_predict_layers", 0 if names is None else 1)
     if names is not None and not any(f"layers.{layers}." in name for name in names()):
@@ -184,6 +187,6 @@ def _further_layers(settings: Settings, layers: int) -> int:
 
 
 def _count(settings: Settings, name: str, default: int) -> int:
-    """Return a whole number that may be 0."""
+    """Read an integer setting that may be 0."""
     value = settings.values.get(name, default)
     return 0 if type(value) is int and value == 0 else settings.integer(name, default)

@@ -1,4 +1,4 @@
-"""List the supported model families and find the one that a model belongs to."""
+"""List the supported model architectures, and select a model's architecture."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 _PUBLISHED_WITH_CODE = ("deepseek_v3",)
-"""Families whose folders name code of their own, which transformers has had since and passes over."""
+"""Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 
 def hugging_face_config(folder: str | Path) -> GPTConfig:
-    """Return the model that a folder's config.json describes, without importing torch.
+    """Read the model configuration from a folder's config.json, without importing torch.
 
     Raises:
         CheckpointError: the folder has no readable config.json.
-        ConfigurationError: it describes a model that is not supported; every reason.
+        ConfigurationError: the model is not supported; the message lists every reason.
     """
     return read_model(read_settings(Path(folder)))[1]
 
 
 def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
-    """Return the family of a model and its configuration.
+    """Return a model's architecture and its configuration.
 
     Raises:
-        CheckpointError: the family is not supported.
-        ConfigurationError: a setting is not.
+        CheckpointError: the architecture is not supported.
+        ConfigurationError: a setting is not supported.
     """
     family = _family_of(settings)
     read_quantization(settings)
@@ -76,10 +76,10 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
 
 
 def family_for(config: GPTConfig) -> Family:
-    """Return the family that can express a model completely.
+    """Return an architecture that can express a model completely.
 
     Raises:
-        ConfigurationError: none can; for each one the fields that it would change.
+        ConfigurationError: no architecture can; the message lists the fields that each one would change.
     """
     wanted = model_features(config)
     problems = []
@@ -90,7 +90,7 @@ def family_for(config: GPTConfig) -> Family:
         changed += settings.problems
         if not changed:
             return family
-        if config.num_experts is not None and found["num_experts"] is None:
+        if config.moe.num_experts is not None and found["num_experts"] is None:
             problems.append(f"{family.model_type} has no experts")
             continue
         problems.append(f"{family.model_type} has no {', '.join(changed)}")
@@ -98,7 +98,7 @@ def family_for(config: GPTConfig) -> Family:
 
 
 def describe_missing_family(config: GPTConfig) -> str | None:
-    """Return one line that says why a model cannot become a Hugging Face folder, or None where it can."""
+    """Return one line that explains why a model cannot be exported to Hugging Face, or None if it can."""
     try:
         family_for(config)
     except ConfigurationError as error:
@@ -121,11 +121,11 @@ def _family_of(settings: Settings) -> Family:
 
 
 def recorded_hugging_face_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what a folder says of a run's configuration: the model, and the tokenizer where it has one.
+    """Return the configuration that a folder records: the model, and the tokenizer if the folder has one.
 
     Raises:
         CheckpointError: config.json cannot be read.
-        ConfigurationError: it describes a model that is not supported.
+        ConfigurationError: the model is not supported.
     """
     config = hugging_face_config(folder)
     tokenizer = tokenizer_settings(folder, config.vocab_size)

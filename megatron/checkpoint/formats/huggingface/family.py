@@ -1,6 +1,6 @@
-"""The interface of a model family: its names, its settings, and which Hugging Face tensors hold its weights.
+"""Interface of a model architecture: its names, its settings, and the mapping of its tensors to ours.
 
-One list of links serves both directions, and any box of a tensor of either side.
+The same list of links serves import and export, for any box of a tensor on either side.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, full_shards
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorLink:
-    """Link a box of our tensor ``native`` to the box of their tensor ``foreign`` that holds the same values.
+    """Link between a box of our tensor ``native`` and the box of their tensor ``foreign`` with the same values.
 
-    With ``is_transposed`` one box is the other with its last two dims exchanged. Where theirs has fewer dims, the first
-    ones of ours are 1: it is one of the tensors that ours stacks. ``is_copy`` marks values that another of their
-    tensors has too: they are written, and need not be there. With ``foreign_step`` every so manieth place of their
-    last dim counts, from the box's first to its last.
+    With ``is_transposed`` the last two dims of the boxes are swapped. If their tensor has fewer dims, the leading dims
+    of our box are 1: our tensor stacks several of theirs. ``is_copy`` marks values that duplicate another of their
+    tensors: they are written, but may be missing when read. With ``foreign_step`` only every ``foreign_step``-th
+    element along the last dim of their box is used.
     """
 
     native: str
@@ -37,7 +37,7 @@ class TensorLink:
     foreign_step: int = 1
 
     def foreign_part(self, native_part: Box) -> Box:
-        """Return the box of their tensor that holds a part of this link's box of ours, and what lies between."""
+        """Return the bounding box in their tensor of a part of our box, including elements between strided values."""
         relative, dims = native_part.relative_to(self.native_box.offset), len(self.foreign_box.shape)
         stacked = len(relative.shape) - dims
         offset, shape = relative.offset[stacked:], relative.shape[stacked:]
@@ -49,20 +49,20 @@ class TensorLink:
         return Box(tuple(o + base for o, base in zip(offset, self.foreign_box.offset, strict=True)), shape)
 
     def foreign_slices(self, native_part: Box) -> tuple[slice, ...]:
-        """Return where in their tensor the values of a part of this link's box of ours are."""
+        """Return the slices of their tensor that select the values of a part of our box."""
         slices = self.foreign_part(native_part).slices
         if self.foreign_step == 1:
             return slices
         return (*slices[:-1], slice(slices[-1].start, slices[-1].stop, self.foreign_step))
 
     def to_native(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of theirs with our dims; those that we stack are broadcast over dims of 1."""
+        """Convert their values to our dims; stacked tensors broadcast over leading dims of 1."""
         if self.foreign_step > 1:
             values = values[..., :: self.foreign_step]
         return values.mT if self.is_transposed else values
 
     def to_foreign(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of ours with their dims."""
+        """Convert our values to their dims."""
         values = values.reshape(values.shape[values.dim() - len(self.foreign_box.shape) :])
         return values.mT if self.is_transposed else values
 
@@ -72,7 +72,7 @@ def _exchanged(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def whole(native: str, foreign: str, shape: Sequence[int], *, is_transposed: bool = False) -> TensorLink:
-    """Link two whole tensors; ``shape`` is ours."""
+    """Link two whole tensors; ``shape`` is the shape of ours."""
     box = full_shards(shape)[0].global_box
     foreign_box = full_shards(tuple(reversed(box.shape)))[0].global_box if is_transposed else box
     return TensorLink(native, box, foreign, foreign_box, is_transposed)
@@ -88,7 +88,7 @@ def rows(
     *,
     is_transposed: bool = False,
 ) -> TensorLink:
-    """Link ``num_rows`` rows of our tensor to as many rows, or transposed columns, of theirs.
+    """Link ``num_rows`` rows of our tensor to the same number of rows, or transposed columns, of theirs.
 
     ``trailing`` is the rest of our tensor's shape: one dim for a weight, none for a bias.
     """
@@ -101,9 +101,9 @@ def rows(
 
 
 def one_of(native: str, number: int, first_row: int, foreign: str, shape: tuple[int, ...]) -> TensorLink:
-    """Link a whole tensor of theirs, of this shape, to the tensor of that number in the stack that ours is.
+    """Link a whole tensor of theirs, of the given shape, to item ``number`` of our stacked tensor.
 
-    There it begins at ``first_row``.
+    There its values start at row ``first_row``.
     """
     zeros = tuple(0 for _ in shape)
     native_box = Box((number, first_row, *zeros[1:]), (1, *shape))
@@ -113,7 +113,7 @@ def one_of(native: str, number: int, first_row: int, foreign: str, shape: tuple[
 def query_key_value_rows(num_heads: int, num_groups: int, head_dim: int) -> Iterator[tuple[str, int, int, int]]:
     """Yield (``q``, ``k`` or ``v``; first row in our fused tensor; first row among all of that kind; number of rows).
 
-    Our rows are ``[q ... q, k, v]`` for every key-value group; theirs are all queries, all keys, all values.
+    Our rows are ``[q ... q, k, v]`` per key-value group; theirs are all queries, all keys, all values.
     """
     query_rows = num_heads // num_groups * head_dim
     for group in range(num_groups):
@@ -124,7 +124,7 @@ def query_key_value_rows(num_heads: int, num_groups: int, head_dim: int) -> Iter
 
 
 def shapes_of(boxes: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
-    """Return each tensor's shape: the corner of the furthest of its boxes. Names keep the order of the boxes."""
+    """Return each tensor's shape: the maximum end of its boxes in each dim. Names keep the order of the boxes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, box in boxes:
         corner = tuple(o + n for o, n in zip(box.offset, box.shape, strict=True))
@@ -134,37 +134,37 @@ def shapes_of(boxes: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
 
 
 class Family(Protocol):
-    """Translate the settings and the tensor names of one kind of model."""
+    """Conversion of the settings and tensor names of one model architecture."""
 
     @property
     def model_type(self) -> str:
-        """Return the family's name in config.json."""
+        """Return the ``model_type`` in config.json."""
 
     @property
     def architecture(self) -> str:
-        """Return the class of the language model in config.json."""
+        """Return the class name in ``architectures`` of config.json."""
 
     @property
     def base_prefix(self) -> str:
-        """Return what all tensor names but the output layer's begin with; files of the bare model leave it out."""
+        """Return the prefix of all tensor names except the output layer's; files of the base model omit it."""
 
     def read_config(self, settings: Settings) -> GPTConfig:
-        """Return the model that the settings describe; what is not supported is noted in the settings."""
+        """Return the model configuration that the settings describe; record unsupported settings in ``settings``."""
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of such a model, as far as the family can express them; ids of tokens are left out."""
+        """Return the settings of a model, as far as the architecture can express them, without token ids."""
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
-        """Return every link, in the order of the tensors in the family's own model; a tied output layer has none."""
+        """Return every link, in the order of the tensors in the transformers model; a tied output layer has none."""
 
     def is_buffer(self, name: str) -> bool:
-        """Tell whether older files hold this tensor although it is no weight."""
+        """Return whether a tensor is a buffer, not a weight, that older files contain."""
 
 
 def model_features(config: GPTConfig) -> dict[str, Any]:
-    """Return everything of a configuration that decides which tensors a model has and what it computes.
+    """Return all features of a configuration that determine which tensors a model has and what it computes.
 
-    Two models are the same exactly where these are; dropout, initialization, layout and dtype do not count.
+    Two models are the same if and only if these are equal. Dropout, initialization, layout and dtype are not included.
     """
     config_class: type = type(config)
     specs = {spec.name: spec for spec in field_specs(config_class)}
@@ -172,17 +172,17 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
     unused = _unused_features(config)
 
     def counts(spec: FieldSpec) -> bool:
-        if spec.options.where is None or spec.options.role == "shape":  # a shape is the model's, used or not
+        if spec.options.where is None or spec.options.role == "shape":  # a shape belongs to the model, used or not
             return True
         name, value = spec.options.where
-        return getattr(config, name) == value and counts(specs[name])
+        return field_value(config, name) == value and counts(specs[name])
 
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
-    features = {name: getattr(config, name) for name in names if name not in unused}
-    if config.multi_latent_attention:
-        # Scores of latent attention grow beside plain positions too.
-        features["mscale_all_dim"] = config.mscale_all_dim if config.scales_latent_scores else 0.0
+    features = {name: field_value(config, name) for name in names if name not in unused}
+    if config.mla.multi_latent_attention:
+        # mscale_all_dim scales MLA's attention scores even without YaRN.
+        features["mscale_all_dim"] = config.rope.mscale_all_dim if config.scales_latent_scores else 0.0
     return features
 
 
@@ -201,18 +201,18 @@ _YARN = frozenset(
 
 
 def _unused_features(config: GPTConfig) -> set[str]:
-    """Return the features that make no difference to a model: shapes of layers that it has none of, and precision."""
+    """Return the features without effect on a model: router precision, and fields of features that it does not use."""
     unused = {"moe_router_dtype"}
-    if config.multi_latent_attention:
+    if config.mla.multi_latent_attention:
         unused |= {"kv_channels", "rotary_dim", "score_scalar", "rotary_interleaved"}
-    # A factor of 1 leaves positions as they are; latent attention stretches them unless it is told not to.
+    # A factor of 1 leaves RoPE unchanged. MLA uses YaRN by default.
     unused |= {"rope_type"} if config.stretches_positions else _YARN
-    if config.num_experts is not None and all(config.moe_layers):
+    if config.moe.num_experts is not None and all(config.moe_layers):
         unused.add("ffn_hidden_size")
     return unused
 
 
 def dtype_fields(settings: Settings) -> dict[str, Any]:
-    """Return the fields of a GPTConfig that say what the weights are stored in; float32 where nothing is said."""
+    """Return the dtype fields of a GPTConfig, float32 by default."""
     dtype = settings.dtype() or "float32"
     return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", "params_dtype": dtype}

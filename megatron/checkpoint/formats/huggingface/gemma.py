@@ -1,7 +1,8 @@
-"""Gemma 2, and Gemma 3 for text.
+"""Gemma 2 and Gemma 3 (text only).
 
-Gemma 2 has scaled embeddings, norms before and after each part, soft-capped scores and logits, and a window in every
-second layer. Gemma 3 has normalized heads, five windows to one full layer, and a rotary base for each kind.
+Gemma 2 has scaled embeddings, norms before and after each sublayer, soft-capped scores and logits, and a sliding window
+in every second layer. Gemma 3 has QK norms, five sliding-window layers per global layer, and a RoPE base for each kind
+of layer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class Gemma2Family(RotaryDecoderFamily):
-    """Translate Gemma 2 (``Gemma2ForCausalLM``)."""
+    """Gemma 2 (``Gemma2ForCausalLM``)."""
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
@@ -42,7 +43,7 @@ class Gemma2Family(RotaryDecoderFamily):
     default_logit_cap: float | None = 30.0
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the norms, the caps, the scale of the scores and the windows."""
+        """Return the fields of norms, soft caps, score scale and sliding windows."""
         settings.require("attention_bias", False, False, "attention has no biases")
         settings.require("use_bidirectional_attention", False, False, "attention is causal")
         period = settings.integer("sliding_window_pattern", self.window_period)
@@ -69,7 +70,7 @@ class Gemma2Family(RotaryDecoderFamily):
 
 
 class Gemma3Family(Gemma2Family):
-    """Translate the language model of Gemma 3 (``Gemma3ForCausalLM``)."""
+    """Language model of Gemma 3 (``Gemma3ForCausalLM``)."""
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
@@ -79,7 +80,7 @@ class Gemma3Family(Gemma2Family):
     default_logit_cap = None
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return what Gemma 2 has, the norms of the heads and the base of the layers with a window."""
+        """Return the fields of Gemma 2, the QK norms and the RoPE base of sliding-window layers."""
         settings.require("attn_logit_softcapping", None, None, "transformers does not apply it in this family")
         fields = super().own_fields(settings) | {"qk_layernorm": True}
         if "window_size" in fields:
@@ -92,7 +93,7 @@ class Gemma3Family(Gemma2Family):
         return fields
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the fields of the rotary positions of layers without a window."""
+        """Return the RoPE fields of the global layers."""
         scaling, older = _rope_of(settings, FULL), settings.inner("rope_scaling")
         if older is not None:
             # If a folder has both, `rope_scaling` overrides `rope_parameters`.
@@ -107,6 +108,6 @@ class Gemma3Family(Gemma2Family):
 
 
 def _rope_of(settings: Settings, kind: str) -> Settings | None:
-    """Return the newer form's object for one kind of layer, if there is one."""
+    """Return the entry of ``rope_parameters`` for one kind of layer, if there is one."""
     both = settings.inner("rope_parameters")
     return None if both is None else both.inner(kind)

@@ -1,8 +1,7 @@
 """GPT-2, GPT-Neo, and GPT-NeoX with Pythia.
 
 GPT-2 has learned positions, LayerNorm, biases everywhere, and linear weights stored as ``[in, out]``. GPT-Neo has
-attention scores without a scale, and a window in every second layer. GPT-NeoX has parallel residuals and partly
-rotated heads.
+unscaled attention scores, and a sliding window in every second layer. GPT-NeoX has parallel residuals and partial RoPE.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from megatron.checkpoint.formats.huggingface.family import TensorLink, dtype_fields, query_key_value_rows, rows, whole
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.config_base import from_fields
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import format_layer_pattern
 
@@ -25,12 +25,12 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu": {"bias_gelu_fusion": False},
     "relu2": {"squared_relu": True},
 }
-"""Their names of the activations of a feed-forward layer that is not gated."""
+"""Hugging Face names of activations without a gate."""
 _WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}
 
 
 def read_activation(settings: Settings, name: str, default: str) -> dict[str, Any]:
-    """Return the fields of a GPTConfig that stand for the activation in the setting ``name``."""
+    """Return the GPTConfig fields of the activation in the setting ``name``."""
     activation = settings.text(name, default)
     if activation not in ACTIVATIONS:
         settings.refuse(f"{name} {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -40,20 +40,21 @@ def read_activation(settings: Settings, name: str, default: str) -> dict[str, An
 def written_activation(config: GPTConfig) -> str:
     """Return the transformers name of the activation.
 
-    Unsupported activations become gelu_new, and the folder then describes another model.
+    Unsupported activations are written as gelu_new, so the folder then describes a different model, which `family_for`
+    rejects.
     """
     return _WRITTEN_ACTIVATIONS.get(config.activation, "gelu_new")
 
 
 class GPT2Family:
-    """Translate GPT-2 (``GPT2LMHeadModel``)."""
+    """GPT-2 (``GPT2LMHeadModel``)."""
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     base_prefix = "transformer."
 
     def read_config(self, settings: Settings) -> GPTConfig:
-        """Return the model that the settings describe."""
+        """Return the model configuration that the settings describe."""
         width = settings.integer("n_embd", 768)
         heads = settings.integer("n_head", 12)
         if width % heads:
@@ -61,7 +62,8 @@ class GPT2Family:
         settings.require("scale_attn_weights", True, True, "attention is scaled by the root of the head's width")
         settings.require("scale_attn_by_inverse_layer_idx", False, False, "attention is scaled alike in every layer")
         settings.require("add_cross_attention", False, False, "there is no encoder to attend to")
-        return GPTConfig(
+        return from_fields(
+            GPTConfig,
             num_layers=settings.integer("n_layer", 12),
             hidden_size=width,
             num_attention_heads=heads,
@@ -98,7 +100,7 @@ class GPT2Family:
         }
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
-        """Return every link, in the order of the tensors in their model."""
+        """Yield every link, in the order of the tensors in their model."""
         width, prefix = config.hidden_size, self.base_prefix
         embedding = "model.embedding.word_embeddings.weight"
         positions = "model.embedding.position_embeddings.weight"
@@ -151,14 +153,14 @@ _DEFAULT_TYPES = [[[_FULL, _WINDOW], 12]]
 
 
 class GPTNeoFamily:
-    """Translate GPT-Neo (``GPTNeoForCausalLM``): biases everywhere but for queries, keys and values."""
+    """GPT-Neo (``GPTNeoForCausalLM``), with biases everywhere except in the QKV projections."""
 
     model_type = "gpt_neo"
     architecture = "GPTNeoForCausalLM"
     base_prefix = "transformer."
 
     def read_config(self, settings: Settings) -> GPTConfig:
-        """Return the model that the settings describe."""
+        """Return the model configuration that the settings describe."""
         width, heads = settings.integer("hidden_size", 2048), settings.integer("num_heads", 16)
         if width % heads:
             settings.refuse(f"hidden_size {width} is not divisible by num_heads {heads}")
@@ -167,7 +169,8 @@ class GPTNeoFamily:
         embed_dropout = settings.number("embed_dropout", 0.0)
         if embed_dropout != dropout:
             settings.refuse(f"embed_dropout {embed_dropout} is not resid_dropout {dropout}; one dropout is of both")
-        return GPTConfig(
+        return from_fields(
+            GPTConfig,
             num_layers=num_layers,
             hidden_size=width,
             num_attention_heads=heads,
@@ -210,7 +213,7 @@ class GPTNeoFamily:
         }
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
-        """Return every link, in the order of the tensors in their model."""
+        """Yield every link, in the order of the tensors in their model."""
         width, prefix = config.hidden_size, self.base_prefix
         vocabulary, positions = (config.vocab_size, width), (config.max_position_embeddings, width)
         yield whole("model.embedding.word_embeddings.weight", f"{prefix}wte.weight", vocabulary)
@@ -239,7 +242,7 @@ class GPTNeoFamily:
 
 
 def _read_windows(settings: Settings, num_layers: int) -> dict[str, Any]:
-    """Return the fields of the windows; ``attention_types`` is a list of [kinds of layers, how often they follow]."""
+    """Return the fields of sliding windows; ``attention_types`` is a list of [kinds of layers, repetitions]."""
     types = settings.values.get("attention_types", _DEFAULT_TYPES)
     try:
         kinds = [kind for part, times in types for _ in range(times) for kind in part]
@@ -267,14 +270,14 @@ _GPT_NEOX_BUFFER = re.compile(
 
 
 class GPTNeoXFamily:
-    """Translate GPT-NeoX (``GPTNeoXForCausalLM``); its fused rows are ours: query, key and value of head by head."""
+    """GPT-NeoX (``GPTNeoXForCausalLM``), whose fused QKV rows have the native order: query, key, value per head."""
 
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
     base_prefix = "gpt_neox."
 
     def read_config(self, settings: Settings) -> GPTConfig:
-        """Return the model that the settings describe."""
+        """Return the model configuration that the settings describe."""
         width, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
         if width % heads:
             settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}")
@@ -285,7 +288,8 @@ class GPTNeoXFamily:
             )
         settings.require("attention_bias", True, True, "every linear layer has a bias")
         positions = settings.integer("max_position_embeddings", 2048)
-        return GPTConfig(
+        return from_fields(
+            GPTConfig,
             num_layers=settings.integer("num_hidden_layers"),
             hidden_size=width,
             num_attention_heads=heads,
@@ -330,7 +334,7 @@ class GPTNeoXFamily:
         }
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
-        """Return every link, in the order of the tensors in their model."""
+        """Yield every link, in the order of the tensors in their model."""
         width, ffn, prefix = config.hidden_size, config.ffn_hidden_size, self.base_prefix
         vocabulary = (config.vocab_size, width)
         yield whole("model.embedding.word_embeddings.weight", f"{prefix}embed_in.weight", vocabulary)
@@ -348,5 +352,5 @@ class GPTNeoXFamily:
             yield whole("model.output_layer.weight", "embed_out.weight", vocabulary)
 
     def is_buffer(self, name: str) -> bool:
-        """Return whether this is a causal mask or rotary frequencies, which older files hold."""
+        """Return whether the tensor is a causal mask or RoPE frequencies, which older files contain."""
         return _GPT_NEOX_BUFFER.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""GPT-OSS: attention sinks, a window in every second layer, biases everywhere, and experts with a limited gate."""
+"""GPT-OSS: attention sinks, sliding windows in every second layer, biases everywhere, and MoE with a clamped gate."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _UNSAID_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""The rotary positions of a config.json that says nothing of them."""
+"""RoPE settings that apply if config.json has none."""
 
 
 class GptOssFamily(RotaryDecoderFamily):
-    """Translate GPT-OSS (``GptOssForCausalLM``), whose experts are one tensor, gate and up channels in turn."""
+    """GPT-OSS (``GptOssForCausalLM``), whose experts are one tensor with interleaved gate and up channels."""
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
@@ -44,9 +44,9 @@ class GptOssFamily(RotaryDecoderFamily):
     expert_names = None
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the fields of the rotary positions."""
+        """Return the RoPE fields."""
         if rope_object(settings) is None:
-            # Noted in the same place, since what is read of it is this family's own.
+            # The list of problems is shared; only the defaults are specific to this architecture.
             settings = Settings(
                 {**settings.values, "rope_scaling": _UNSAID_ROPE, "rope_parameters": None},
                 settings.place,
@@ -55,7 +55,7 @@ class GptOssFamily(RotaryDecoderFamily):
         return read_rope(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the sinks, the windows and the experts; note what is not supported."""
+        """Return the fields of attention sinks, sliding windows and MoE; reject unsupported settings."""
         settings.require("attention_bias", True, True, "every linear layer has a bias")
         settings.require("swiglu_alpha", _GATE_STEEPNESS, _GATE_STEEPNESS, "the gate is x * sigmoid(1.702 x)")
         for name in ("rope_scaling", "rope_parameters"):
@@ -68,7 +68,7 @@ class GptOssFamily(RotaryDecoderFamily):
         layers = min(settings.integer("num_hidden_layers"), 100_000)
         has_window = read_layer_types(settings, [layer % 2 == 0 for layer in range(layers)])
         experts = settings.integer("num_local_experts", settings.integer("num_experts", 128))
-        # The published folders say no dtype: what is not of 4 bits is bfloat16.
+        # The published folders state no dtype; their tensors that are not quantized to 4 bits are bfloat16.
         is_half = settings.dtype() is None and settings.values.get("quantization_config") is not None
         return {
             **({"bf16": True, "params_dtype": "bfloat16"} if is_half else {}),
@@ -86,20 +86,20 @@ class GptOssFamily(RotaryDecoderFamily):
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         settings = super().write_settings(config) | written_layer_types(config)
-        # transformers wants a window where no layer has one too, and takes nothing for what it calls the default.
+        # transformers needs a window size even if no layer has a window, and an explicit default for RoPE scaling.
         settings["sliding_window"] = settings["sliding_window"] or _WINDOW
         settings["rope_scaling"] = settings["rope_scaling"] or {"rope_type": "default"}
         return settings | {
             "attention_bias": True,
-            "intermediate_size": config.moe_ffn_hidden_size,
-            "num_experts_per_tok": config.moe_router_topk,
-            "num_local_experts": config.num_experts,
+            "intermediate_size": config.moe.moe_ffn_hidden_size,
+            "num_experts_per_tok": config.moe.moe_router_topk,
+            "num_local_experts": config.moe.num_experts,
             "pad_token_id": None,
             "swiglu_limit": config.activation_func_clamp_value,
         }
 
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
-        """Return the links of a layer, by what its tensors' names begin with."""
+        """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
         width, heads = config.hidden_size, config.num_attention_heads
         ours_of_attention, theirs_of_attention = f"{ours}self_attention.", f"{theirs}self_attn."
         yield whole(f"{ours_of_attention}core_attention.softmax_offset", f"{theirs_of_attention}sinks", (heads,))
@@ -111,13 +111,13 @@ class GptOssFamily(RotaryDecoderFamily):
             yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of a layer's router and experts."""
-        count, width, ffn = config.num_experts or 0, config.hidden_size, config.moe_ffn_hidden_size
+        """Yield the links of a layer's router and experts."""
+        count, width, ffn = config.moe.num_experts or 0, config.hidden_size, config.moe.moe_ffn_hidden_size
         ours, theirs = f"{ours}mlp.", f"{theirs}mlp."
         yield whole(f"{ours}router.weight", f"{theirs}router.weight", (count, width))
         yield whole(f"{ours}router.bias", f"{theirs}router.bias", (count,))
         fc1, gated = f"{ours}experts.linear_fc1.", f"{theirs}experts.gate_up_proj"
-        # Theirs has gate and up of a channel side by side, ours all of one behind all of the other.
+        # Their gate and up channels are interleaved; ours are concatenated.
         for part in (0, 1):
             native = Box((0, part * ffn, 0), (count, ffn, width))
             foreign = Box((0, 0, part), (count, width, 2 * ffn - 1))

@@ -1,4 +1,4 @@
-"""Read weights that are stored under another library's names as the native format's tensors."""
+"""Read weights stored under another library's names as tensors of the native format."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, split_box
 
 Fill = Callable[[TensorLink, Box, torch.Tensor], None]
-"""Copies what a link has of a box of ours into a tensor of the box's shape."""
+"""Copies the values of a link for a box of our tensor into a tensor of the box's shape."""
 
 
 class LinkTable:
-    """Hold the links that make up each native tensor, with its shape and dtype.
+    """Links that make up each native tensor, with its shape and dtype.
 
-    ``dtypes`` has the dtype of each stored tensor by its name in the links; ``folder`` is named in errors.
+    ``dtypes`` are the dtypes of the stored tensors by their names in the links. ``folder`` is named in errors.
 
     Raises:
-        CheckpointError: stored tensors of several dtypes make up one of ours.
+        CheckpointError: stored tensors of different dtypes make up one native tensor.
     """
 
     def __init__(self, links: Iterable[TensorLink], dtypes: Mapping[str, torch.dtype], folder: Path) -> None:
@@ -45,10 +45,10 @@ class LinkTable:
         return self._links[name]
 
     def read(self, name: str, box: Box | None, fill: Fill) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU.
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor.
 
         Raises:
-            KeyError: there is no tensor of this name.
+            KeyError: there is no tensor with this name.
         """
         info = self.tensors[name]
         wanted = info.whole if box is None else box
@@ -74,7 +74,7 @@ _USUAL_EXPERTS = 1024
 
 
 class StoredWeights(Protocol):
-    """Weights by their stored names: of a folder's files, or of a model in memory."""
+    """Weights by their stored names, in the files of a folder or in a model in memory."""
 
     folder: Path
     entries: dict[str, WeightEntry]
@@ -84,10 +84,10 @@ class StoredWeights(Protocol):
 
 
 class LinkedTensors:
-    """Hold which stored weights make up each native tensor of a model.
+    """Native tensors of a model, read from stored weights.
 
     Raises:
-        CheckpointError: the weights are not those of the model that the configuration describes.
+        CheckpointError: the weights do not match the model that the configuration describes.
     """
 
     def __init__(self, family: Family, config: GPTConfig, weights: StoredWeights) -> None:
@@ -98,9 +98,10 @@ class LinkedTensors:
                 f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_layers} layers, and "
                 f"{len(weights.entries)} tensors in its files"
             )
-        if (config.num_experts or 0) > max(_USUAL_EXPERTS, len(weights.entries)):
+        num_experts = config.moe.num_experts or 0
+        if num_experts > max(_USUAL_EXPERTS, len(weights.entries)):
             raise CheckpointError(
-                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_experts} experts, "
+                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {num_experts} experts, "
                 f"and {len(weights.entries)} tensors in its files"
             )
         links = list(family.links(config))
@@ -116,22 +117,22 @@ class LinkedTensors:
         self._check_copies([link for link in links if link.is_copy and link.foreign in weights.entries])
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU.
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor.
 
         Raises:
-            KeyError: there is no tensor of this name.
-            CheckpointError: the file that holds it is missing or damaged.
+            KeyError: there is no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
         """
         return self._table.read(name, box, self._fill)
 
     def _fill(self, link: TensorLink, part: Box, target: torch.Tensor) -> None:
-        """Copy a part of a link's box by pieces, which bound the memory of a transposition."""
+        """Copy a part of a link's box in pieces, which limits the memory for transposing."""
         for piece in split_box(part, target.element_size(), MAX_SHARD_BYTES):
             values = self.weights.read(link.foreign, link.foreign_part(piece))
             target[piece.relative_to(part.offset).slices].copy_(link.to_native(values))
 
     def _check_tied_copy(self) -> None:
-        """Refuse a file that holds an output layer of its own although config.json says that it is tied."""
+        """Reject files with a separate output layer if config.json ties it to the embedding."""
         if self.config.untie_embeddings_and_output_weights or OUTPUT_LAYER not in self.weights.entries:
             return
         (link,) = self._table.links_of("model.embedding.word_embeddings.weight")
@@ -142,7 +143,7 @@ class LinkedTensors:
             )
 
     def _check_copies(self, copies: list[TensorLink]) -> None:
-        """Refuse a second copy of values that differs from the first."""
+        """Reject a duplicate of a tensor that differs from the original."""
         for copy in copies:
             (link,) = self._table.links_of(copy.native)
             if not self._are_equal(link, copy.foreign):
@@ -151,7 +152,7 @@ class LinkedTensors:
                 )
 
     def _are_equal(self, link: TensorLink, other: str) -> bool:
-        """Tell whether another stored tensor has the bits of a link's whole one."""
+        """Return whether another stored tensor is bitwise equal to the whole tensor of a link."""
         size = self.weights.entries[link.foreign].dtype.itemsize
         for box in split_box(link.foreign_box, size, MAX_SHARD_BYTES):
             ours, theirs = (self.weights.read(name, box).view(torch.uint8) for name in (link.foreign, other))
@@ -164,7 +165,7 @@ def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weig
     """Return the name in the files of every tensor of the model.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected or of another shape; all by name.
+        CheckpointError: tensors are missing, unexpected or have other shapes; the message lists them by name.
     """
     shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
     stored: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Llama, with the scaled rotary positions of Llama 3.1."""
+"""Llama, with the RoPE scaling of Llama 3.1."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class LlamaFamily(RotaryDecoderFamily):
-    """Translate Llama (``LlamaForCausalLM``): no biases."""
+    """Llama (``LlamaForCausalLM``), without biases."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     default_positions = 2048
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Note biases."""
+        """Reject biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
         settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
         return {}

@@ -1,6 +1,6 @@
 """Mistral and Mixtral.
 
-Mistral has Llama's layers, all of them with a sliding window or none. Mixtral has experts instead of the MLP.
+Mistral has Llama's layers with a sliding window in all layers or none. Mixtral has experts instead of the MLP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class MistralFamily(RotaryDecoderFamily):
-    """Translate Mistral (``MistralForCausalLM``)."""
+    """Mistral (``MistralForCausalLM``)."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
@@ -29,7 +29,7 @@ class MistralFamily(RotaryDecoderFamily):
     default_window: int | None = 4096
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the window."""
+        """Return the fields of the sliding window."""
         has_window = settings.values.get("sliding_window", self.default_window) is not None
         alike = [has_window] * settings.integer("num_hidden_layers")
         if read_layer_types(settings, alike) != alike:
@@ -44,7 +44,7 @@ class MistralFamily(RotaryDecoderFamily):
 
 
 class MixtralFamily(MistralFamily):
-    """Translate Mixtral (``MixtralForCausalLM``): a softmax over the chosen experts weighs them."""
+    """Mixtral (``MixtralForCausalLM``); experts are weighted with a softmax over the chosen ones."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -54,7 +54,7 @@ class MixtralFamily(MistralFamily):
     expert_names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the window and the experts."""
+        """Return the fields of the sliding window and MoE."""
         if settings.number("router_jitter_noise", 0.0):
             settings.refuse("router_jitter_noise is not 0: what goes into the router has no noise")
         experts = settings.integer("num_local_experts", 8)
@@ -62,10 +62,10 @@ class MixtralFamily(MistralFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        # transformers takes no width of a head for one that follows from the others, where YaRN stretches positions.
+        # With YaRN transformers does not compute head_dim from the other sizes.
         return super().write_settings(config) | {
             "head_dim": config.kv_channels,
-            "intermediate_size": config.moe_ffn_hidden_size,
-            "num_experts_per_tok": config.moe_router_topk,
-            "num_local_experts": config.num_experts,
+            "intermediate_size": config.moe.moe_ffn_hidden_size,
+            "num_experts_per_tok": config.moe.moe_router_topk,
+            "num_local_experts": config.moe.num_experts,
         }

@@ -1,4 +1,4 @@
-"""Plan a Hugging Face model folder from a checkpoint of any format, and write it whole or not at all."""
+"""Export a checkpoint of any format to a Hugging Face model folder, atomically."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _WEIGHTS = "model."
 
 
 class ModelExport:
-    """Hold what a checkpoint becomes as a model folder: its family, its tensors and its files.
+    """Export plan of a checkpoint: its architecture, tensors and files.
 
     Raises:
-        CheckpointError: the checkpoint's tensors are not those of the model that its configuration describes.
+        CheckpointError: the checkpoint's tensors do not match the model that its configuration describes.
         ConfigurationError: no supported architecture can express the model.
     """
 
@@ -77,7 +77,7 @@ class ModelExport:
         return sum(weight.num_bytes for weight in self._weights.values())
 
     def write(self, folder: Path) -> None:
-        """Write all files into an empty folder and force them to disk."""
+        """Write all files into an empty folder and flush them to disk."""
         for name, file in self._files.items():
             write_weights(folder / name, file.tensors, file.metadata, self._weights, self._values)
         recorded = None if self._record is None else self._record.index
@@ -103,8 +103,10 @@ class ModelExport:
         return result
 
     def _recorded_names(self, record: ModelRecord) -> dict[str, str]:
-        """Return which of the family's names each recorded tensor has: files may leave a prefix out, or hold a tied
-        output layer beside the embedding."""
+        """Map each recorded tensor to the name of the architecture.
+
+        Files may omit a prefix, or hold a tied output layer in addition to the embedding.
+        """
         stored = [tensor for file in record.files.values() for tensor in file.tensors]
         names = {name: name if name in self._links else self._family.base_prefix + name for name in stored}
         if OUTPUT_LAYER in names and not self._config.untie_embeddings_and_output_weights:
@@ -131,7 +133,7 @@ class ModelExport:
         return dump_settings(replace_dtype(json.loads(self._record.config), self._main_dtype()))
 
     def _main_dtype(self) -> str:
-        """Return the dtype that most bytes have."""
+        """Return the dtype with the most bytes."""
         sizes: dict[str, int] = {}
         for weight in self._weights.values():
             name = dtype_name(weight.dtype)
@@ -144,7 +146,7 @@ class ModelExport:
 
 
 def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:
-    """Return the family of a model, and the record of the folder that it came from if it is still the same model.
+    """Return a model's architecture, and the record of its source folder if the model is unchanged.
 
     Raises:
         ConfigurationError: no supported architecture can express the model.
@@ -183,11 +185,11 @@ def write_hugging_face(
     max_file_bytes: int = MAX_FILE_BYTES,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face model folder, which appears whole, by one rename, or not.
+    """Write the weights of a checkpoint as a Hugging Face model folder, which a single rename publishes.
 
-    A model that came from such a folder gets its config.json, generation_config.json, file layout and names back;
-    any other gets a config.json of the family that can express it, and files of at most ``max_file_bytes``.
-    ``check`` is given the finished folder under its temporary name: what it raises keeps it from appearing.
+    A model imported from such a folder keeps its config.json, generation_config.json, file layout and names. Any other
+    model gets a config.json of an architecture that can express it, and files of at most ``max_file_bytes``. ``check``
+    receives the finished folder under its temporary name; if it raises, the folder is not published.
 
     Raises:
         CheckpointError: the folder exists and is not empty, it cannot be written, or the source lacks a tensor.
@@ -204,7 +206,7 @@ def publish_folder(
     check: Callable[[Path], None] | None,
     content: str,
 ) -> None:
-    """Let ``write`` fill a folder under a temporary name, ``check`` it, and give it its name; errors name the content.
+    """Write and check a folder under a temporary name, then rename it; ``content`` is named in errors.
 
     Raises:
         CheckpointError: the folder exists and is not empty, or it cannot be written.

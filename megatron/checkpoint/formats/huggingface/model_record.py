@@ -1,4 +1,4 @@
-"""Record the Hugging Face folder that a checkpoint came from, so that the same folder can be written again."""
+"""Record the Hugging Face folder that a checkpoint was imported from, so that the same folder can be written again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE, GENERA
 from megatron.core.errors import CheckpointError
 
 MODEL_RECORD = "hugging_face"
-"""The key of the record in a checkpoint's common state."""
+"""Key of the record in a checkpoint's ``common`` section."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Hold the tensors of one safetensors file in the order of their bytes, and the texts in its header."""
+    """Tensors of one safetensors file in the order of their bytes, and the metadata in its header."""
 
     tensors: tuple[str, ...]
     metadata: Mapping[str, str] | None
@@ -25,9 +25,9 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """Hold the small files of a model folder as texts, and what lay in which safetensors file.
+    """Text of the small files of a model folder, and the tensors of each safetensors file.
 
-    ``index`` and ``generation`` are None where the folder had no such file.
+    ``index`` and ``generation`` are None if the folder had no such file.
     """
 
     config: str
@@ -36,7 +36,7 @@ class ModelRecord:
     files: Mapping[str, FileRecord]
 
     def encode(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
+        """Convert the record to JSON values."""
         return {
             "config": self.config,
             "generation_config": self.generation,
@@ -52,10 +52,10 @@ class ModelRecord:
 
 
 def decode_record(common: Mapping[str, Any]) -> ModelRecord | None:
-    """Return the record of a checkpoint's common state, or None where the model did not come from such a folder.
+    """Decode the record in a ``common`` section; return None if the model was not imported from such a folder.
 
     Raises:
-        CheckpointError: it is not what `ModelRecord.encode` returns.
+        CheckpointError: the record is not a result of `ModelRecord.encode`.
     """
     content = common.get(MODEL_RECORD)
     if content is None:
@@ -72,7 +72,7 @@ def decode_record(common: Mapping[str, Any]) -> ModelRecord | None:
 def record_model(
     folder: Path, index: str | None, files: Mapping[str, FileRecord], is_dropped: Callable[[str], bool]
 ) -> ModelRecord:
-    """Describe a model folder; tensors that are no weights are left out, as they will not be written again.
+    """Describe a model folder, without tensors that are not weights, since these are not written again.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -91,7 +91,7 @@ def record_model(
 
 
 def index_text(weight_map: Mapping[str, str], total_bytes: int, recorded: str | None) -> str:
-    """Return the text of the index: the recorded one where it says the same, else one made anew."""
+    """Return the recorded index if its content is unchanged, otherwise a new one."""
     if recorded is not None:
         content = json.loads(recorded)
         size = (content.get("metadata") or {}).get("total_size", total_bytes)

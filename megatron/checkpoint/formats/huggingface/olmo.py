@@ -1,7 +1,7 @@
 """OLMo 2, OLMo 3 and OLMoE.
 
-OLMo 2 has Llama's layers with norms after attention and MLP, and normalizes all query and key heads together. OLMo 3
-has windows in three of four layers, whose rotary positions are never scaled. OLMoE has experts in every layer.
+OLMo 2 has Llama's layers with norms after attention and MLP, and a QK norm over all heads together. OLMo 3 has sliding
+windows in three of four layers, which do not use RoPE scaling. OLMoE has experts in every layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class Olmo2Family(RotaryDecoderFamily):
-    """Translate OLMo 2 (``Olmo2ForCausalLM``)."""
+    """OLMo 2 (``Olmo2ForCausalLM``)."""
 
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
@@ -36,7 +36,7 @@ class Olmo2Family(RotaryDecoderFamily):
     )
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return where the norms are; note biases."""
+        """Return the fields of the norms; reject biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
         return {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}
 
@@ -45,17 +45,17 @@ class Olmo2Family(RotaryDecoderFamily):
 
 
 class Olmo3Family(Olmo2Family):
-    """Translate OLMo 3 (``Olmo3ForCausalLM``)."""
+    """OLMo 3 (``Olmo3ForCausalLM``)."""
 
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
     default_rotary_base = 500000.0
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the fields of the rotary positions of layers without a window; note those of the others.
+        """Return the RoPE fields of the global layers.
 
-        The newer form is an object for each kind of layer. The older one has one base, and its ``rope_scaling`` is of
-        the layers without a window.
+        The newer form of the settings has an object for each kind of layer. The older form has a single base, and its
+        ``rope_scaling`` applies only to the global layers.
         """
         both = settings.inner("rope_parameters")
         if both is not None and not {FULL, SLIDING} & set(both.values):
@@ -66,7 +66,7 @@ class Olmo3Family(Olmo2Family):
         return read_frequencies(settings, of_full, positions, settings.number("rope_theta", self.default_rotary_base))
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return what OLMo 2 has, the windows, and the base of the layers that have one."""
+        """Return the fields of OLMo 2, the sliding windows, and the RoPE base of sliding-window layers."""
         layers = min(settings.integer("num_hidden_layers"), 100_000)
         has_window = read_layer_types(settings, [(layer + 1) % 4 != 0 for layer in range(layers)])
         fields = super().own_fields(settings) | window_fields(settings, has_window, 4096)
@@ -91,7 +91,7 @@ class Olmo3Family(Olmo2Family):
         return fields | {"rotary_base_local": None if is_common else whole}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of a model, with its rotary positions in both forms."""
+        """Return the settings of a model, with RoPE in the older and the newer form."""
         rope = write_rope(config)
         base = rope["rope_theta"]
         own = config.rotary_base if config.rotary_base_local is None else config.rotary_base_local
@@ -108,7 +108,7 @@ class Olmo3Family(Olmo2Family):
 
 
 def _merged(settings: Settings, both: Settings | None) -> Settings | None:
-    """Return the rotary positions of layers without a window, to which an older object adds its values."""
+    """Return the RoPE settings of the global layers; values of the older form override the newer form."""
     newer, older = None if both is None else both.inner(FULL), settings.inner("rope_scaling")
     if newer is None or older is None:
         return newer or older
@@ -116,7 +116,7 @@ def _merged(settings: Settings, both: Settings | None) -> Settings | None:
 
 
 class OlmoeFamily(RotaryDecoderFamily):
-    """Translate OLMoE (``OlmoeForCausalLM``)."""
+    """OLMoE (``OlmoeForCausalLM``)."""
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
@@ -124,7 +124,7 @@ class OlmoeFamily(RotaryDecoderFamily):
     default_epsilon = 1e-5
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the norms of queries and keys and the experts; note biases and clipped projections."""
+        """Return the fields of QK norms and MoE; reject biases and clipped QKV projections."""
         settings.require("attention_bias", False, False, "attention has no biases")
         settings.require("clip_qkv", None, None, "queries, keys and values are not clipped")
         experts = settings.integer("num_experts", settings.integer("num_local_experts", 64))
@@ -140,9 +140,9 @@ class OlmoeFamily(RotaryDecoderFamily):
         return super().write_settings(config) | {
             "attention_bias": False,
             "clip_qkv": None,
-            "intermediate_size": config.moe_ffn_hidden_size,
-            "norm_topk_prob": not config.moe_router_pre_softmax,
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.moe_router_topk,
+            "intermediate_size": config.moe.moe_ffn_hidden_size,
+            "norm_topk_prob": not config.moe.moe_router_pre_softmax,
+            "num_experts": config.moe.num_experts,
+            "num_experts_per_tok": config.moe.moe_router_topk,
             "pad_token_id": None,
         }

@@ -1,4 +1,4 @@
-"""Make a Hugging Face model tensor-parallel for inference, on the program's own ranks or on processes it starts."""
+"""Make a Hugging Face model tensor-parallel for inference, on existing ranks or on newly started processes."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _RANK = f"{__package__}.tp_worker"
 _LOOK_EVERY_S = 0.5
 _TIME_TO_END_S = 10.0
 _DEFAULT_LENGTH = 20
-"""Tokens of a text with its prompt, where neither is said: what transformers takes."""
+"""Default total length of a sequence in tokens, including the prompt, as in transformers."""
 
 
 class SpawnedModel:
-    """Generate with a model that is tensor-parallel over ``num_processes`` processes, which this one starts.
+    """Model that is tensor-parallel over ``num_processes`` newly started processes.
 
-    ``model`` is a folder, or a loaded model, whose weights are written to a temporary folder until all have read them.
-    The processes end with `close`, or with this object.
+    ``model`` is a folder or a loaded model, whose weights are written to a temporary folder until all processes have
+    read them. The processes end at `close`, or when this object is garbage collected.
 
     Raises:
-        ConfigurationError: a process cannot load its part.
-        CheckpointError: the settings of the folder cannot be read, or their end tokens are none.
+        ConfigurationError: a process cannot load its shard.
+        CheckpointError: the settings of the folder cannot be read, or its end tokens are invalid.
         MegatronError: a process has died.
     """
 
@@ -91,14 +91,13 @@ class SpawnedModel:
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
     ) -> torch.Tensor:
-        """Return the prompts and what follows each, as ``generate`` of transformers does with these arguments.
+        """Return the prompts and their continuations, like ``generate`` of transformers with these arguments.
 
-        Shapes: ``input_ids`` and ``attention_mask`` are ``[b, s]``, the result ``[b, s + new]``. Texts that end before
-        the longest are filled up with ``pad_token_id``, by default the first of the end tokens. The end token that a
-        text ended with is a part of it.
+        Shapes: ``input_ids`` and ``attention_mask`` are ``[b, s]``, the result ``[b, s + new]``. Shorter sequences are
+        padded with ``pad_token_id``, by default the first end token. A sequence includes the end token that ended it.
 
         Raises:
-            ConfigurationError: the arguments cannot be, or a prompt is not the model's.
+            ConfigurationError: the arguments are invalid, or a prompt has tokens outside the vocabulary.
             MegatronError: a process has died.
         """
         if do_sample and num_beams > 1:
@@ -137,14 +136,14 @@ class SpawnedModel:
             raise ConfigurationError("the model's processes have ended; call parallelize again")
         line = json.dumps(request).encode() + b"\n"
         for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # its end is found where answers are waited for
+            with contextlib.suppress(BrokenPipeError):  # the end of a process is detected while waiting for replies
                 _pipe(rank.stdin).write(line)
                 _pipe(rank.stdin).flush()
         tokens: list[list[int]] = self._answer()["tokens"]
         return tokens
 
     def _answer(self) -> dict[str, Any]:
-        """Wait for a line of any rank that says how it went, or for the death of one."""
+        """Wait for a reply from any rank, or for the death of a process."""
         outputs = {_pipe(rank.stdout).fileno(): number for number, rank in enumerate(self._ranks)}
         while b"\n" not in self._unread:
             ready, _, _ = select.select(list(outputs), [], [], _LOOK_EVERY_S)
@@ -155,7 +154,7 @@ class SpawnedModel:
                     number = outputs[output]
                     status = self._ranks[number].wait()
                     for rank in self._ranks:
-                        rank.kill()  # they would wait for it
+                        rank.kill()  # they would wait for the dead process
                     raise MegatronError(f"process {number} of {len(self._ranks)} ended with status {status}; see above")
         line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
@@ -173,7 +172,7 @@ def _start(rank: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let processes end as their input does, and end those that have not by then."""
+    """Close the processes' standard input, and kill those that do not end in time."""
     for rank in ranks:
         with contextlib.suppress(BrokenPipeError):
             _pipe(rank.stdin).close()
@@ -192,10 +191,10 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def _end_tokens(model: str | Path | LoadedModel) -> tuple[int, ...]:
-    """Return the tokens that end a text, as the model's own settings have them.
+    """Return the end-of-sequence tokens in the model's settings.
 
     Raises:
-        CheckpointError: the folder's settings cannot be read, or have something else there.
+        CheckpointError: the folder's settings cannot be read, or the tokens are invalid.
     """
     if not isinstance(model, str | Path):
         return _as_tokens(json.loads(model.config.to_json_string()).get("eos_token_id"))
@@ -251,19 +250,21 @@ def parallelize(
     fp16: bool = False,
     params_dtype: str | None = None,
 ) -> GPTModel | SpawnedModel:
-    """Return a Hugging Face model as ours, tensor-parallel over all processes, ready for inference.
+    """Load a Hugging Face model as a native model, tensor-parallel over all processes, for inference.
 
-    ``model`` is its folder, or a model that transformers has loaded: each process takes its part of it and leaves it as
-    it is. Under torchrun the processes meet first, unless they have met already; without it the model is whole. With
-    ``state`` the model is sharded as it says. ``model.tp`` is the group that shares the model, its logits are sharded
-    over it. ``fp16`` stands for ``params_dtype="float16"``; without either the model keeps its own precision.
-    With ``num_gpus`` of 2 or more a program that plain ``python`` runs starts so many processes, one for each GPU, and
-    is given a `SpawnedModel` with ``generate``; where there are processes already, it says how many are meant to be.
+    ``model`` is its folder, or a model loaded with transformers; each process copies its shard and leaves the model
+    unchanged. Under torchrun the process group is initialized first, if necessary. Without torchrun the model is not
+    sharded. With ``state`` the model is sharded over its groups. ``model.tp`` is the tensor-parallel group, over which
+    the logits are sharded. ``fp16`` is short for ``params_dtype="float16"``. Without either the model keeps its own
+    precision.
+
+    If a program run with plain ``python`` passes ``num_gpus`` of 2 or more, one process per GPU is started, and the
+    result is a `SpawnedModel` with ``generate``. If there are processes already, ``num_gpus`` is their expected number.
 
     Raises:
-        CheckpointError: the folder is not a model's, or a file is damaged.
-        ConfigurationError: the model is not supported, or cannot be sharded over so many processes; there are others
-            than ``num_gpus``; or ``fp16`` goes with another ``params_dtype``.
+        CheckpointError: the folder is not a model folder, or a file is damaged.
+        ConfigurationError: the model is not supported, or cannot be sharded over this number of processes; the number
+            differs from ``num_gpus``; or ``fp16`` is combined with another ``params_dtype``.
     """
     if fp16 and params_dtype not in (None, "float16"):
         raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" are two precisions; leave one out')
@@ -304,14 +305,13 @@ def _occupy_device() -> Device:
 def load_hugging_face_model(
     model: str | Path | LoadedModel, state: ParallelState, device: Device, params_dtype: str | None = None
 ) -> GPTModel:
-    """Return this rank's part of a Hugging Face model, in its own precision or in ``params_dtype``.
+    """Load this rank's shard of a Hugging Face model, in its own precision or in ``params_dtype``.
 
-    ``model`` is its folder or a loaded model. Nothing communicates; a rank reads the values that it holds and no
-    others.
+    ``model`` is its folder or a loaded model. There is no communication; each rank reads only the values that it holds.
 
     Raises:
-        CheckpointError: the folder is not a model's, or a file is damaged.
-        ConfigurationError: the model is not supported, or cannot be sharded over so many processes.
+        CheckpointError: the folder is not a model folder, or a file is damaged.
+        ConfigurationError: the model is not supported, or cannot be sharded over this number of processes.
     """
     with contextlib.closing(_source_of(model)) as source:
         check_tensor_parallel_size(source.config, state.tp.size)
@@ -323,10 +323,10 @@ def _source_of(model: str | Path | LoadedModel) -> HuggingFaceSource | LoadedMod
 
 
 def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
-    """Refuse a model whose layers cannot be sharded over so many processes.
+    """Reject a model whose layers cannot be sharded over ``size`` processes.
 
     Raises:
-        ConfigurationError: its heads or its feed-forward layer do not divide; every reason.
+        ConfigurationError: heads or feed-forward layers are not divisible; the message lists every reason.
     """
     heads, groups = config.num_attention_heads, config.num_query_groups
     problems = []
@@ -337,9 +337,9 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
             f"{groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
         )
     widths = {"a feed-forward layer": config.ffn_hidden_size if not all(config.moe_layers) else 0}
-    if config.num_experts is not None:
-        widths |= {"an expert": config.moe_ffn_hidden_size}
-        widths |= {"the shared expert": config.moe_shared_expert_intermediate_size or 0}
+    if config.moe.num_experts is not None:
+        widths |= {"an expert": config.moe.moe_ffn_hidden_size}
+        widths |= {"the shared expert": config.moe.moe_shared_expert_intermediate_size or 0}
     for name, width in widths.items():
         if width % size:
             problems.append(f"{name} {width} wide is not divisible by tensor-parallel size {size}")

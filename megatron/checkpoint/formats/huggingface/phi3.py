@@ -1,4 +1,4 @@
-"""Phi-3: Llama's layers with fused projections, part of each head rotated, and one sliding window or none."""
+"""Phi-3: Llama's layers with fused projections, partial RoPE, and a sliding window in all layers or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class Phi3Family(RotaryDecoderFamily):
-    """Translate Phi-3 (``Phi3ForCausalLM``)."""
+    """Phi-3 (``Phi3ForCausalLM``)."""
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
@@ -25,7 +25,7 @@ class Phi3Family(RotaryDecoderFamily):
     default_epsilon = 1e-5
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the window and the dropout of hidden states."""
+        """Return the fields of the sliding window and hidden dropout."""
         has_window = settings.values.get("sliding_window") is not None
         dropout = settings.number("resid_pdrop", 0.0)
         settings.require("embd_pdrop", dropout, 0.0, "the embedding's dropout is that of the layers, resid_pdrop")
@@ -33,7 +33,7 @@ class Phi3Family(RotaryDecoderFamily):
         return windows | {"hidden_dropout": dropout}
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the fields of the rotary positions; longrope and other scaling is noted."""
+        """Return the RoPE fields; reject longrope and other scaling."""
         scaling = rope_object(settings)
         kind = None if scaling is None else scaling.values.get("rope_type", scaling.values.get("type", "default"))
         if kind not in (None, "default"):
@@ -53,7 +53,7 @@ class Phi3Family(RotaryDecoderFamily):
         }
 
     def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of the two fused projections: all queries, keys and values; gate and up."""
+        """Yield the links of the fused projections: all queries, keys and values; gate and up."""
         width, queries, keys = config.hidden_size, config.query_projection_size, config.kv_projection_size
         starts = {"q": 0, "k": queries, "v": queries + keys}
         native, foreign = f"{ours}self_attention.linear_qkv.weight", f"{theirs}self_attn.qkv_proj.weight"

@@ -1,7 +1,7 @@
 """Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE.
 
-Qwen2 has Llama's layers with biases on queries, keys and values. Qwen3 has no biases and normalizes each head's query
-and key. Qwen3-MoE has experts in some layers or all of them.
+Qwen2 has Llama's layers with QKV biases. Qwen3 has no biases and has QK norms per head. Qwen3-MoE has experts in some
+or all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class Qwen2Family(RotaryDecoderFamily):
-    """Translate Qwen2 (``Qwen2ForCausalLM``)."""
+    """Qwen2 (``Qwen2ForCausalLM``)."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
@@ -32,7 +32,7 @@ class Qwen2Family(RotaryDecoderFamily):
     default_groups = 32
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the windows that the later layers may have."""
+        """Return the fields of the sliding windows, which the later layers may have."""
         layers, num_full = settings.integer("num_hidden_layers"), settings.values.get("max_window_layers", 28)
         is_used = settings.switch("use_sliding_window", False) and settings.values.get("sliding_window", 1) is not None
         has_window = read_layer_types(settings, [is_used and layer >= num_full for layer in range(layers)])
@@ -50,7 +50,7 @@ class Qwen2Family(RotaryDecoderFamily):
 
 
 class Qwen3Family(Qwen2Family):
-    """Translate Qwen3 (``Qwen3ForCausalLM``)."""
+    """Qwen3 (``Qwen3ForCausalLM``)."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
@@ -58,7 +58,7 @@ class Qwen3Family(Qwen2Family):
     default_head_dim = 128
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the norms of queries and keys and the windows; note biases."""
+        """Return the fields of QK norms and sliding windows; reject biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
         return super().own_fields(settings) | {"qk_layernorm": True}
 
@@ -67,7 +67,7 @@ class Qwen3Family(Qwen2Family):
 
 
 class Qwen3MoEFamily(RotaryDecoderFamily):
-    """Translate Qwen3-MoE (``Qwen3MoeForCausalLM``)."""
+    """Qwen3-MoE (``Qwen3MoeForCausalLM``)."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
@@ -75,10 +75,10 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
     default_groups = 4
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the norms of queries and keys, the window and the experts; note biases."""
+        """Return the fields of QK norms, sliding window and MoE; reject biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
         layers = settings.integer("num_hidden_layers")
-        # transformers writes the one name and publishers the other.
+        # transformers writes num_experts, publishers write num_local_experts.
         experts = settings.integer("num_experts", settings.integer("num_local_experts", 128))
         has_window = (
             settings.switch("use_sliding_window", False) and settings.values.get("sliding_window", 1) is not None
@@ -99,17 +99,17 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
             "decoder_sparse_step": 1,
             "head_dim": config.kv_channels,
             "mlp_only_layers": [layer for layer, has_experts in enumerate(config.moe_layers) if not has_experts],
-            "moe_intermediate_size": config.moe_ffn_hidden_size,
-            "norm_topk_prob": not config.moe_router_pre_softmax,
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.moe_router_topk,
+            "moe_intermediate_size": config.moe.moe_ffn_hidden_size,
+            "norm_topk_prob": not config.moe.moe_router_pre_softmax,
+            "num_experts": config.moe.num_experts,
+            "num_experts_per_tok": config.moe.moe_router_topk,
             "sliding_window": window,
             "use_sliding_window": window is not None,
         }
 
 
 def _have_experts(settings: Settings, layers: int) -> list[bool]:
-    """Return for each layer whether its feed-forward is one of experts; note that none is."""
+    """Return whether each layer has experts; reject a model in which none has."""
     step, dense = settings.integer("decoder_sparse_step", 1), settings.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         settings.refuse(f"mlp_only_layers is {dense!r:.40}; a list of layer numbers is expected")

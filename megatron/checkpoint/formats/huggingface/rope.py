@@ -1,4 +1,4 @@
-"""Rotary positions in a config.json: their base, and the scaling of their frequencies."""
+"""RoPE settings in config.json: base and frequency scaling."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(settings: Settings, max_position_embeddings: int, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
-    """Return the fields of a GPTConfig that describe the rotary positions, of which every channel is rotated.
+    """Return the GPTConfig fields of RoPE over all channels of a head.
 
-    The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` apart and puts what scales the
-    frequencies into ``rope_scaling``.
+    The newer form is one object, ``rope_parameters``. The older form has a separate ``rope_theta``, and the frequency
+    scaling in ``rope_scaling``.
     """
     scaling = rope_object(settings)
     for place in (settings, scaling):
@@ -28,9 +28,9 @@ def read_rope(settings: Settings, max_position_embeddings: int, default_base: fl
 def read_partial_rope(
     settings: Settings, max_position_embeddings: int, base_name: str, share_name: str, default_share: float
 ) -> dict[str, Any]:
-    """Return the fields as `read_rope` does, with the share of a head's channels that is rotated.
+    """Return the fields of partial RoPE, with the fraction of rotated channels.
 
-    The older form has the base under ``base_name`` and that share under ``share_name``.
+    The older form has the base under ``base_name`` and the fraction under ``share_name``.
     """
     share = settings.number(share_name, default_share)
     newer = rope_object(settings)
@@ -44,7 +44,7 @@ def read_partial_rope(
 
 
 def rope_object(settings: Settings) -> Settings | None:
-    """Return the object that describes the rotary positions, if there is one.
+    """Return the object with the RoPE settings, if there is one.
 
     If a folder has both ``rope_scaling`` and ``rope_parameters``, transformers uses ``rope_scaling``.
     """
@@ -54,7 +54,7 @@ def rope_object(settings: Settings) -> Settings | None:
 def read_frequencies(
     settings: Settings, scaling: Settings | None, max_position_embeddings: int, base: float
 ) -> dict[str, Any]:
-    """Return the base of the frequencies, which may be in ``scaling`` too, and what scales them."""
+    """Return the fields of the base, which ``scaling`` may override, and of the frequency scaling."""
     if scaling is None:
         return _base(settings, base)
     fields = _base(settings, scaling.number("rope_theta", base))
@@ -71,7 +71,7 @@ def read_frequencies(
 
 
 def write_rope(config: GPTConfig) -> dict[str, Any]:
-    """Return the settings of a config.json, in the older form, which every release reads."""
+    """Return the RoPE settings in the older form, which every release of transformers reads."""
     scaling: dict[str, Any] | None = None
     if config.use_rope_scaling:
         scaling = {
@@ -93,7 +93,7 @@ def _base(settings: Settings, base: float) -> dict[str, Any]:
 
 
 def whole_base(settings: Settings, base: float, name: str) -> int:
-    """Return a base of rotary frequencies as a whole number; ``name`` is what it is called where it is none."""
+    """Convert a RoPE base to an integer; reject other values under the setting's ``name``."""
     if base < 1 or base != int(base):
         settings.refuse(f"{name} is {base}; a whole number is expected")
         base = _DEFAULT_BASE
@@ -123,7 +123,7 @@ def _at_least_one(scaling: Settings) -> float:
 
 
 def read_yarn(settings: Settings, positions: int, default_base: float) -> dict[str, Any]:
-    """Return the fields of a GPTConfig with latent attention: positions as they are, or stretched by YaRN."""
+    """Return the RoPE fields of a GPTConfig with MLA: unscaled, or scaled with YaRN."""
     scaling = rope_object(settings)
     base = settings.number("rope_theta", default_base)
     if scaling is not None:
@@ -153,40 +153,41 @@ def _read_stretching(scaling: Settings, positions: int) -> dict[str, Any]:
 
 
 def _read_attention_factor(scaling: Settings) -> dict[str, Any]:
-    """Return the fields that make cosine and sine grow by ``attention_factor``, where it is another than the usual."""
+    """Return the mscale fields that give the ``attention_factor``; empty if it is absent or the factor is 1."""
     wanted = scaling.positive_or_none("attention_factor", None)
     growth = math.log(max(scaling.number("factor", 1.0), 1.0)) / 10
     if wanted is None or not growth:
         return {}
     if math.isclose(wanted, 1 + growth, rel_tol=1e-9):
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
-    # Rounded, so that what is written of it is read as the same.
+    # Rounded, so that writing and reading the value gives the same value.
     if wanted >= 1:
         return {"mscale": round((wanted - 1) / growth, 12), "mscale_all_dim": 0.0}
     return {"mscale": 0.0, "mscale_all_dim": round((1 / wanted - 1) / growth, 12)}
 
 
 def _written_stretching(config: GPTConfig) -> dict[str, Any]:
-    """Return the object that YaRN is in a config.json."""
+    """Return YaRN's ``rope_scaling`` object."""
+    yarn = config.rope
     scaling: dict[str, Any] = {
-        "beta_fast": config.beta_fast,
-        "beta_slow": config.beta_slow,
-        "factor": config.rotary_scaling_factor,
-        "original_max_position_embeddings": config.original_max_position_embeddings,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "factor": yarn.rotary_scaling_factor,
+        "original_max_position_embeddings": yarn.original_max_position_embeddings,
         "rope_type": "yarn",
     }
-    if not config.yarn_correction_range_round_to_int:
+    if not yarn.yarn_correction_range_round_to_int:
         scaling["truncate"] = False
-    is_factor = not config.multi_latent_attention and 0.0 in (config.mscale, config.mscale_all_dim)
-    if is_factor and (config.mscale, config.mscale_all_dim) != (1.0, 0.0):
+    is_factor = not config.mla.multi_latent_attention and 0.0 in (yarn.mscale, yarn.mscale_all_dim)
+    if is_factor and (yarn.mscale, yarn.mscale_all_dim) != (1.0, 0.0):
         scaling["attention_factor"] = config.rotary_amplitude
-    elif config.mscale_all_dim:
-        scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
+    elif yarn.mscale_all_dim:
+        scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     return scaling
 
 
 def _amplitudes(scaling: Settings) -> dict[str, Any]:
-    """Return what multiplies rotary channels, and scores; ``mscale`` counts beside ``mscale_all_dim`` only."""
+    """Return the mscale fields; ``mscale`` is used only together with ``mscale_all_dim``."""
     of_all = scaling.number("mscale_all_dim", 0.0)
     if not of_all:
         return {"mscale": 1.0, "mscale_all_dim": 0.0}

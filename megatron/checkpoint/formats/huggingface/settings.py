@@ -1,6 +1,6 @@
-"""Read a model folder's config.json with every problem collected: missing, of a wrong type, or unsupported.
+"""Read a model folder's config.json and collect all problems: missing, invalid or unsupported settings.
 
-Includes how the weights are quantized. Importing this module imports no torch.
+Includes the quantization of the weights. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_HEADER_BYTES = 100_000_000
 
 
 def stored_names(folder: Path) -> frozenset[str]:
-    """Return the names; none where the files cannot be read, of which whoever reads the weights says more."""
+    """Return the names of a folder's tensors; empty if they cannot be read, which loading the weights then reports."""
     try:
         if (folder / _SINGLE).is_file():
             with open(folder / _SINGLE, "rb") as stream:
@@ -42,12 +42,11 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Settings:
-    """Hand out the values of one JSON object and note what is wrong with them.
+    """Typed access to the values of one JSON object, which collects all problems with them.
 
-    ``tensor_names`` gives those of the weights, where there are some beside the settings.
-
-    A value that cannot be used is noted in ``problems``, and the default, or a stand-in, is returned so that reading
-    goes on; `raise_problems` then reports all of them.
+    ``tensor_names`` returns the names of the weights, if the settings come with weights. An unusable value is recorded
+    in ``problems``, and the default or a placeholder is returned, so that reading continues. `raise_problems` then
+    reports all problems.
     """
 
     def __init__(
@@ -63,16 +62,16 @@ class Settings:
         self.problems: list[str] = [] if problems is None else problems
 
     def refuse(self, problem: str) -> None:
-        """Note a problem."""
+        """Record a problem."""
         self.problems.append(f"{self.place}: {problem}")
 
     def raise_problems(self) -> None:
-        """Raise ConfigurationError if anything was noted."""
+        """Raise ConfigurationError if any problem was recorded."""
         if self.problems:
             raise ConfigurationError(self.problems)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive whole number; null counts as absent."""
+        """Return a positive integer setting; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             if default is None:
@@ -85,7 +84,7 @@ class Settings:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number that is not negative; null counts as absent."""
+        """Return a non-negative number setting; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             if default is None:
@@ -98,7 +97,7 @@ class Settings:
         return float(value)
 
     def positive_or_none(self, name: str, default: float | None) -> float | None:
-        """Return a number greater than 0; null, unlike absence, stands for none."""
+        """Return a positive number setting, or None if it is null; if it is absent, the default."""
         value = self.values.get(name, default)
         if value is not None and (type(value) not in (int, float) or not 0 < value <= _LARGEST):
             self.refuse(f"{name} is {value!r:.40}; a number greater than 0 or null is expected")
@@ -106,7 +105,7 @@ class Settings:
         return None if value is None else float(value)
 
     def switch(self, name: str, default: bool) -> bool:
-        """Return true or false; null counts as absent."""
+        """Return a boolean setting; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -116,7 +115,7 @@ class Settings:
         return value
 
     def text(self, name: str, default: str) -> str:
-        """Return a text; null counts as absent."""
+        """Return a string setting; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -126,7 +125,7 @@ class Settings:
         return value
 
     def inner(self, name: str) -> Settings | None:
-        """Return the object of that name, its problems noted here, or None where there is none."""
+        """Return a nested object, whose problems are recorded here, or None if it is absent."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -136,7 +135,7 @@ class Settings:
         return Settings(value, f"{self.place}: {name}", self.problems)
 
     def require(self, name: str, value: Any, default: Any, reason: str) -> None:
-        """Note a problem unless the setting has the only value that is supported."""
+        """Record a problem unless the setting has the only supported value."""
         given = self.values.get(name)
         if given is None:
             given = default
@@ -144,7 +143,7 @@ class Settings:
             self.refuse(f"{name} is {json.dumps(given)}, supported is {json.dumps(value)}: {reason}")
 
     def dtype(self) -> str | None:
-        """Return the name of the weights' dtype, or None where it is not said."""
+        """Return the name of the weights' dtype, or None if it is not specified."""
         for key in _DTYPE_KEYS:
             value = self.text(key, "").removeprefix("torch.")
             if value in _DTYPES:
@@ -158,7 +157,7 @@ def read_settings(folder: Path) -> Settings:
     """Read a model folder's config.json.
 
     Raises:
-        CheckpointError: the folder has none, or it is not a JSON object.
+        CheckpointError: the folder has no config.json, or it is not a JSON object.
     """
     return parse_settings(
         read_model_text(folder, CONFIG_FILE), str(folder / CONFIG_FILE), partial(stored_names, folder)
@@ -166,10 +165,10 @@ def read_settings(folder: Path) -> Settings:
 
 
 def parse_settings(text: str, place: str, tensor_names: Callable[[], Collection[str]] | None = None) -> Settings:
-    """Read the text of a config.json; ``place`` names it in messages, ``tensor_names`` gives those of the weights.
+    """Parse the text of a config.json; ``place`` names it in messages, ``tensor_names`` returns the weights' names.
 
     Raises:
-        CheckpointError: it is not a JSON object.
+        CheckpointError: the text is not a JSON object.
     """
     try:
         values = parse_json(text)
@@ -181,7 +180,7 @@ def parse_settings(text: str, place: str, tensor_names: Callable[[], Collection[
 
 
 def read_model_text(folder: Path, name: str) -> str:
-    """Read one of the text files of a model folder.
+    """Read a text file of a model folder.
 
     Raises:
         CheckpointError: there is no such folder or file, or it is not UTF-8.
@@ -203,16 +202,16 @@ def dump_settings(values: Mapping[str, Any]) -> str:
 
 
 def replace_dtype(values: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the settings with the weights' dtype changed, under the name that they use for it."""
+    """Replace the weights' dtype in the settings, under the key that they use."""
     keys: Sequence[str] = [key for key in _DTYPE_KEYS if key in values]
     return dict(values) | dict.fromkeys(keys or ["torch_dtype"], dtype)
 
 
 @dataclass(frozen=True)
 class BlockFloat8:
-    """Say that linear weights are of 8 bits, with a factor for each block of so many rows and columns.
+    """Block-wise FP8 quantization of linear weights, with a scale per block of ``block`` rows and columns.
 
-    ``dtype`` is the name of the dtype that they are read as.
+    ``dtype`` is the name of the dequantized dtype.
     """
 
     block: tuple[int, int]
@@ -221,16 +220,16 @@ class BlockFloat8:
 
 @dataclass(frozen=True)
 class BlockFloat4:
-    """Say that weights of experts are of 4 bits, with an exponent for each 32 of them (MXFP4).
+    """MXFP4 quantization of expert weights: 4 bits, with an exponent per 32 weights.
 
-    ``dtype`` is the name of the dtype that they are read as.
+    ``dtype`` is the name of the dequantized dtype.
     """
 
     dtype: str
 
 
 def read_quantization(settings: Settings) -> BlockFloat8 | BlockFloat4 | None:
-    """Return how weights are quantized, None where they are not; note a way that is not known."""
+    """Return the weights' quantization, or None if they are not quantized; reject unsupported methods."""
     inner = settings.inner("quantization_config")
     if inner is None:
         return None

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's layers, every fourth of them without rotary positions."""
+"""SmolLM3: Llama's layers, with every fourth layer without RoPE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.transformer import format_layer_pattern
 
 
 class SmolLM3Family(RotaryDecoderFamily):
-    """Translate SmolLM3 (``SmolLM3ForCausalLM``)."""
+    """SmolLM3 (``SmolLM3ForCausalLM``)."""
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
@@ -26,7 +26,7 @@ class SmolLM3Family(RotaryDecoderFamily):
     is_tied_by_default = True
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return which layers have rotary positions, and which a window; note biases."""
+        """Return the fields of layers without RoPE and of sliding windows; reject biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
         settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
         layers = min(settings.integer("num_hidden_layers"), 100_000)
@@ -53,7 +53,7 @@ class SmolLM3Family(RotaryDecoderFamily):
 
 
 def _have_rotary(settings: Settings, layers: int) -> list[bool]:
-    """Return for each layer whether it has rotary positions; the setting has a 1 for those, and may be longer."""
+    """Return whether each layer has RoPE; ``no_rope_layers`` has a 1 for these layers, and may be longer."""
     interval = settings.integer("no_rope_layer_interval", 4)
     default = [(layer + 1) % interval != 0 for layer in range(layers)]
     given = settings.values.get("no_rope_layers")
@@ -68,7 +68,7 @@ def _have_rotary(settings: Settings, layers: int) -> list[bool]:
 
 
 def _pattern(has_rotary: list[bool]) -> str | None:
-    """Return the value of ``--no-rope-freq``, whose list has a 1 for layers without rotary positions."""
+    """Return the value of ``--no-rope-freq``, whose list has a 1 for layers without RoPE."""
     if all(has_rotary):
         return None
     text = format_layer_pattern(has_rotary)

@@ -1,4 +1,4 @@
-"""A Hugging Face model, in a folder or in memory, as a checkpoint source."""
+"""Hugging Face models, in a folder or in memory, as checkpoint sources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron.core.sharding import Box
 
 
 def _plain_weights(files: WeightFiles, quantization: BlockFloat8 | BlockFloat4 | None) -> StoredWeights:
-    """Return the weights of files as the values that they stand for."""
+    """Return the dequantized weights of files."""
     match quantization:
         case BlockFloat8():
             return BlockFloat8Weights(files, quantization)
@@ -44,13 +44,13 @@ def _plain_weights(files: WeightFiles, quantization: BlockFloat8 | BlockFloat4 |
 
 
 class HuggingFaceSource:
-    """Read a Hugging Face model as the native format sees it (see `CheckpointSource`).
+    """Native view of a Hugging Face model folder; implements `CheckpointSource`.
 
-    Nothing but headers is read before a box is asked for.
+    Only headers are read before the first box is requested.
 
     Raises:
-        CheckpointError: the folder lacks files, or its tensors are not those of the model that config.json describes.
-        ConfigurationError: config.json describes a model that is not supported.
+        CheckpointError: the folder lacks files, or its tensors do not match the model that config.json describes.
+        ConfigurationError: the model in config.json is not supported.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -63,30 +63,29 @@ class HuggingFaceSource:
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         tokenizer = tokenizer_settings(self.folder, self.config.vocab_size)
         self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer)
-        if quantization is None:  # What was quantized is not written so again.
+        if quantization is None:  # Quantized weights are not written back in quantized form.
             files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
             record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
             self.common |= {MODEL_RECORD: record.encode()}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU.
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor.
 
         Raises:
-            KeyError: there is no tensor of this name.
-            CheckpointError: the file that holds it is missing or damaged.
+            KeyError: there is no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
         """
         return self._linked.read(name, box)
 
     def write_tokenizer(self, checkpoint: Path) -> bool:
-        """Leave the tokenizer's record and files in ``checkpoint/tokenizer``; return whether the model has one.
+        """Write the tokenizer's record and files to ``checkpoint/tokenizer``; return whether the model has a tokenizer.
 
         Raises:
-            TokenizerError: it cannot be built.
+            TokenizerError: the tokenizer cannot be built.
         """
         return copy_into_checkpoint(self.folder, self.common["config"]["tokenizer"], checkpoint)
 
     def close(self) -> None:
-        """Close the files."""
         self.files.close()
 
 
@@ -94,7 +93,7 @@ _OUTPUT_LAYER_IN_FILES = "embed_out.weight"
 
 
 class LoadedConfig(Protocol):
-    """What is asked of a loaded model's configuration."""
+    """Required interface of a loaded model's configuration."""
 
     def to_json_string(self) -> str:
         """Return the text of its config.json."""
@@ -102,16 +101,16 @@ class LoadedConfig(Protocol):
 
 @runtime_checkable
 class LoadedModel(Protocol):
-    """What is asked of a loaded model: a ``PreTrainedModel`` of transformers has it."""
+    """Required interface of a loaded model, which ``PreTrainedModel`` of transformers provides."""
 
     config: LoadedConfig
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """Return the weights by their names."""
+        """Return the weights by name."""
 
 
 class LoadedWeights:
-    """Hold the weights of a model in memory, on any device."""
+    """Weights of a model in memory, on any device."""
 
     def __init__(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
         self.folder = Path(name)
@@ -129,10 +128,10 @@ class LoadedWeights:
 
 
 class LoadedModelSource:
-    """Read a transformers model in memory as the native format sees it (see `CheckpointSource`).
+    """Native view of a transformers model in memory; implements `CheckpointSource`.
 
     Raises:
-        CheckpointError: the weights have no values, or are not those of the model that its configuration describes.
+        CheckpointError: the weights have no values, or do not match the model that its configuration describes.
         ConfigurationError: the model is not supported.
     """
 
@@ -141,7 +140,7 @@ class LoadedModelSource:
         self.folder = Path(name)
         weights = model.state_dict()
         settings: dict[str, Any] = json.loads(model.config.to_json_string())
-        # Both are told when transformers writes a folder; a model in memory may have been built or cast since.
+        # transformers sets both only when it writes a folder; a model in memory may have been built or cast since.
         settings["architectures"] = [name]
         settings.pop("torch_dtype", None)
         settings["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
@@ -149,23 +148,24 @@ class LoadedModelSource:
             raise CheckpointError(f"{name}: the loaded weights are quantized; name the model's folder instead")
         self.family, self.config = read_model(Settings(settings, name, tensor_names=lambda: weights))
         if _OUTPUT_LAYER_IN_FILES in {link.foreign for link in self.family.links(self.config)}:
-            # transformers 5 calls every model's output layer alike in memory, and renames it when it writes a folder.
+            # In memory transformers 5 uses one name for every model's output layer, and renames it when it writes a
+            # folder.
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}
             weights = {names.get(key, key): weight for key, weight in weights.items()}
         names_of_experts = self.family.expert_names if isinstance(self.family, RotaryDecoderFamily) else None
-        if self.config.num_experts is not None and names_of_experts is not None:
+        if self.config.moe.num_experts is not None and names_of_experts is not None:
             weights = weights_as_in_files(weights, names_of_experts)
         self._linked = LinkedTensors(self.family, self.config, LoadedWeights(name, weights))
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         self.common: Mapping[str, Any] = untrained_common(self.config, {})
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU.
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor.
 
         Raises:
-            KeyError: there is no tensor of this name.
+            KeyError: there is no tensor with this name.
         """
         return self._linked.read(name, box)
 
     def close(self) -> None:
-        """Leave the model as it is: nothing was opened."""
+        """Do nothing, since nothing was opened."""

@@ -1,4 +1,4 @@
-"""Copy the tokenizer and the generation settings from a model folder into a checkpoint, and back."""
+"""Copy the tokenizer and the generation settings between a model folder and a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _USUAL_NAMES = {
     "HuggingFaceTokenizer": (_ENGINE_FILE,),
     **dict.fromkeys(SENTENCE_PIECE_TYPES, (_PIECES_FILE,)),
 }
-"""What a model folder calls the files that a kind of tokenizer is built from."""
+"""Names in a model folder of the files that each type of tokenizer is built from."""
 
 
 def tokenizer_settings(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Return the flags that build a model folder's tokenizer; bare ids where it has none that can be built."""
+    """Return the settings that build a model folder's tokenizer; a NullTokenizer if the folder has no supported one."""
     if (folder / _ENGINE_FILE).is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.absolute())}
     vocabulary, merges = folder / _VOCABULARY_FILE, folder / _MERGES_FILE
@@ -47,17 +47,17 @@ def tokenizer_settings(folder: Path, vocab_size: int) -> dict[str, Any]:
             "vocab_file": str(vocabulary.absolute()),
             "merge_file": str(merges.absolute()),
         }
-    # Its vocabulary is one larger: the end of a document.
+    # A NullTokenizer adds one id for the end of document.
     return {"tokenizer_type": NullTokenizer.name, "vocab_size": vocab_size - 1}
 
 
 def copy_into_checkpoint(folder: Path, settings: Mapping[str, Any], checkpoint: Path) -> bool:
-    """Leave the record of a model folder's tokenizer, and all of its files, in ``checkpoint/tokenizer``.
+    """Write the record of a model folder's tokenizer, and all of its files, to ``checkpoint/tokenizer``.
 
-    Returns whether the folder has any of them; bare ids are recorded where none makes a tokenizer.
+    Returns whether the folder has any tokenizer files. A NullTokenizer is recorded if they do not form a tokenizer.
 
     Raises:
-        TokenizerError: it cannot be built.
+        TokenizerError: the tokenizer cannot be built.
     """
     files = {name: folder / name for name in MODEL_FOLDER_FILES}
     if not any(path.is_file() for path in files.values()):
@@ -68,7 +68,7 @@ def copy_into_checkpoint(folder: Path, settings: Mapping[str, Any], checkpoint: 
 
 
 def copy_into_model_folder(tokenizer: Path, target: Path) -> None:
-    """Copy a tokenizer's files from a model folder, or from a checkpoint's tokenizer folder, under the usual names.
+    """Copy tokenizer files from a model folder or a checkpoint's tokenizer folder, under their standard names.
 
     Raises:
         TokenizerError: the checkpoint's record of the tokenizer is damaged.
@@ -82,9 +82,9 @@ def copy_into_model_folder(tokenizer: Path, target: Path) -> None:
 
 
 def complete_model_folder(tokenizer: Path, target: Path) -> None:
-    """Write what transformers needs beside a tokenizer's files to encode as it does, where nothing says it yet.
+    """Write the missing settings with which transformers builds the same tokenizer from its files.
 
-    Without ``tokenizer_config.json`` transformers takes the tokenizer of the model's family, whose ids are others.
+    Without ``tokenizer_config.json`` transformers builds the architecture's default tokenizer, whose ids differ.
 
     Raises:
         TokenizerError: the recorded tokenizer cannot be built.
@@ -116,7 +116,7 @@ def _describe_engine(built: Tokenizer, target: Path) -> None:
 
 
 def end_of_text(tokenizer: Path | None) -> Any:
-    """Return the id that ends a text: what the generation settings say, or else what the tokenizer's record says."""
+    """Return the end-of-sequence id from the generation settings, or else from the tokenizer's record."""
     if tokenizer is None:
         return None
     for name, key in ((GENERATION_FILE, "eos_token_id"), (RECORD_FILE, "eod_id")):

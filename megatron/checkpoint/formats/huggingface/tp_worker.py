@@ -1,7 +1,7 @@
-"""Serve requests as one process of a tensor-parallel model that a plain Python program has started.
+"""Worker process of a tensor-parallel model started by a plain Python program.
 
-A request is a line of JSON on standard input, sent to every rank. Rank 0 replies in a line, at first that all is
-ready.
+Requests are JSON lines on standard input, sent to every rank. Rank 0 replies with one line each; the first reply
+reports that all ranks are ready.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WRONG_INPUT = 2
 
 
 def main(argv: list[str]) -> int:
-    """Serve until standard input ends; the words are folder, meeting place, rank, number of ranks and precision."""
+    """Serve until standard input ends; ``argv`` is folder, rendezvous file, rank, number of ranks and precision."""
     folder, meeting_place, rank, size, params_dtype = argv
     answers = _take_standard_output()
     try:
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _take_standard_output() -> TextIO:
-    """Return the standard output for answers alone; what anything else prints goes to the error output."""
+    """Return the original standard output, reserved for replies; all other output is redirected to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
@@ -63,31 +63,31 @@ def _answers(folder: Path, meeting_place: str, rank: int, size: int, params_dtyp
     dist.init_process_group(device.default_backend, init_method=f"file://{meeting_place}", rank=rank, world_size=size)
     state = create_parallel_state(ParallelSizes(tp=size))
     engine = InferenceEngine(load_hugging_face_model(folder, state, device, params_dtype), state)
-    dist.barrier()  # the folder may be removed once this is said
+    dist.barrier()  # the folder may be removed after the ready message
     yield {"ready": size}
     for line in sys.stdin:
         try:
             yield {"tokens": [_whole_text(each) for each in engine.generate(read_request(json.loads(line)))]}
         except InputError as error:
-            yield {"error": str(error)}  # the same on every rank, before anything is sent
+            yield {"error": str(error)}  # the same on every rank, before any communication
     dist.destroy_process_group()
 
 
 def read_request(values: dict[str, Any]) -> GenerationRequest:
-    """Return the request that `SpawnedModel` has written."""
+    """Parse a request from `SpawnedModel`."""
     ends = frozenset(values["end_tokens"])
     beams = None if values["beams"] is None else BeamConfig(**values["beams"])
     return GenerationRequest(
         prompts=tuple(map(tuple, values["prompts"])),
         max_new_tokens=values["max_new_tokens"],
         sampling=SamplingConfig(**values["sampling"]),
-        # The token that ends a text is to be a part of it; a text of beams names its own.
+        # A continuation includes its end token; beam search reports the end token separately.
         stop=StopRule(closing_tokens=ends) if beams is None else StopRule(end_tokens=ends),
         beams=beams,
     )
 
 
 def _whole_text(continuation: Continuation) -> list[int]:
-    """Return what follows a prompt, up to the token that ended it."""
+    """Return the continuation of a prompt, including its end token."""
     end = continuation.hypotheses[0].end_token if continuation.hypotheses else None
     return continuation.tokens if end is None else [*continuation.tokens, end]

@@ -1,7 +1,7 @@
-"""The safetensors files of a model folder: read by box, also from block-quantized weights, and written.
+"""Safetensors files of a model folder: read by box, with dequantization of block-quantized weights, and written.
 
-MXFP4 has 4-bit values with an exponent for each 32 of them. A byte holds two numbers of a sign, two bits of exponent
-and one of mantissa, the lower half first (OCP Microscaling Formats 1.0,
+MXFP4 has 4-bit values with an exponent per 32 values. A byte holds two values of one sign bit, two exponent bits and
+one mantissa bit each, the lower half first (OCP Microscaling Formats 1.0,
 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf).
 """
 
@@ -36,7 +36,7 @@ _OTHER_FILES = (
     ("model*.safetensors", "", f"copy {INDEX_FILE} too, or rename a file that holds all weights to {SINGLE_FILE}"),
     ("*.bin", ": pickles can run code and are not read", ""),
 )
-"""What else a folder may hold: a pattern, a remark and what to do where that is not to save the model anew."""
+"""Other files that a folder may hold: a pattern, a remark, and advice if it is not to save the model again."""
 _MAPPED_BYTES = 256 * 1024 * 1024
 
 DTYPES: dict[str, torch.dtype] = {
@@ -57,7 +57,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """Describe one tensor of a file."""
+    """Tensor in a file."""
 
     file: str
     shape: tuple[int, ...]
@@ -66,14 +66,14 @@ class WeightEntry:
 
 
 class WeightFiles:
-    """Read boxes of the tensors of a model folder.
+    """Box-wise reader of the tensors of a model folder.
 
-    The safetensors library maps files into memory, so that a box costs the pages that it touches; a mapping is given up
-    after 256 MiB were read through it, since touched pages count as this process's memory.
+    The safetensors library memory-maps files, so that reading a box loads only its pages. A mapping is closed after 256
+    MiB were read through it, since accessed pages count as this process's memory.
 
     Raises:
-        CheckpointError: there are no safetensors files (pickled ones are never read), one is missing, damaged or holds
-            another set of tensors than the index says.
+        CheckpointError: there are no safetensors files (pickled files are never read), or a file is missing, damaged or
+            has different tensors than the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class WeightFiles:
         return values
 
     def close(self) -> None:
-        """Give the mappings up; the next read makes new ones."""
+        """Close the memory mappings; the next read creates new ones."""
         for opened in self._open.values():
             opened.__exit__(None, None, None)
         self._open.clear()
@@ -127,7 +127,7 @@ class WeightFiles:
         return self._open[name]
 
     def _read_header(self, file: str) -> None:
-        """Let the library judge the file, then take the order and the places of the tensors from its header."""
+        """Validate the file with the library, then read the order and offsets of its tensors from the header."""
         path = self.folder / file
         _refuse_pointer(path)
         try:
@@ -157,20 +157,20 @@ class WeightFiles:
 
 
 def _refuse_pointer(path: Path) -> None:
-    """Refuse what git leaves in the place of a large file that it has not fetched, and a file that is not there."""
+    """Reject a Git LFS pointer instead of a file, and a missing file."""
     try:
         with open(path, "rb") as stream:
             beginning = stream.read(len(_LFS_POINTER))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; copy or download all files of the model") from error
     except OSError:
-        return  # what opens it next says more
+        return  # opening the file reports a better error
     if beginning == _LFS_POINTER:
         raise CheckpointError(f"{path} holds no weights but a pointer of Git LFS; fetch them: git lfs pull")
 
 
 def _find_files(folder: Path) -> tuple[list[str], str | None]:
-    """Return the names of the safetensors files, and the text of the index where there is one."""
+    """Return the names of the safetensors files, and the text of the index if there is one."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; name the folder of a Hugging Face model")
     if (folder / SINGLE_FILE).is_file():
@@ -192,7 +192,7 @@ def _find_files(folder: Path) -> tuple[list[str], str | None]:
 
 
 def _weight_map(text: str, path: Path) -> dict[str, str]:
-    """Return which file holds each tensor; a file beside the index is meant, never one elsewhere."""
+    """Return the file of each tensor; only files in the index's own folder are allowed."""
     try:
         weight_map = parse_json(text)["weight_map"]
         pairs = {str(name): str(file) for name, file in weight_map.items()}
@@ -209,10 +209,10 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class BlockFloat8Weights:
-    """Multiply each 8-bit weight by the factor of its block; other tensors are read as they are.
+    """Dequantized FP8 weights: each weight is multiplied by the scale of its block; other tensors are unchanged.
 
     Raises:
-        CheckpointError: a weight of 8 bits has no factors, or others than its blocks need.
+        CheckpointError: an FP8 weight has no scales, or their shape does not match its blocks.
     """
 
     def __init__(self, files: WeightFiles, quantization: BlockFloat8) -> None:
@@ -269,13 +269,13 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class BlockFloat4Weights:
-    """Multiply each 4-bit weight by the power of two of its block; other tensors are read as they are.
+    """Dequantized MXFP4 weights: each weight is multiplied by its block's power of two; other tensors are unchanged.
 
     The files have ``NAME_blocks``, bytes ``[experts, out, in / 32, 16]``, and ``NAME_scales``, exponents plus 127
-    ``[experts, out, in / 32]``; what is read is ``NAME``, ``[experts, in, out]``.
+    ``[experts, out, in / 32]``. The result is ``NAME``, ``[experts, in, out]``.
 
     Raises:
-        CheckpointError: blocks are of another kind or shape, or have no scales that fit.
+        CheckpointError: blocks have an unsupported dtype or shape, or no matching scales.
     """
 
     def __init__(self, files: WeightFiles, quantization: BlockFloat4) -> None:
@@ -338,7 +338,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """Hold the shape and the dtype of a tensor that is to be written."""
+    """Shape and dtype of a tensor to write."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -349,9 +349,10 @@ class WeightInfo:
 
 
 def plan_files(weights: Mapping[str, WeightInfo], max_file_bytes: int) -> dict[str, FileRecord]:
-    """Spread tensors over files of at most ``max_file_bytes``, in their order; a larger tensor has a file of its own.
+    """Distribute tensors in order over files of at most ``max_file_bytes``; a larger tensor has its own file.
 
-    One file is ``model.safetensors``; several are numbered. In a file the widest dtypes come first, then names decide.
+    A single file is ``model.safetensors``; several files are numbered. Within a file tensors are sorted by decreasing
+    dtype size, then by name.
     """
     groups: list[list[str]] = [[]]
     size = 0
@@ -378,11 +379,11 @@ def write_weights(
     weights: Mapping[str, WeightInfo],
     values_of: Callable[[str], torch.Tensor],
 ) -> None:
-    """Write one file and force it to disk; ``values_of`` returns the contiguous values of one tensor, on the CPU."""
+    """Write one file and flush it to disk; ``values_of`` returns a tensor's contiguous values on the CPU."""
     with open(path, "wb") as file:
         file.write(_header(names, metadata, weights))
         for name in names:
-            # Not kept in a name: the next tensor is read when this one is gone.
+            # Not assigned to a variable, so that this tensor is freed before the next is read.
             file.write(_bytes_of(values_of(name), weights[name]))
         file.flush()
         os.fsync(file.fileno())
@@ -394,7 +395,7 @@ def _bytes_of(values: torch.Tensor, weight: WeightInfo) -> memoryview:
 
 
 def _header(names: Sequence[str], metadata: Mapping[str, str] | None, weights: Mapping[str, WeightInfo]) -> bytes:
-    """Return the length field and the header as the safetensors library lays it out, padded with blanks."""
+    """Return the length field and the header in the layout of the safetensors library, padded with spaces."""
     content: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     start = 0
     for name in names:

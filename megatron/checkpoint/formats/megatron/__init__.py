@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: the torch and the torch_dist format."""
+"""Checkpoints of Megatron-LM in the ``torch`` and ``torch_dist`` formats."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Convert between the ``args`` of Megatron's checkpoints and the configuration of a run.
+"""Convert between the ``args`` of Megatron-LM's checkpoints and the configuration of a run.
 
-``args`` is a namespace of several hundred values. Fields that declare ``in_args`` are read. They are written together
-with the values that follow from them (`derived_arguments`). Experts, MLA, MTP and YaRN have other forms in ``args``.
+``args`` is a namespace of several hundred values. Fields that declare ``in_args`` are read from it. Writing adds the
+values that are computed from them (`derived_arguments`). The fields of experts, MLA, MTP and YaRN have a different form
+in ``args``.
 
-Of the scaled rotary embedding Megatron stores only the factor, and fixes the other three fields to Llama 3.1's
-values: they are written so that reading the checkpoint gives the model that was saved.
+For scaled RoPE Megatron-LM stores only the factor and fixes the other three fields to Llama 3.1's values. They are
+written here so that the checkpoint is read back as the model that was saved.
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ import torch
 
 from megatron.checkpoint.formats.megatron.torch_file_reader import Record
 from megatron.config import config_parts
-from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig
-from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, parse_layer_pattern, without_rotary
+from megatron.core.transformer import (
+    MLAConfig,
+    MoEConfig,
+    MTPConfig,
+    RotaryConfig,
+    parse_layer_pattern,
+    without_rotary,
+)
 
 _PATTERN = "moe_layer_freq"
 _EXPERT_ARGS_WITHOUT_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")
-"""Arguments that change what layers of experts compute and that no field of them stands for."""
+"""Arguments that change the computation of MoE layers and have no field here."""
 
 
 def has_experts(arguments: Mapping[str, Any]) -> bool:
-    """Tell whether ``args`` are of a model with experts."""
+    """Return whether ``args`` describe a mixture-of-experts model."""
     return bool(arguments.get("num_experts"))
 
 
 def experts_of_file(arguments: Mapping[str, Any]) -> int | None:
-    """Return the number of experts of a layer that one file has, or None where ``args`` do not tell."""
+    """Return the number of experts per layer in one file, or None if ``args`` do not determine it."""
     experts, size = arguments.get("num_experts"), arguments.get("expert_model_parallel_size") or 1
     if type(experts) is not int or type(size) is not int or size < 1 or experts % size:
         return None
@@ -42,10 +50,10 @@ def experts_of_file(arguments: Mapping[str, Any]) -> int | None:
 
 
 def config_of_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the model's configuration that say which layers have experts, and how tokens are routed.
+    """Return the MoE and router fields of the model configuration.
 
     Raises:
-        CheckpointError: a value is of another type than its field, or one that is not supported.
+        CheckpointError: a value has a different type than its field, or is not supported.
     """
     if not has_experts(arguments):
         return {}
@@ -67,35 +75,36 @@ def config_of_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
-    """Return the values of ``args`` that say the same; nothing but that there are none, where there are none."""
+    """Convert the model's MoE fields to ``args``; for a dense model only ``num_experts`` and the parallel sizes."""
     sizes = {
         "expert_model_parallel_size": model.expert_model_parallel_size,
         "expert_tensor_parallel_size": model.parallel_sizes.expert_tp,
-        "num_experts": model.num_experts,
+        "num_experts": model.moe.num_experts,
     }
-    if model.num_experts is None:
+    if model.moe.num_experts is None:
         return sizes
     config_class: type = MoEConfig
-    values = {spec.name: getattr(model, spec.name) for spec in field_specs(config_class)}
+    values = {spec.name: field_value(model, spec.name) for spec in field_specs(config_class)}
     for name, value in values.items():
         if isinstance(value, tuple):
             values[name] = value[0] if len(value) == 1 else list(value)
-    text = model.moe_layer_freq.strip()
+    text = model.moe.moe_layer_freq.strip()
     is_number = text.isdecimal()
     values[_PATTERN] = int(text) if is_number else list(map(int, parse_layer_pattern(text, model.num_layers)))
     return values | sizes
 
 
 def check_expert_places(model: GPTConfig) -> None:
-    """Refuse a layout of which ``mp_rank_XX`` folders cannot hold everything.
+    """Reject a layout whose experts the ``mp_rank_XX`` folders cannot hold.
 
-    Megatron saves those of the ranks that hold the first copy of the experts, under their numbers in both grids.
+    Megatron-LM saves one folder for each rank that holds the first copy of the experts, named after its tensor-parallel
+    and expert-parallel ranks.
 
     Raises:
-        ConfigurationError: some tensor ranks would not be among them, or two of them have the same numbers.
+        ConfigurationError: some tensor-parallel ranks have no folder, or two ranks have the same folder.
     """
     tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
-    if model.num_experts is not None and (tp % etp or ep * etp < tp):
+    if model.moe.num_experts is not None and (tp % etp or ep * etp < tp):
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
             f"--expert-model-parallel-size {ep}: folders of --ckpt-format torch have no place for such experts; use "
@@ -104,7 +113,7 @@ def check_expert_places(model: GPTConfig) -> None:
 
 
 def _read(spec: FieldSpec, value: Any) -> Any:
-    """Return a value of ``args`` in its field's form."""
+    """Convert a value of ``args`` to the type of its field."""
     if spec.name == _PATTERN:
         return str(value)
     items = value if spec.is_sequence and isinstance(value, (list, tuple)) else (value,)
@@ -118,30 +127,33 @@ def _read(spec: FieldSpec, value: Any) -> Any:
     return items if spec.is_sequence else items[0]
 
 
-_KINDS: Mapping[str, type] = {"multi_latent_attention": LatentConfig, "mtp_num_layers": PredictionConfig}
-"""The argument that says whether a model has something, and the fields that describe it."""
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "multi_latent_attention": (MLAConfig, RotaryConfig),
+    "mtp_num_layers": (MTPConfig,),
+}
+"""Arguments that switch on MLA and MTP, and the configuration classes that describe them."""
 
 
 def config_of_latent(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the model's configuration that describe its latent attention and its further tokens.
+    """Return the MLA and MTP fields of the model configuration.
 
     Raises:
-        CheckpointError: a value is of another type than its field.
+        CheckpointError: a value has a different type than its field.
     """
     values: dict[str, Any] = {}
-    for switch, kind in _KINDS.items():
-        for spec in field_specs(kind) if arguments.get(switch) else ():
+    for switch, kinds in _KINDS.items():
+        for spec in (spec for kind in kinds for spec in field_specs(kind)) if arguments.get(switch) else ():
             value = arguments.get(spec.name)
             if value is not None:
-                values[spec.name] = field_value(spec, spec.name, value)
+                values[spec.name] = value_of_argument(spec, spec.name, value)
     return values
 
 
-def field_value(spec: FieldSpec, name: str, value: Any) -> Any:
-    """Return a value that ``args`` has under a name, as its field holds it.
+def value_of_argument(spec: FieldSpec, name: str, value: Any) -> Any:
+    """Convert a value that ``args`` stores under ``name`` to the type of its field.
 
     Raises:
-        CheckpointError: it is of another type than the field.
+        CheckpointError: the value has a different type than the field.
     """
     allowed: tuple[type, ...] = (int, float) if spec.item_type is float else (spec.item_type,)
     if type(value) not in allowed:
@@ -150,11 +162,11 @@ def field_value(spec: FieldSpec, name: str, value: Any) -> Any:
 
 
 def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
-    """Return the values of ``args`` that say the same; nothing but that there is none, where there is none."""
+    """Convert the model's MLA and MTP fields to ``args``; without either the result only says so."""
     values: dict[str, Any] = {"multi_latent_attention": False, "mtp_num_layers": None}
-    for switch, kind in _KINDS.items():
-        if getattr(model, switch):
-            values |= {spec.name: getattr(model, spec.name) for spec in field_specs(kind)}
+    for switch, kinds in _KINDS.items():
+        if field_value(model, switch):
+            values |= {spec.name: field_value(model, spec.name) for kind in kinds for spec in field_specs(kind)}
     return values
 
 
@@ -168,33 +180,33 @@ def _name_in_args(field: str) -> str:
 
 
 def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the model's configuration that say how positions are stretched; none where they are not.
+    """Return the YaRN fields of the model configuration; empty if ``args`` do not use YaRN, or use it with MLA.
 
     Raises:
-        CheckpointError: a value is missing, or of another type than its field.
+        CheckpointError: a value is missing, or has a different type than its field.
     """
     if arguments.get(_KIND) != YARN or arguments.get("multi_latent_attention"):
         return {}
     values: dict[str, Any] = {_KIND: "rope", "rope_type": YARN}
-    config_class: type = LatentConfig
+    config_class: type = RotaryConfig
     for spec in field_specs(config_class):
         if spec.name not in STRETCH_FIELDS:
             continue
         name = _name_in_args(spec.name)
         value = arguments.get(name)
         if value is not None or spec.name in _NEEDED:
-            values[spec.name] = field_value(spec, name, value)
+            values[spec.name] = value_of_argument(spec, name, value)
     if not {"mscale", "mscale_all_dim"} <= values.keys():
-        # Without either of them Megatron takes neither.
+        # Megatron-LM ignores both unless both are set.
         values = {name: value for name, value in values.items() if name not in ("mscale", "mscale_all_dim")}
     return values
 
 
 def arguments_of_yarn(model: GPTConfig) -> dict[str, Any]:
-    """Return the values of ``args`` that say the same; nothing where positions are not stretched so."""
-    if model.multi_latent_attention or model.rope_type != YARN:
+    """Convert the model's YaRN fields to ``args``; empty without YaRN, or with MLA."""
+    if model.mla.multi_latent_attention or model.rope.rope_type != YARN:
         return {}
-    return {_KIND: YARN} | {_name_in_args(name): getattr(model, name) for name in STRETCH_FIELDS}
+    return {_KIND: YARN} | {_name_in_args(name): field_value(model, name) for name in STRETCH_FIELDS}
 
 
 PROGRESS: Mapping[str, str] = {
@@ -202,13 +214,13 @@ PROGRESS: Mapping[str, str] = {
     "consumed_valid_samples": "consumed_valid_samples",
     "skipped_iterations": "skipped_iterations",
 }
-"""Counts of a run's progress and the names that they have in ``args``; Megatron has no name for the last."""
+"""Progress counters of a run and their names in ``args``; Megatron-LM has no name for the last."""
 
 TRAIN_DATA = "train_data"
-"""What was read of each data set, as JSON text: a name in ``args`` that Megatron does not know, and passes over."""
+"""Position in each data set, as JSON text in ``args``; Megatron-LM ignores this name."""
 
 TRUE_VOCAB_SIZE = "true_vocab_size"
-"""The rows of the vocabulary that are no padding: a name in ``args`` that Megatron's trainer passes over."""
+"""Vocabulary size without padding rows, in ``args``; Megatron-LM's trainer ignores this name."""
 
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 
@@ -219,11 +231,11 @@ _ARGS_WITHOUT_FIELD: Mapping[str, tuple[Any, ...]] = {
     "use_mup": (),
     "enable_gpt_oss": (),
 }
-"""Arguments without a field that change what a model computes, and their values that leave it as it is here."""
+"""Arguments without a field that change the model's computation, with the values that are supported here."""
 
 
 def stored_fields() -> Iterator[tuple[str, FieldSpec, tuple[str, ...]]]:
-    """Yield every field that both sides have, with its section of our configuration and its names in ``args``."""
+    """Yield every field that ``args`` also have, with its configuration section and its names in ``args``."""
     for section, config_class in config_parts().items():
         for spec in field_specs(config_class):
             names = spec.options.in_args
@@ -232,12 +244,12 @@ def stored_fields() -> Iterator[tuple[str, FieldSpec, tuple[str, ...]]]:
 
 
 def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sections of the configuration that ``args`` of a file describe.
+    """Convert the ``args`` of a file to sections of the configuration.
 
-    Fields that they do not tell are left out.
+    Fields that ``args`` do not determine are left out.
 
     Raises:
-        CheckpointError: a value that decides what the model computes is of another type than the field.
+        CheckpointError: a value of a model field has a different type than the field.
     """
     config: dict[str, dict[str, Any]] = {}
     for section, spec, names in stored_fields():
@@ -253,15 +265,15 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
     model = config["model"]
     model |= _window_fields(arguments) | _rotary_layers(arguments)
     model |= config_of_experts(arguments) | config_of_latent(arguments) | config_of_yarn(arguments)
-    # There the flag also says that all linear layers have biases.
+    # In Megatron-LM the flag is also set if all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
     if model.get("group_query_attention") is False:
-        # There the number is 1 by default and counts with the flag alone.
+        # In Megatron-LM num_query_groups defaults to 1 and is used only with group_query_attention.
         model.pop("num_query_groups", None)
     lengths = {"lr_decay_iters": ("training", "train_iters"), "lr_decay_samples": ("training", "train_samples")}
     for name, (section, total) in lengths.items():
-        # There the whole run is written out where the flag was not given.
+        # Megatron-LM stores the length of the run if the flag was not set.
         if config["scheduler"].get(name) == config[section].get(total):
             config["scheduler"].pop(name, None)
     backend = arguments.get("attention_backend")
@@ -271,10 +283,10 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
 
 
 def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
-    """Refuse the ``args`` of a model that cannot be expressed.
+    """Reject ``args`` of a model that is not supported.
 
     Raises:
-        CheckpointError: so they are; the message names every such argument and its value.
+        CheckpointError: the model is not supported; the message lists every such argument and its value.
     """
     allowed = dict(_ARGS_WITHOUT_FIELD)
     for section, spec, names in stored_fields():
@@ -292,7 +304,7 @@ def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
 
 
 def arguments_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of ``args`` that a configuration (as nested dictionaries) gives."""
+    """Convert a configuration, as nested dictionaries, to ``args``."""
     arguments: dict[str, Any] = {}
     for section, spec, names in stored_fields():
         values = config.get(section, {})
@@ -307,21 +319,21 @@ def arguments_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, An
         pattern = int(pattern) if pattern.isdecimal() else list(map(int, kinds))
     arguments["window_attn_skip_freq"] = pattern
     without = model.get("no_rope_freq")
-    # A number of theirs divides the layers.
+    # In Megatron-LM a single number must divide the number of layers; a list has no such restriction.
     arguments["no_rope_freq"] = without and list(map(int, without_rotary(without, model["num_layers"])))
     arguments["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear", True))
     for name, total in (("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")):
-        # Written out where they follow from the length of the run; there None, not 0, means no length.
+        # Written explicitly if they default to the length of the run; in ``args`` None, not 0, means unset.
         arguments[total] = arguments.get(total) or None
         arguments[name] = arguments.get(name) or arguments[total]
     return arguments
 
 
 def _window_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of attention windows: there a pair of numbers, and a number or a list of layers.
+    """Convert the arguments of sliding window attention: a pair of numbers, and a frequency or a list of layers.
 
     Raises:
-        CheckpointError: a window is not one of causal attention.
+        CheckpointError: the window is not causal.
     """
     size, pattern = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     if size is None:
@@ -337,10 +349,10 @@ def _window_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field of layers without rotary positions: there a number, or a list with a 1 for each such layer.
+    """Convert the argument of layers without RoPE: a frequency, or a list with a 1 for each such layer.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: the value is neither.
     """
     without = arguments.get("no_rope_freq")
     if without is None:
@@ -355,7 +367,7 @@ def _rotary_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def derived_arguments(
     model: GPTConfig, seq_length: int, num_chunks: int, data_parallel_size: int, padded_vocab_size: int
 ) -> dict[str, Any]:
-    """Return the values of ``args`` that follow from the model and the layout."""
+    """Return the ``args`` that are computed from the model and the layout."""
     pp = model.pipeline_model_parallel_size
     return {
         "padded_vocab_size": padded_vocab_size,
@@ -381,7 +393,7 @@ def derived_arguments(
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are plain data: numbers, texts, dtypes, and lists of them."""
+    """Return the values that are plain data: numbers, strings, dtypes and lists of them."""
     return {name: value for name, value in arguments.items() if _is_plain(value)}
 
 
@@ -392,7 +404,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _converted(value: Any, spec: FieldSpec) -> Any:
-    """Return a value as a field holds it, or None where it is not one."""
+    """Convert a value to the type of a field, or return None if the types do not match."""
     if not spec.is_sequence:
         return _item(value, spec.item_type)
     items = [_item(item, spec.item_type) for item in value] if isinstance(value, (list, tuple)) else []

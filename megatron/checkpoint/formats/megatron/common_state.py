@@ -1,6 +1,6 @@
-"""Convert the state that all ranks share from and to Megatron's terms.
+"""Convert the state that all ranks share to and from Megatron-LM's form.
 
-The state is progress, configuration, learning-rate schedule and loss scale.
+The state consists of progress, configuration, learning-rate schedule and loss scale.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _SCHEDULE_NAMES: Mapping[str, tuple[str, ...]] = {
     "wd_incr_steps": ("wd_incr_steps",),
     "wd_incr_style": ("wd_incr_style",),
 }
-"""Fields of `ScheduleConfig` and their names in ``opt_param_scheduler``, the newest first."""
+"""Fields of `ScheduleConfig` and their names in ``opt_param_scheduler``, newest first."""
 
 
 def model_of_tensors(
     ranks: Mapping[tuple[int, int], RankFile], has_arguments: bool, wanted: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of the model's configuration that the files themselves show.
+    """Return the fields of the model configuration that the layout and the shapes of the files determine.
 
-    Published files of 2019 have no ``args``: then all that shapes show is taken from them, and the rest from
-    ``wanted``, the model that a run is to fill, where its width is that of the files. Else heads have 64 channels.
+    Checkpoints published in 2019 have no ``args``. Their fields come from the tensor shapes, and the rest from
+    ``wanted``, the configuration of the run's model, if its hidden size matches. Otherwise a head dimension of 64 is
+    assumed.
     """
     first = ranks[0, 0]
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
@@ -74,9 +75,10 @@ def model_of_tensors(
 
 
 def real_vocab_size(arguments: Mapping[str, Any], padded: int, folder: Path) -> int:
-    """Return how many rows of the vocabulary are no padding; where nothing tells, all of them.
+    """Return the vocabulary size without padding rows, or ``padded`` if it is unknown.
 
-    The arguments tell it, or name the tokenizer; files of earlier releases have the tokenizer's record beside them.
+    The arguments contain it or name the tokenizer. Earlier releases of this project saved the tokenizer's record with
+    the files.
     """
     kind, given, true_size = (arguments.get(name) for name in ("tokenizer_type", "vocab_size", TRUE_VOCAB_SIZE))
     if isinstance(true_size, int) and 0 < true_size <= padded:
@@ -95,7 +97,7 @@ def real_vocab_size(arguments: Mapping[str, Any], padded: int, folder: Path) -> 
 def common_state(
     ranks: Mapping[tuple[int, int], RankFile], config: Mapping[str, Any], model: GPTConfig, has_optimizer: bool
 ) -> dict[str, Any]:
-    """Return the ``common`` of a native index for a checkpoint's files."""
+    """Build the ``common`` section of a native index from a checkpoint's files."""
     first = ranks[0, 0]
     scalars = optimizer_scalars(first) if has_optimizer else None
     folder = first.file.path.parents[1]
@@ -111,9 +113,9 @@ def shared_state(
     model: GPTConfig,
     num_ranks: int,
 ) -> dict[str, Any]:
-    """Return the ``common`` of a native index for the values that a checkpoint's ranks share.
+    """Build the ``common`` section of a native index from the values that all ranks share.
 
-    ``scalars`` is None where the optimizer's state was not saved, ``num_ranks`` counts where ``args`` do not.
+    ``scalars`` is None if the optimizer state was not saved. ``num_ranks`` is the world size if ``args`` have none.
     """
     scheduler = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     world_size = int(arguments.get("world_size") or num_ranks)
@@ -151,7 +153,7 @@ def shared_state(
 
 
 def _train_data(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was read of each data set, where the checkpoint knows it: one that we wrote."""
+    """Return the position in each data set; empty if Megatron-LM itself wrote the checkpoint."""
     text = arguments.get(TRAIN_DATA)
     if not isinstance(text, str):
         return {}
@@ -162,10 +164,10 @@ def _train_data(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``opt_param_scheduler`` as the state of our scheduler; lengths are in samples on both sides.
+    """Convert ``opt_param_scheduler`` to the state of our scheduler; both express lengths in samples.
 
     Raises:
-        CheckpointError: it lacks a value, or has a style that is not supported.
+        CheckpointError: a value is missing, or a style is not supported.
     """
     values: dict[str, Any] = {}
     for field, names in _SCHEDULE_NAMES.items():
@@ -194,10 +196,10 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
 
 
 def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our scheduler's state as ``opt_param_scheduler``.
+    """Convert our scheduler's state to ``opt_param_scheduler``.
 
     Raises:
-        ConfigurationError: Megatron has no such schedule.
+        ConfigurationError: Megatron-LM does not support the schedule.
     """
     schedule = state["schedule"]
     if unknown := styles_unknown_to_megatron(schedule):
@@ -217,10 +219,10 @@ def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_torch_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections of the configuration that ``args`` tell, or that the shapes of tensors do without ``args``.
+    """Read the configuration sections from ``args``, or from tensor shapes if there are no ``args``.
 
     Raises:
-        CheckpointError: a file is damaged, or holds something else.
+        CheckpointError: a file is damaged, or is not a supported checkpoint.
     """
     ranks = open_rank_files(folder)
     try:

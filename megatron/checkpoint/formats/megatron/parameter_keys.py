@@ -1,7 +1,7 @@
-"""Parameter names in Megatron's checkpoints of all versions and in ``torch_dist``, and their native names.
+"""Parameter names in all versions of Megatron-LM's checkpoints and in ``torch_dist``, and their native names.
 
-Megatron names the experts of a layer in three ways: one module per expert (``local_experts.0.linear_fc1.weight``),
-grouped as transformer-engine does (``linear_fc1.weight0``), and all in one tensor (``weight1``, ``weight2``).
+Megatron-LM names the experts of a layer in three ways: one module per expert (``local_experts.0.linear_fc1.weight``),
+grouped as in Transformer Engine (``linear_fc1.weight0``), and fused in one tensor (``weight1``, ``weight2``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FUSED = re.compile(r"(.+\.mlp\.experts)\.weight([12])")
 
 
 CHOOSING_BIAS = ".router.expert_bias"
-"""How the name of the bias ends that only chooses experts: it has no gradient, no optimizer state, and float32."""
+"""Name suffix of the router bias that affects only expert selection: float32, without gradient or optimizer state."""
 
 
 def is_expert_key(key: str) -> bool:
@@ -29,29 +29,29 @@ def is_expert_key(key: str) -> bool:
 
 
 def expert_number(key: str) -> int | None:
-    """Return the number, in its file, of the expert that a parameter belongs to; None where it is of none."""
+    """Return the expert number within the file that a parameter belongs to, or None if it belongs to no expert."""
     match = _SEQUENTIAL.fullmatch(key)
     return None if match is None else int(match[2])
 
 
 def is_fused_key(key: str) -> bool:
-    """Tell whether a key is that of a tensor which holds one linear layer of all experts."""
+    """Return whether a key names a tensor that fuses one linear layer of all experts."""
     return _FUSED.fullmatch(key) is not None
 
 
 def grouped_key(key: str) -> str:
-    """Return the key that a parameter has where experts are grouped; ``key`` itself where it is of no expert."""
+    """Return a parameter's key with grouped experts, or ``key`` itself if the parameter belongs to no expert."""
     match = _SEQUENTIAL.fullmatch(key)
     return key if match is None else f"{match[1]}.{match[3]}.{match[4]}{match[2]}"
 
 
 def expert_tensors(key: str, tensor: LazyTensor, num_experts: int | None) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the parameters of experts that a tensor holds, each with a first dim of 1; none where it is of no expert.
+    """Yield the expert parameters in a tensor, each with a leading dimension of 1; nothing if it holds no expert.
 
-    ``num_experts`` is the number of experts in the file, as far as it is known.
+    ``num_experts`` is the number of experts in the file, or None if it is unknown.
 
     Raises:
-        CheckpointError: the tensor does not divide into so many experts.
+        CheckpointError: the tensor is not divisible into that number of experts.
     """
     found = _SEQUENTIAL.fullmatch(key)
     if found is not None:
@@ -64,7 +64,7 @@ def expert_tensors(key: str, tensor: LazyTensor, num_experts: int | None) -> Ite
     found = _FUSED.fullmatch(key)
     if found is None:
         return
-    # The same bytes are [experts, in, out] in both.
+    # Both are stored as [experts, in, out].
     width_dim = 0 if found[2] == "1" else 1
     if num_experts is None or len(tensor.shape) != 2 or tensor.num_elements % (tensor.shape[width_dim] * num_experts):
         raise CheckpointError(f"{key} {list(tensor.shape)} does not divide into {num_experts} experts")
@@ -79,12 +79,12 @@ def expert_tensors(key: str, tensor: LazyTensor, num_experts: int | None) -> Ite
 
 
 def stacked(tensor: LazyTensor) -> LazyTensor:
-    """Return a tensor of one expert with a first dim of 1."""
+    """Return an expert's tensor with a leading dimension of 1."""
     return replace(tensor, shape=(1, *tensor.shape), strides=(tensor.num_elements, *tensor.strides))
 
 
 def expert_shards(spec: ParamSpec) -> Iterator[tuple[int, tuple[Shard, ...]]]:
-    """Yield each expert of a rank, counted from its first, with the shards of the tensor of that expert alone."""
+    """Yield each local expert's number with the shards of its own tensor."""
     first = spec.shards[0].global_box
     for number in range(first.shape[0]):
         yield (
@@ -109,7 +109,7 @@ _BESIDE_FURTHER = re.compile(r"mtp\.layers\.\d+\.(?:enorm|hnorm|eh_proj|final_la
 _NORM_IN_LINEAR = re.compile(r"(.+)\.layer_norm_(weight|bias)")
 
 _LAYER_MODULES: dict[str, str] = {
-    # megatron-core
+    # Megatron Core
     "input_layernorm": "input_layernorm",
     "self_attention.linear_proj": "self_attention.linear_proj",
     "self_attention.linear_qkv": "self_attention.linear_qkv",
@@ -129,7 +129,7 @@ _LAYER_MODULES: dict[str, str] = {
     "mlp.linear_fc2": "mlp.linear_fc2",
     "mlp.experts.linear_fc1": "mlp.experts.linear_fc1",
     "mlp.experts.linear_fc2": "mlp.experts.linear_fc2",
-    # before it, in the order of their age
+    # names before Megatron Core, oldest first
     "attention.query_key_value": "self_attention.linear_qkv",
     "attention.dense": "self_attention.linear_proj",
     "self_attention.query_key_value": "self_attention.linear_qkv",
@@ -145,7 +145,7 @@ _SINGLE = (
     "mlp.shared_experts.gate_weight",
     "self_attention.core_attention.softmax_offset",
 )
-# transformer-engine keeps a norm in the linear layer that follows it.
+# Transformer Engine keeps a norm in the linear layer that follows it.
 _FUSED_NORMS: dict[str, str] = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.query_key_value": "input_layernorm",
@@ -164,17 +164,17 @@ _WHOLE_MODEL: dict[str, str] = {
     "word_embeddings_for_head.weight": "output_layer.weight",
     "word_embeddings.weight": "output_layer.weight",
 }
-# Buffers that follow from the configuration, and the state of low-precision recipes.
+# Buffers that are computed from the configuration, and the state of low-precision recipes.
 _NO_PARAMETER = re.compile(
     r"(.*\._extra_state|.*\.inv_freq|.*\.local_tokens_per_expert|.*\.(?:self_)?attention\.(?:masked_)?bias)"
 )
 
 
 def local_key(key: str) -> str | None:
-    """Return the native name of a key, with the layer's number that it has in the file; None where it is no parameter.
+    """Return the native name of a key with its layer number in the file, or None if the key is not a parameter.
 
     Raises:
-        KeyError: no GPT has a parameter of this name.
+        KeyError: no GPT model has a parameter with this name.
     """
     if _NO_PARAMETER.fullmatch(key):
         return None
@@ -211,7 +211,7 @@ def local_key(key: str) -> str | None:
 
 
 def flatten_keys(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of a model's state; older files nest the parts of a model in dictionaries."""
+    """Yield (key, value) of a model's state dict; older files nest its parts in dictionaries."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from flatten_keys(value, f"{prefix}{name}.")
@@ -220,12 +220,12 @@ def flatten_keys(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def named_tensors(state: Mapping[str, Any], where: str, num_experts: int | None = None) -> dict[str, LazyTensor]:
-    """Return the parameters of a model chunk under native names, in the file's order.
+    """Return the parameters of a model chunk by native name, in file order.
 
-    ``num_experts`` is the number of a layer's experts in the file; each has a name of its own.
+    ``num_experts`` is the number of experts per layer in the file. Each expert has its own name.
 
     Raises:
-        CheckpointError: it holds tensors that no GPT has; all of them are listed.
+        CheckpointError: the state has tensors that no GPT model has; the message lists all of them.
     """
     found: dict[str, LazyTensor] = {}
     unknown = []
@@ -249,14 +249,14 @@ def named_tensors(state: Mapping[str, Any], where: str, num_experts: int | None 
 
 
 def has_fused_norms(state: Mapping[str, Any]) -> bool:
-    """Return whether a model's state has its norms in the linear layers, as transformer-engine's layers do."""
+    """Return whether a model's state has its norms in the linear layers, as Transformer Engine's layers do."""
     return any(key.endswith(".layer_norm_weight") for key, _ in flatten_keys(state))
 
 
 def fused_key(key: str, is_latent: bool = False) -> str:
-    """Return the key that a parameter has in transformer-engine's layers; ``key`` itself where it is the same.
+    """Return a parameter's key in Transformer Engine's layers, which may equal ``key``.
 
-    ``is_latent`` says that the layer has latent attention, which norms its narrow vectors there.
+    ``is_latent`` states that the layer has multi-head latent attention, whose low-rank projections have norms there.
     """
     layer = re.fullmatch(r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.)(.+)", key)
     if layer is not None:
@@ -274,17 +274,17 @@ _STATE = re.compile(
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 _GATED_HALF = re.compile(r"(.+\.mlp\..*linear_fc1\.(?:weight|bias))_([wv])")
 _EXPERTS = re.compile(r"(.+\.mlp\.experts)\.experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
-"""The experts of a layer: along the axis behind that of the layers, or with a tensor each."""
+"""Experts of a layer: stacked along the axis after the layer axis, or one tensor per expert."""
 _MAIN_PARAMS = ("param", "fp32_param")
 
 
 @dataclass(frozen=True)
 class ParameterKey:
-    """Say what a stored tensor holds.
+    """Parsed key of a stored tensor.
 
-    ``kind`` is ``model``, or the kind of the optimizer's state. ``is_stacked`` marks a tensor whose first axis is the
-    layer; ``key`` is then that of layer 0. ``half`` is 0 or 1 where the two halves of a gated layer have a tensor each,
-    ``expert`` the number of an expert that has one.
+    ``kind`` is ``model`` or a kind of optimizer state. ``is_stacked`` marks a tensor whose first axis is the layer, and
+    ``key`` is then the key of layer 0. ``half`` is 0 or 1 if the two halves of a gated layer are separate tensors.
+    ``expert`` is the expert number if each expert has its own tensor.
     """
 
     kind: str
@@ -294,7 +294,7 @@ class ParameterKey:
     expert: int | None = None
 
     def name(self, layer: int) -> str:
-        """Return the native name of the tensor of one layer; the layer counts for a stacked tensor only."""
+        """Return the native name of one layer's tensor; ``layer`` is used only for a stacked tensor."""
         key = self.key.replace("layers.0.", f"layers.{layer}.", 1) if self.is_stacked else self.key
         parameter = local_key(key)
         assert parameter is not None, key
@@ -302,10 +302,10 @@ class ParameterKey:
 
 
 def parse_key(stored: str) -> ParameterKey | None:
-    """Return what a stored tensor of this key holds; None where it is no parameter and no state of one.
+    """Parse the key of a stored tensor; return None if it is neither a parameter nor its optimizer state.
 
     Raises:
-        KeyError: no GPT has a parameter of this name.
+        KeyError: no GPT model has a parameter with this name.
     """
     state = _STATE.fullmatch(stored)
     kind, key = ("model", stored) if state is None else (state["kind"], state["key"])
@@ -331,13 +331,13 @@ def parse_key(stored: str) -> ParameterKey | None:
 def stored_key(
     name: str, *, has_experts: bool = False, is_latent: bool = False, stacks: bool = True
 ) -> tuple[str, int | None]:
-    """Return the key under which Megatron stores a parameter, and its layer where layers are stacked in one tensor.
+    """Return the key under which Megatron-LM stores a parameter, and its layer if layers are stacked in one tensor.
 
-    ``has_experts`` and ``is_latent`` say what the parameter's layer has; ``stacks`` that layers are alike, and so
-    are stacked. Norms have the names of transformer-engine's layers, whichever layers a run has.
+    ``has_experts`` and ``is_latent`` describe the parameter's layer. ``stacks`` states that all layers are alike and
+    therefore stacked. Norms have Transformer Engine's names in every run.
     """
     key = name.replace(".mlp.experts.", ".mlp.experts.experts.")
-    # A router has no norm in it.
+    # Norms are not fused into a router.
     if not (has_experts and ".pre_mlp_layernorm." in key):
         key = fused_key(key, is_latent)
     words = key.split(".")

@@ -1,4 +1,4 @@
-"""Open the files of a Megatron checkpoint: one per model-parallel rank, and which part of the model each holds."""
+"""Open the files of a Megatron-LM checkpoint, one per model-parallel rank, and map their parts of the model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, eq=False)
 class RankFile:
-    """Hold what one model-parallel rank saved.
+    """Open files of one model-parallel rank.
 
-    ``chunks`` are the parameters of its model chunks in the file's order, under native names but with the numbers that
-    layers have within a chunk. ``flat_optimizer`` is the distributed optimizer's file where there is one. ``is_copy``
-    says that another file has all that is in this one but the experts.
+    ``chunks`` are the parameters of its model chunks in file order, with native names whose layer numbers count within
+    the chunk. ``flat_optimizer`` is the distributed optimizer's file, if there is one. ``is_copy`` states that another
+    file holds the same values except the experts.
     """
 
     tp_rank: int
@@ -39,16 +39,15 @@ class RankFile:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Return the values of ``args``; none where the file has no such entry."""
+        """Return the values of ``args``; empty if the file has none."""
         return _arguments(self.file)
 
     @property
     def version(self) -> float:
-        """Return the checkpoint_version: 0 where the file does not say."""
+        """Return the ``checkpoint_version``, or 0 if the file has none."""
         return float(self.file.value.get("checkpoint_version", 0))
 
     def num_layers(self, chunk: int) -> int:
-        """Return the number of layers of a model chunk."""
         numbers = {int(match.group(1)) for match in map(_LAYER_NUMBER.match, self.chunks[chunk]) if match}
         if numbers != set(range(len(numbers))):
             missing = min(set(range(max(numbers))) - numbers)
@@ -58,7 +57,6 @@ class RankFile:
         return len(numbers)
 
     def close(self) -> None:
-        """Close the files."""
         self.file.close()
         if self.flat_optimizer is not None:
             self.flat_optimizer.close()
@@ -72,31 +70,31 @@ def _arguments(file: TorchFile) -> Mapping[str, Any]:
 
 
 def rank_folder_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
-    """Return the name of a rank's folder; the stage is in it only where there is a pipeline, and so the experts."""
+    """Return the name of a rank's folder, with a stage only for pp > 1 and an expert rank only for ep > 1."""
     stage, experts = f"_{pp_rank:03d}" if pp > 1 else "", f"_{ep_rank:03d}" if ep > 1 else ""
     return f"mp_rank_{tp_rank:02d}{stage}{experts}"
 
 
 def expert_places(tp: int, ep: int, etp: int) -> list[tuple[int, int]]:
-    """Return (tensor rank, expert rank) of every file of a stage: of the ranks that together hold each expert once.
+    """Return (TP rank, EP rank) of every file of a stage: the ranks that together hold each expert once.
 
-    Every tensor rank is among them where ``etp * ep`` is ``tp`` or more and ``etp`` divides ``tp``.
+    Every TP rank is included if ``etp * ep`` is at least ``tp`` and ``etp`` divides ``tp``.
     """
     return sorted({(rank % tp, rank // etp) for rank in range(etp * ep)})
 
 
 def is_megatron_torch(folder: Path) -> bool:
-    """Return whether a folder is an iteration's checkpoint in this format."""
+    """Return whether a folder is one iteration's checkpoint in this format."""
     return any(_RANK_FOLDER.fullmatch(path.parent.name) for path in folder.glob(f"mp_rank_*/{MODEL_FILE}"))
 
 
 def open_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
-    """Open the file of every rank, by (tensor-parallel rank, pipeline rank): of those with other experts the first.
+    """Open the files by (TP rank, PP rank); of several files with different experts, only the first.
 
-    That is the one which holds the optimizer's state of all that is no expert.
+    The first file holds the optimizer state of all parameters that are not experts.
 
     Raises:
-        CheckpointError: one holds what is not data, or another kind of model.
+        CheckpointError: a file contains objects other than data, or another kind of model.
         DamagedCheckpointError: a rank's file is missing or damaged.
     """
     paths = _rank_folders(folder)
@@ -104,10 +102,10 @@ def open_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
 
 
 def open_expert_files(folder: Path) -> list[RankFile]:
-    """Open the files that hold the experts of all but the first ranks of expert parallelism, and copies of the rest.
+    """Open the files of all EP ranks but the first: their experts, and copies of all other parameters.
 
     Raises:
-        CheckpointError: one holds what is not data, or another kind of model.
+        CheckpointError: a file contains objects other than data, or another kind of model.
         DamagedCheckpointError: a rank's file is missing or damaged.
     """
     paths = _rank_folders(folder)
@@ -119,12 +117,12 @@ def _first(paths: Collection[tuple[int, int, int]], tp_rank: int) -> int:
 
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
-    """Return every rank's folder, by (tensor-parallel, pipeline, expert-parallel) rank."""
+    """Return every rank's folder by (TP rank, PP rank, EP rank)."""
     found = [(match, entry) for entry in sorted(folder.iterdir()) if (match := _RANK_FOLDER.fullmatch(entry.name))]
     if not found:
         raise CheckpointError(f"{folder} holds no mp_rank_XX folder")
     has_two = any(match.group(2) for match, _ in found) and not any(match.group(3) for match, _ in found)
-    # Of two numbers the second is that of the stage, or of the experts where there is no pipeline.
+    # A second number is the pipeline stage, or the EP rank if there is no pipeline.
     is_expert = has_two and _has_no_stages(found[0][1])
     paths: dict[tuple[int, int, int], Path] = {}
     for match, entry in found:

@@ -1,4 +1,4 @@
-"""Plan the files of every model-parallel rank: Megatron's keys, and which values go into each tensor."""
+"""Plan the files of every model-parallel rank: Megatron-LM's keys and the values of each tensor."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from megatron.core.precision import dtype_from_name
 
 CHECKPOINT_VERSION = 3.0
 FLOAT8_SCALING = "float8_scaling"
-"""Key of what fp8's delayed scaling remembers, in a ``common`` and in the files."""
+"""Key of the state of FP8 delayed scaling, in a ``common`` section and in the files."""
 _LINEAR = (
     *("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer", "eh_proj"),
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
@@ -72,14 +72,14 @@ _LINEAR = (
 _OF_ONE_EXPERT = re.compile(r"\.local_experts\.\d+")
 
 DtypeOf = Callable[[str], torch.dtype]
-"""Gives the dtype of a tensor by its native name."""
+"""Maps the native name of a tensor to its dtype."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Place a parameter, or a tensor of its optimizer state, in a planned tensor at element ``start``.
+    """Range of a planned tensor, from element ``start``, for a parameter or a tensor of its optimizer state.
 
-    ``name`` is the native name of the global tensor that the values come from.
+    ``name`` is the native name of the global tensor that provides the values.
     """
 
     tensor: PlannedTensor
@@ -90,7 +90,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class PlannedValue:
-    """Hold the value of one file, with planned tensors in it, and what goes into them."""
+    """Value of one file that contains planned tensors, and the slots that fill them."""
 
     value: Any
     slots: tuple[Slot, ...]
@@ -98,10 +98,10 @@ class PlannedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerTerms:
-    """Hold what the optimizer's files say beside tensors.
+    """Values in the optimizer's files other than tensors.
 
-    ``param_groups`` go by the multiplier of the weight decay. ``is_half`` says that the model is of a half precision
-    and has float32 main parameters. ``grad_scaler`` is None where there is none.
+    ``param_groups`` differ in their weight decay multiplier. ``is_half`` states that the model has half precision and
+    float32 main parameters. ``grad_scaler`` is None without a loss scale.
     """
 
     config: OptimizerConfig
@@ -113,7 +113,7 @@ class OptimizerTerms:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Return the kinds of tensors that the update rule keeps of a parameter."""
+        """Return the names of the optimizer's state tensors for each parameter."""
         if self.config.optimizer == "adam":
             return ("exp_avg", "exp_avg_sq")
         return ("momentum_buffer",) if self.config.sgd_momentum else ()
@@ -121,7 +121,7 @@ class OptimizerTerms:
 
 @dataclass(frozen=True)
 class Experts:
-    """Say of the optimizer that experts have for themselves whether they have biases."""
+    """Properties of the experts' separate optimizer."""
 
     has_bias: bool
 
@@ -129,7 +129,7 @@ class Experts:
 def model_state(
     parameters: Sequence[LocalParameter], dtype_of: DtypeOf, fused_norms: bool, groups_experts: bool = False
 ) -> PlannedValue:
-    """Return the state of one model chunk. Linear layers have an empty ``_extra_state``."""
+    """Plan the state dict of one model chunk. Linear layers have an empty ``_extra_state``."""
     keys = {parameter.key for parameter in parameters}
     state: OrderedDict[str, PlannedTensor | None] = OrderedDict()
     slots = []
@@ -148,7 +148,7 @@ def model_state(
                 None
             )
     if any(p.key == "decoder.final_layernorm.weight" for p in parameters):
-        # The module is there even where its weight is the embedding's.
+        # The module exists even if it shares the embedding's weight.
         state.setdefault("output_layer._extra_state", None)
     return PlannedValue(state, tuple(slots))
 
@@ -156,7 +156,7 @@ def model_state(
 def optimizer_state(
     chunks: Sequence[Sequence[LocalParameter]], terms: OptimizerTerms, dtype_of: DtypeOf, experts: Experts | None = None
 ) -> PlannedValue:
-    """Return the optimizer's state of a rank, parameter by parameter; ``experts`` says that it is theirs alone."""
+    """Plan a rank's optimizer state by parameter; ``experts`` is set for the experts' own optimizer."""
     ordered = in_optimizer_order(chunks)
     groups = param_groups(terms, experts)
     state: dict[int, dict[str, PlannedTensor]] = {}
@@ -189,7 +189,7 @@ def optimizer_state(
 
 
 def distributed_optimizer_state(terms: OptimizerTerms, experts: Experts | None = None) -> dict[str, Any]:
-    """Return what the distributed optimizer leaves in the model's file: its tensors are in one of their own."""
+    """Return the distributed optimizer's part of the model file; its tensors are in a separate file."""
     groups = param_groups(terms, experts)
     for group in groups:
         group["step"] = float(terms.num_steps)
@@ -202,9 +202,10 @@ def flat_optimizer_state(
     terms: OptimizerTerms,
     buffer_dtypes: tuple[torch.dtype, torch.dtype],
 ) -> PlannedValue:
-    """Return the distributed optimizer's own file: flat buffers of main parameters and moments, one set a chunk.
+    """Plan the distributed optimizer's own file: flat buffers of main parameters and moments per chunk.
 
-    ``buffer_dtypes`` are those of the parameters and of their gradients: Megatron looks the buffers up by them.
+    ``buffer_dtypes`` are the dtypes of the parameters and of their gradients, which Megatron-LM uses as the buffers'
+    key.
     """
     value: dict[Any, Any] = {"buckets_coalesced": True}
     slots = []
@@ -233,7 +234,7 @@ def rank_value(
     rng_state: Any,
     floating_point_operations: float,
 ) -> dict[str, Any]:
-    """Return everything that a rank's ``model_optim_rng.pt`` holds; None leaves an entry out."""
+    """Return the content of a rank's ``model_optim_rng.pt``; entries that are None are left out."""
     value: dict[str, Any] = {"args": arguments, "checkpoint_version": CHECKPOINT_VERSION, "iteration": iteration}
     value |= {"model": models[0]} if len(models) == 1 else {f"model{n}": model for n, model in enumerate(models)}
     rest = {"optimizer": optimizer, "opt_param_scheduler": scheduler, "rng_state": rng_state}
@@ -243,18 +244,18 @@ def rank_value(
 
 
 def float8_entry(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry, which Megatron passes over, of what fp8's delayed scaling remembers; empty where it is not on.
+    """Return the entry with the state of FP8 delayed scaling; empty without it. Megatron-LM ignores this entry.
 
-    Megatron keeps that of each rank, in transformer-engine's own form.
+    Megatron-LM stores this state per rank in Transformer Engine's own form.
     """
     tensors = common.get(FLOAT8_SCALING) or {}
     return {FLOAT8_SCALING: {name: given_tensor(values) for name, values in tensors.items()}} if tensors else {}
 
 
 def param_groups(terms: OptimizerTerms, experts: Experts | None = None) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with weight decay and without, but for their parameters.
+    """Return the optimizer's groups with and without weight decay, without their parameters.
 
-    Experts without biases have the first alone.
+    Experts without biases have only the first group.
     """
     multipliers = (1.0,) if experts is not None and not experts.has_bias else (1.0, 0.0)
     return [_param_group(terms, multiplier) | {"is_expert_parallel": experts is not None} for multiplier in multipliers]
@@ -282,7 +283,7 @@ def _param_group(terms: OptimizerTerms, multiplier: float) -> dict[str, Any]:
 
 
 def loss_scale_entry(terms: OptimizerTerms) -> dict[str, Any]:
-    """Return the entry of the loss scale; Megatron keeps the scale as a tensor."""
+    """Return the loss scale entry; Megatron-LM stores the scale as a tensor."""
     if terms.grad_scaler is None:
         return {}
     state = dict(terms.grad_scaler)
@@ -296,7 +297,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class RankExtras:
-    """Hold what a rank's file carries and no other format has: values of ``args``, and its random number state."""
+    """Values of a rank's file that no other format has: ``args`` and the random number generator state."""
 
     arguments: Mapping[str, Any]
     rng_state: Any = None
@@ -304,21 +305,21 @@ class RankExtras:
 
 @dataclass(frozen=True, eq=False)
 class PlannedFile:
-    """Pair a file's plan with what goes into its tensors."""
+    """Plan of a file and the slots that fill its tensors."""
 
     file: TorchFilePlan
     slots: tuple[Slot, ...]
 
 
 class RankPlanner:
-    """Plan the files of any rank. ``common`` is a native index's: its configuration says the layout to write.
+    """Plan the files of any rank for the layout in ``common``, the section of a native index.
 
-    ``dtype_of`` gives the dtype of a tensor by native name. ``padded_vocab_size`` and ``fused_norms``
-    (transformer-engine's names of norms) follow the files that a checkpoint came from, where it came from such.
-    ``groups_experts`` gives experts transformer-engine's names.
+    ``dtype_of`` returns the dtype of a tensor by native name. ``padded_vocab_size`` and ``fused_norms`` (Transformer
+    Engine's names of norms) are those of the source checkpoint if it has this format. ``groups_experts`` gives experts
+    Transformer Engine's names.
 
     Raises:
-        ConfigurationError: Megatron's arguments cannot describe the model.
+        ConfigurationError: Megatron-LM's arguments cannot describe the model.
     """
 
     def __init__(
@@ -340,7 +341,7 @@ class RankPlanner:
         self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size
         self.fused_norms = fused_norms
         self._dtype_of = dtype_of
-        narrow = (self.model.q_lora_rank or 0, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim)
+        narrow = (self.model.mla.q_lora_rank or 0, self.model.mla.kv_lora_rank + self.model.mla.qk_pos_emb_head_dim)
         cuts_narrow = self.model.transformer_impl == "local" and all(rows % self.tp == 0 for rows in narrow)
         self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=cuts_narrow)
         self.ep = self.model.expert_model_parallel_size
@@ -348,10 +349,10 @@ class RankPlanner:
 
     @property
     def expert_places(self) -> list[tuple[int, int]]:
-        """Return (tensor rank, expert rank) of every file of a stage of the ``torch`` format.
+        """Return (TP rank, EP rank) of every file of a stage in the ``torch`` format.
 
         Raises:
-            ConfigurationError: there are none for the layout of the experts.
+            ConfigurationError: this format does not support the layout of the experts.
         """
         check_expert_places(self.model)
         return expert_places(self.tp, self.ep, self.model.parallel_sizes.expert_tp)
@@ -359,7 +360,7 @@ class RankPlanner:
     def plan_rank(
         self, folder: Path, tp_rank: int, pp_rank: int, iteration: int, extras: RankExtras, ep_rank: int = 0
     ) -> tuple[PlannedFile, ...]:
-        """Return the plan of a rank's file, and of the distributed optimizer's where there is one."""
+        """Plan a rank's file, and the distributed optimizer's file if there is one."""
         chunks = self.parameters(tp_rank, pp_rank, ep_rank)
         arguments = self.arguments(extras.arguments)
         models = [
@@ -393,7 +394,7 @@ class RankPlanner:
     def _optimizer_parts(
         self, chunks: Sequence[Sequence[LocalParameter]], arguments: Mapping[str, Any], pp_rank: int
     ) -> Iterator[_OptimizerPart]:
-        """Yield the plan of each optimizer of a rank: with expert parallelism experts have one of their own."""
+        """Plan each optimizer of a rank; with expert parallelism the experts have a separate optimizer."""
         if self.terms is None:
             return
         has_own = self.ep > 1
@@ -412,7 +413,7 @@ class RankPlanner:
                 yield _OptimizerPart(planned.value, planned.slots, None, experts is not None)
 
     def parameters(self, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> list[Sequence[LocalParameter]]:
-        """Return the parameters of each model chunk of a rank, in the order of its files."""
+        """Return the parameters of each model chunk of a rank, in file order."""
         chunks: list[Sequence[LocalParameter]] = []
         for contents in self.stages.chunks(pp_rank):
             parameters = self._describer.parameters(
@@ -428,7 +429,7 @@ class RankPlanner:
         return chunks
 
     def arguments(self, carried: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of ``args``; those in ``carried`` that nothing here decides are kept."""
+        """Return the values of ``args``, including those of ``carried`` that the run does not determine."""
         config, progress, layout = self.common["config"], self.common["progress"], self.common["layout"]
         half = self.model.params_dtype == "bfloat16" and not config["ddp"].get("grad_reduce_in_bf16", False)
         derived = derived_arguments(
@@ -439,7 +440,7 @@ class RankPlanner:
             self.padded_vocab_size,
         )
         defaults = {"accumulate_allreduce_grads_in_fp32": half}
-        if self.model.num_experts is not None:
+        if self.model.moe.num_experts is not None:
             derived["moe_grouped_gemm"] = self.groups_experts
         counts = {theirs: progress[ours] for ours, theirs in PROGRESS.items()}
         carried = {name: value for name, value in carried.items() if name != TRAIN_DATA}
@@ -477,7 +478,7 @@ class RankPlanner:
 
 @dataclass(frozen=True, eq=False)
 class _OptimizerPart:
-    """Hold what one optimizer of a rank leaves in the model's file, and in one of its own."""
+    """State of one optimizer of a rank in the model file and in its own file."""
 
     state: Any
     slots: tuple[Slot, ...]
@@ -486,15 +487,15 @@ class _OptimizerPart:
 
 
 def _alone(values: Sequence[Any]) -> Any:
-    """Return a list as Megatron has it of optimizers: the only one by itself, None where there is none."""
+    """Return optimizers as Megatron-LM stores them: a list, a single one by itself, or None for none."""
     return list(values) if len(values) > 1 else values[0] if values else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedValues:
-    """Hold a checkpoint's layout as its files have it, and each rank's own values, by (tensor rank, pipeline rank).
+    """Layout of a checkpoint's files, and each rank's own values by (TP rank, PP rank).
 
-    Nothing is carried where the checkpoint was in another format.
+    Empty if the checkpoint was in another format.
     """
 
     num_chunks: int = 0
@@ -504,13 +505,13 @@ class CarriedValues:
     ranks: Mapping[tuple[int, int], RankExtras] = field(default_factory=dict)
 
     def fits(self, tp: int, pp: int, num_chunks: int) -> bool:
-        """Return whether a layout is the one that the files have."""
+        """Return whether a layout equals the files' layout."""
         grid = {(t, p) for t in range(tp) for p in range(pp)}
         return self.ranks.keys() == grid and self.num_chunks == num_chunks
 
 
 def carried_from(folder: Path) -> CarriedValues:
-    """Return what the files of a folder hand on; nothing where it is in another format."""
+    """Read the values to carry over from a folder's files; empty if it is in another format."""
     if not is_megatron_torch(folder):
         return CarriedValues()
     ranks = open_rank_files(folder)
@@ -522,7 +523,7 @@ def carried_from(folder: Path) -> CarriedValues:
 
 
 def carried_from_ranks(ranks: Mapping[tuple[int, int], RankFile]) -> CarriedValues:
-    """Return what open files hand on."""
+    """Read the values to carry over from open files."""
     first = ranks[0, 0]
     state = first.file.value
     tp = 1 + max(tp_rank for tp_rank, _ in ranks)
@@ -542,7 +543,7 @@ def carried_from_ranks(ranks: Mapping[tuple[int, int], RankFile]) -> CarriedValu
 
 
 def as_values(value: Any, file: TorchFile) -> Any:
-    """Return a small value of a file with its tensors and arrays read; objects of no use become None."""
+    """Return a small value of a file with its tensors and arrays loaded; unsupported objects become None."""
     if isinstance(value, LazyTensor):
         return given_tensor(file.view(value).clone())
     if isinstance(value, StoredArray):

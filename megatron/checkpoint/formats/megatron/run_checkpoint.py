@@ -1,4 +1,4 @@
-"""Load a run from Megatron's formats at any layout, and save in them at the run's own layout.
+"""Load a run from Megatron-LM's formats at any layout, and save to them at the run's own layout.
 
 The formats are ``torch`` (one file per model-parallel rank) and ``torch_dist``.
 """
@@ -64,9 +64,10 @@ from megatron.core.tensor_parallel import DEFAULT
 
 
 def prefixes_held_apart(ddp: Mapping[str, Any], replicas: Group) -> tuple[str, ...]:
-    """Return how names begin of what this rank alone holds, or the first of copies, from a run's configuration.
+    """Return the name prefixes of tensors that only this rank holds, or of which it holds the first copy.
 
-    ``replicas`` are the ranks over which it is sharded: others for experts than for all else.
+    ``replicas`` are the ranks over which the tensors are sharded: a different group for experts than for other
+    parameters. ``ddp`` is the section of that name in the run's configuration.
     """
     levels = replicas.levels
     if levels is not None and not levels[1].is_first:
@@ -77,14 +78,14 @@ def prefixes_held_apart(ddp: Mapping[str, Any], replicas: Group) -> tuple[str, .
 
 
 def is_held_apart(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether this rank alone holds its part of a tensor; what is not trained all of them hold whole."""
+    """Return whether only this rank holds its shard of a tensor; untrained tensors are replicated."""
     return name.startswith(prefixes) and not name.endswith(CHOOSING_BIAS)
 
 
 MegatronSource = MegatronTorchSource | TorchDistSource
 
 STREAM_PLACES: Mapping[str, tuple[str, ...]] = {DEFAULT: ("cuda_rng_state",)}
-"""Where a stream of random numbers stands in an entry of ``rng_state``."""
+"""Path of a random number stream within an entry of ``rng_state``."""
 _SEED_STEP_OF_STAGE = 100
 _EXPERT_SEED = 1024
 _MODEL_PARALLEL_SEED = 2718
@@ -92,9 +93,9 @@ _MODEL_PARALLEL_SEED = 2718
 
 @dataclass(frozen=True, eq=False)
 class SourceCheckpoint:
-    """Offer the open files of a checkpoint of any other format; each rank reads the boxes that it holds.
+    """Open files of a checkpoint in any format other than native; each rank reads the boxes that it holds.
 
-    ``config`` is what the files record of the configuration.
+    ``config`` is the configuration that the files record.
     """
 
     source: CheckpointSource
@@ -105,7 +106,7 @@ class SourceCheckpoint:
 
     @property
     def version(self) -> float:
-        """Return the version that Megatron's files say; other formats have the order of the newest."""
+        """Return the files' ``checkpoint_version``; other formats have the parameter order of the newest version."""
         source = self.source
         return source.checkpoint_version if isinstance(source, MegatronTorchSource) else CHECKPOINT_VERSION
 
@@ -120,7 +121,7 @@ class SourceCheckpoint:
         """Fill every rank's tensors in place.
 
         Raises:
-            CheckpointError: names, shapes or dtypes do not fit; all of them are listed. On every rank alike.
+            CheckpointError: names, shapes or dtypes do not match; the message lists all of them. Raised on every rank.
         """
         world = self.state.world
         descriptions = all_gather_from_world([tensor.describe() for tensor in tensors], self.state)
@@ -141,7 +142,7 @@ class SourceCheckpoint:
         return num_bytes
 
     def _fill(self, tensor: ShardedTensor) -> int:
-        """Fill one tensor and return the bytes of what was read."""
+        """Fill one tensor and return the number of bytes read."""
         if tensor.name in self.streams:
             return tensor.data.copy_(self.streams[tensor.name]).nbytes
         num_bytes = 0
@@ -156,12 +157,13 @@ class SourceCheckpoint:
 def open_torch_checkpoint(
     folder: Path, state: ParallelState, verify: bool, model: Mapping[str, Any] | None
 ) -> SourceCheckpoint:
-    """Open a folder's files on every rank; with ``verify`` the ranks share out the comparison of checksums.
+    """Open a folder's files on every rank; with ``verify`` the ranks divide the checksum verification.
 
-    ``model`` is the run's configuration of it.
+    ``model`` is the run's model configuration.
 
     Raises:
-        CheckpointError: a file is damaged, asks for what is not data, or is of another model. On every rank alike.
+        CheckpointError: a file is damaged, contains objects other than data, or holds another model. Raised on every
+            rank.
     """
 
     def open_files() -> MegatronSource:
@@ -180,7 +182,7 @@ def open_torch_checkpoint(
         return source
 
     source = run_on_all_ranks(open_files, state.world)
-    # Neither belongs to a parameter: the one to a rank, the other to the whole model.
+    # Neither belongs to a parameter: random streams belong to a rank, FP8 scaling to the whole model.
     streams = _streams(source) | {FLOAT8_PREFIX + name: each for name, each in source.float8_scaling().items()}
     stored = {
         name: StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ()) for name, values in streams.items()
@@ -189,7 +191,7 @@ def open_torch_checkpoint(
 
 
 def index_of(source: CheckpointSource, streams: Mapping[str, StoredTensor]) -> CheckpointIndex:
-    """Return what a source holds as the index of a native checkpoint would say it, with ``streams`` beside."""
+    """Build the index of a native checkpoint for a source's tensors and ``streams``."""
     tensors = {
         name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), ()) for name, info in source.tensors.items()
     }
@@ -197,9 +199,10 @@ def index_of(source: CheckpointSource, streams: Mapping[str, StoredTensor]) -> C
 
 
 def _streams(source: MegatronSource) -> dict[str, torch.Tensor]:
-    """Return the streams of random numbers in the files, by native name: those of every data-parallel rank, or none.
+    """Return the random number streams in the files by native name, if every data-parallel rank's stream is stored.
 
-    Megatron usually stores one state for all data-parallel ranks; here they differ, and then all are stored.
+    Megatron-LM usually stores one state for all data-parallel ranks. Here the streams differ per rank, and all are
+    stored.
     """
     found = {}
     layout = source.common["layout"]
@@ -220,7 +223,7 @@ def _streams(source: MegatronSource) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class BoxWrite:
-    """Say that values, a box of a slot's local tensor, go into a file."""
+    """Write of values, a box of a slot's local tensor, to a file."""
 
     slot: Slot
     box: Box
@@ -229,7 +232,7 @@ class BoxWrite:
 
 @dataclass(frozen=True, eq=False)
 class FileShare:
-    """Hold what this rank writes of one file; one of the ranks that write a file creates and finishes it."""
+    """This rank's writes to one file; one of the ranks that write a file creates and finishes it."""
 
     planned: PlannedFile
     is_creator: bool
@@ -237,24 +240,23 @@ class FileShare:
 
     @property
     def path(self) -> Path:
-        """Return where the file is written."""
         return self.planned.file.path
 
 
 @dataclass(frozen=True, eq=False)
 class TorchShare:
-    """Hold what this rank writes of all files, planned by all ranks together and written by each on its own.
+    """This rank's writes to all files, planned collectively and written independently.
 
-    The ranks of one model-parallel place (data- and context-parallel ones) share its files: the first creates them and
-    writes what it holds, the others add the shards of the optimizer that they alone hold, the first finishes them.
-    Each of the three is to begin when the one before has ended on all ranks.
+    The data- and context-parallel ranks with the same model-parallel coordinates share their files. The first creates
+    them and writes its values, the others add the optimizer shards that only they hold, and the first finishes them.
+    Each of these phases starts after the previous one has ended on all ranks.
     """
 
     folder: Path
     files: tuple[FileShare, ...]
 
     def staged(self, area: StagingArea) -> TorchShare:
-        """Return the same share with a copy of its values, which training no longer changes."""
+        """Copy the values, so that training no longer changes them, and return the share with the copies."""
         writes = [(number, write) for number, file in enumerate(self.files) for write in file.writes]
         writes.sort(key=lambda item: -item[1].values.element_size())
         copies = area.copy([write.values for _, write in writes])
@@ -265,10 +267,10 @@ class TorchShare:
         return TorchShare(self.folder, tuple(files))
 
     def create(self) -> None:
-        """Create this rank's files and write what it holds of them.
+        """Create this rank's files and write its values to them.
 
         Raises:
-            CheckpointWriteError: the file system refused.
+            CheckpointWriteError: writing to the file system failed.
         """
         for file in self.files:
             if file.is_creator:
@@ -277,10 +279,10 @@ class TorchShare:
                     _write(file, create=True)
 
     def add(self) -> None:
-        """Write what this rank holds of files that others created.
+        """Write this rank's values to files that other ranks created.
 
         Raises:
-            CheckpointWriteError: the file system refused.
+            CheckpointWriteError: writing to the file system failed.
         """
         for file in self.files:
             if file.writes and not file.is_creator:
@@ -288,10 +290,10 @@ class TorchShare:
                     _write(file, create=False)
 
     def finish(self) -> None:
-        """Complete this rank's files and force them to disk.
+        """Complete this rank's files and flush them to disk.
 
         Raises:
-            CheckpointWriteError: the file system refused.
+            CheckpointWriteError: writing to the file system failed.
         """
         for file in self.files:
             if file.is_creator:
@@ -312,12 +314,13 @@ def plan_torch_share(
     rng: Mapping[str, torch.Tensor],
     state: ParallelState,
 ) -> TorchShare:
-    """Agree with all ranks on who writes what, and return this rank's share; collective.
+    """Assign the writes to all ranks and return this rank's share; collective.
 
-    ``content`` is the ``common`` of a native checkpoint, ``rng`` the streams of random numbers, if they are saved.
+    ``content`` is the ``common`` section of a native checkpoint. ``rng`` holds the random number streams, if they are
+    saved.
 
     Raises:
-        CheckpointError: the ranks together do not hold everything. On every rank alike.
+        CheckpointError: the ranks together do not hold all values. Raised on every rank.
     """
     params_dtype = dtype_from_name(content["config"]["model"]["params_dtype"])
     main_dtype = arithmetic_dtype(params_dtype)
@@ -361,7 +364,7 @@ def plan_torch_share(
 
 
 def _held_boxes(slot: Slot, held: Sequence[ShardedTensor]) -> Iterator[BoxWrite]:
-    """Yield what this rank holds of a slot's parameter."""
+    """Yield the writes of this rank's part of a slot's parameter."""
     for tensor in held:
         for own in tensor.shards:
             for shard in slot.parameter.shards:
@@ -372,7 +375,7 @@ def _held_boxes(slot: Slot, held: Sequence[ShardedTensor]) -> Iterator[BoxWrite]
 
 
 def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None:
-    """Return the error where the ranks of a place do not write every element of its files."""
+    """Return an error if the ranks with these model-parallel coordinates do not write every element of their files."""
     own = {file.path: sum(write.box.num_elements for write in file.writes) for file in share.files}
     written: dict[Path, int] = {}
     for counts in all_gather_objects(own, state.dp_cp):
@@ -389,9 +392,9 @@ def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None
 
 
 def stored_random_states(content: Mapping[str, Any], rng: Mapping[str, torch.Tensor], state: ParallelState) -> Any:
-    """Return Megatron's ``rng_state``: that of the first rank of a place, or of all where the run has dropout.
+    """Return Megatron-LM's ``rng_state``: the first data-parallel rank's state, or with dropout the state of all.
 
-    Generators that are not used here stand where Megatron's seeds put them at the start of a run.
+    Generators that this project does not use have Megatron-LM's initial seeds.
     """
     if not rng:
         return None
@@ -406,7 +409,7 @@ def _rng_entry(own: torch.Tensor, seed: int, tp_rank: int) -> dict[str, Any]:
     def unused(seed: int) -> Any:
         state = torch.Generator().manual_seed(seed).get_state()
         if state.shape != own.shape:
-            # A CUDA generator's state is its seed and how far it has come.
+            # A CUDA generator's state consists of its seed and its offset.
             state = torch.tensor([seed, 0]).view(torch.uint8)
         return given_tensor(state)
 
@@ -437,7 +440,7 @@ def _write(file: FileShare, create: bool) -> None:
 
 @contextmanager
 def _reporting(path: Path) -> Iterator[None]:
-    """Turn the file system's refusal into an error that names the file and what is free."""
+    """Convert an error of the file system to one that names the file and the free space."""
     try:
         yield
     except OSError as failure:
@@ -446,7 +449,7 @@ def _reporting(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class ChunkWrite:
-    """Say that values go to one or more places of the checkpoint."""
+    """Write of values to one or more chunks of the checkpoint."""
 
     places: tuple[ChunkPlace, ...]
     values: torch.Tensor
@@ -454,7 +457,7 @@ class ChunkWrite:
 
 @dataclass(frozen=True, eq=False)
 class TorchDistShare:
-    """Hold what this rank writes, into a file of its own; the first rank then completes the folder."""
+    """This rank's writes, which go to a file of its own; the first rank then completes the folder."""
 
     folder: Path
     rank: int
@@ -463,17 +466,17 @@ class TorchDistShare:
     common: Mapping[str, Any]
 
     def staged(self, area: StagingArea) -> TorchDistShare:
-        """Return the same share with a copy of its values, which training no longer changes."""
+        """Copy the values, so that training no longer changes them, and return the share with the copies."""
         ordered = sorted(self.writes, key=lambda write: -write.values.element_size())
         copies = area.copy([write.values for write in ordered])
         writes = (replace(write, values=copy) for write, copy in zip(ordered, copies, strict=True))
         return replace(self, writes=tuple(writes))
 
     def write(self) -> list[WrittenEntry]:
-        """Write this rank's file, if it holds anything, and return what is in it.
+        """Write this rank's file, if the rank has any writes, and return its entries.
 
         Raises:
-            CheckpointWriteError: the file system refused.
+            CheckpointWriteError: writing to the file system failed.
         """
         if not self.writes and not self.objects:
             return []
@@ -491,11 +494,11 @@ class TorchDistShare:
         return file.written
 
     def complete(self, written: Sequence[WrittenEntry]) -> None:
-        """Write the files that say what all ranks wrote; for one rank.
+        """Write the metadata and shared files for the entries of all ranks; only one rank calls this.
 
         Raises:
-            CheckpointError: the ranks together do not hold everything.
-            CheckpointWriteError: the file system refused.
+            CheckpointError: the ranks together do not hold all values.
+            CheckpointWriteError: writing to the file system failed.
         """
         try:
             write_shared_files(self.folder, self.common, written)
@@ -510,10 +513,10 @@ def plan_torch_dist_share(
     rng: Mapping[str, torch.Tensor],
     state: ParallelState,
 ) -> TorchDistShare:
-    """Return this rank's share; collective. ``content`` and ``rng`` are as for `plan_torch_share`.
+    """Plan this rank's share; collective. ``content`` and ``rng`` are the same as for `plan_torch_share`.
 
-    A copy of the model writes its weights once, in its first data- and context-parallel rank; of a sharded optimizer,
-    and of sharded weights, every rank writes what it alone holds.
+    Replicated tensors are written by the first data- and context-parallel rank. With a distributed optimizer or FSDP
+    every rank writes the shards that only it holds.
     """
     plan = TorchDistPlan(content)
     ddp, is_first = content["config"]["ddp"], state.dp_cp.is_first

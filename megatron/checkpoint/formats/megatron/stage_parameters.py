@@ -1,4 +1,4 @@
-"""The parameters of one model-parallel rank in Megatron's order, and which part of the model each holds."""
+"""Parameters of one model-parallel rank in Megatron-LM's order, and their shards of the global tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OUTPUT_LAYER = "output_layer.weight"
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """Describe one parameter of a rank's model chunk.
+    """One parameter of a rank's model chunk.
 
-    ``key`` is its name in the chunk (layers numbered from 0 within it), ``name`` the one in the whole model. ``shards``
-    say which boxes of the global tensor lie where in the local one; what no shard holds is padding. ``is_replica``
-    marks every copy but the first, ``is_tied`` a word embedding that the first and the last stage hold: the last one's
-    copy has the key of an output layer.
+    ``key`` is its name in the chunk, whose layers are numbered from 0, and ``name`` its name in the whole model.
+    ``shards`` map boxes of the global tensor to the local tensor. Elements outside all shards are padding.
+    ``is_replica`` marks every copy but the first. ``is_tied`` marks a word embedding that the first and the last stage
+    share: the last stage's copy has the key of an output layer.
     """
 
     key: str
@@ -47,12 +47,12 @@ class LocalParameter:
 
     @property
     def is_decayed(self) -> bool:
-        """Return whether the optimizer has it among the parameters that weight decay applies to."""
+        """Return whether weight decay applies to the parameter."""
         return len(self.local_shape) > 1 and not self.key.endswith("bias")
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the optimizer has it at all; the bias that only chooses experts moves by itself."""
+        """Return whether the optimizer updates the parameter; it does not update the router's expert bias."""
         return not self.key.endswith(CHOOSING_BIAS)
 
     @property
@@ -61,21 +61,21 @@ class LocalParameter:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape in the file, where the one expert of a tensor has no dim."""
+        """Return the shape in the file, where a single expert's tensor has no expert dimension."""
         return self.local_shape[1:] if self.is_expert else self.local_shape
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements of the local tensor, padding included."""
+        """Return the number of elements of the local tensor, including padding."""
         return math.prod(self.local_shape)
 
 
 class StageDescriber:
-    """Describe the parameters of any rank of a model-parallel grid, from the model itself and without its memory.
+    """Describe the parameters of any rank of a model-parallel layout; the model is built on the meta device.
 
-    ``padded_vocab_size`` is the number of rows of the embedding over all tensor-parallel ranks, where the files do not
-    have the one that follows from the configuration. ``cuts_narrow`` says that the maps to latent attention's narrow
-    vectors are cut over the tensor ranks, as in megatron-core's own layers; transformer-engine's are whole.
+    ``padded_vocab_size`` is the number of embedding rows over all tensor-parallel ranks, if the files differ from the
+    configuration. ``cuts_narrow`` states that MLA's down projections are sharded over the tensor-parallel ranks, as in
+    Megatron Core's own layers. In Transformer Engine's layers they are replicated.
     """
 
     def __init__(self, config: GPTConfig, padded_vocab_size: int | None = None, *, cuts_narrow: bool = False) -> None:
@@ -89,7 +89,7 @@ class StageDescriber:
     def parameters(
         self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool, ep_rank: int = 0
     ) -> tuple[LocalParameter, ...]:
-        """Return the parameters of one model chunk in the order in which Megatron's optimizer lists them."""
+        """Return the parameters of one model chunk in the order of Megatron-LM's optimizer."""
         tp, ep = self.config.tensor_model_parallel_size, self.config.expert_model_parallel_size
         etp = self.config.parallel_sizes.expert_tp
         group = Group(("tp",), tuple(range(tp)), tp_rank)
@@ -121,7 +121,8 @@ class StageDescriber:
                 continue
             is_cut = self._cuts_narrow and is_narrow_map(spec.name)
             if is_cut or parameter_name.rsplit(".", 1)[-1] != spec.name.rsplit(".", 1)[-1]:
-                # Ranks that share a key-value group keep it apart here; Megatron cuts the rows of the whole evenly.
+                # Ranks that share a key-value group keep it as a separate tensor here; Megatron-LM shards all rows
+                # evenly.
                 rows = spec.global_shape[0] // tp
                 local_shape, is_replica = (rows, *spec.global_shape[1:]), False
                 shards = even_shards(spec.global_shape, 0, tp_rank, tp)
@@ -141,7 +142,7 @@ def is_narrow_map(key: str) -> bool:
 def _of_single_experts(
     spec: ParamSpec, local_shape: tuple[int, ...], local_numbers: dict[int, int]
 ) -> Iterator[LocalParameter]:
-    """Yield the parameters of each of a rank's experts, which Megatron's files have by themselves."""
+    """Yield the parameters of each local expert, which are separate tensors in Megatron-LM's files."""
     key = _with_layer(spec.name, local_numbers)
     for number, shards in expert_shards(spec):
         own_key = key.replace(".mlp.experts.", f".mlp.experts.local_experts.{number}.")
@@ -150,14 +151,14 @@ def _of_single_experts(
 
 
 def _one_expert_after_the_other(parameters: Iterable[LocalParameter]) -> Iterator[LocalParameter]:
-    """Yield the parameters with those of a layer's experts by expert, as modules in a list have them."""
+    """Yield the parameters with those of a layer's experts grouped by expert, as in a list of modules."""
     for is_expert, neighbors in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
         own = list(neighbors)
         yield from sorted(own, key=lambda p: expert_number(p.key) or 0) if is_expert else own
 
 
 def _with_layer(name: str, numbers: dict[int, int]) -> str:
-    """Return a parameter's name with its layer's number in the whole model replaced by the one in the chunk."""
+    """Replace the layer number in the whole model with the layer number in the chunk."""
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
         words[2] = str(numbers[int(words[2])])
@@ -165,7 +166,7 @@ def _with_layer(name: str, numbers: dict[int, int]) -> str:
 
 
 def in_grouped_order(parameters: Iterable[LocalParameter]) -> tuple[LocalParameter, ...]:
-    """Return a chunk's parameters in the order of grouped experts: a linear layer of all experts, then the next."""
+    """Return a chunk's parameters in the order of grouped experts: each linear layer of all experts in turn."""
     ordered: list[LocalParameter] = []
     for is_expert, neighbors in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
         own = list(neighbors)
@@ -174,9 +175,9 @@ def in_grouped_order(parameters: Iterable[LocalParameter]) -> tuple[LocalParamet
 
 
 def in_fused_order(parameters: Sequence[LocalParameter]) -> tuple[LocalParameter, ...]:
-    """Return a chunk's parameters in the order of transformer-engine's layers.
+    """Return a chunk's parameters in the order of Transformer Engine's layers.
 
-    There the norm before the attention belongs to its first linear layer, which comes after the last one.
+    There the norm before attention belongs to the QKV layer, which follows the output projection.
     """
     norms: dict[str, list[LocalParameter]] = {}
     ordered: list[LocalParameter] = []

@@ -1,4 +1,4 @@
-"""Read the optimizer's state in a rank's files, for each of the rank's parameters."""
+"""Read the optimizer state of each parameter from a rank's files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor, T
 from megatron.core.errors import CheckpointError
 
 ALIGNMENT = 64
-"""Elements at a multiple of which each parameter starts."""
+"""Alignment of each parameter's start, in elements."""
 
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Hold the first element of every parameter, in the caller's order, and the number of elements of the buffer."""
+    """First element of every parameter, in the caller's order, and the number of elements of the buffer."""
 
     starts: tuple[int, ...]
     num_elements: int
 
 
 def plan_flat_buffer(sizes: Sequence[int], bucket_size: int | None, alone: Collection[int] = ()) -> FlatBuffer:
-    """Place parameters of ``sizes`` elements in reverse order, bucket after bucket.
+    """Lay out parameters of ``sizes`` elements in reverse order, bucket by bucket.
 
-    A bucket ends with the parameter that brings it to ``bucket_size`` elements (None: never); parameters listed in
-    ``alone`` (a tied embedding in a pipeline) have one each. In the file the padding after a bucket is left out, and
-    with it the alignment of what follows: a parameter starts at a multiple of 64 elements of its own bucket.
+    A bucket ends with the parameter that brings it to ``bucket_size`` elements (None: never). Parameters listed in
+    ``alone`` (a tied embedding in a pipeline) have a bucket each. The file leaves out the padding after a bucket, so a
+    parameter is aligned to 64 elements only relative to its own bucket.
     """
     starts = [0] * len(sizes)
     bucket_start = end = 0
@@ -39,7 +39,7 @@ def plan_flat_buffer(sizes: Sequence[int], bucket_size: int | None, alone: Colle
     for index in reversed(range(len(sizes))):
         aligned = -(-end // ALIGNMENT) * ALIGNMENT
         if index in alone and not is_empty:
-            # Closed where this parameter would have begun: here, and here only, the padding stays.
+            # The bucket is closed at this parameter's aligned start; only in this case is the padding kept.
             bucket_start, end = bucket_start + aligned, 0
             aligned = 0
         starts[index] = bucket_start + aligned
@@ -52,14 +52,14 @@ def plan_flat_buffer(sizes: Sequence[int], bucket_size: int | None, alone: Colle
 
 
 _FLOAT8_STEP, _FLOAT8_SMALLEST = 2.0**-4, 2.0**-17
-"""How far E4M3 rounds a number, as a share of it; or, where it is tiny, of the largest that has the same scale."""
+"""Relative rounding error of E4M3; for tiny values relative to the largest value with the same scale."""
 
 
 def is_weight_of(main: torch.Tensor, weight: torch.Tensor, in_float8: torch.Tensor | None = None) -> bool:
-    """Return whether a main parameter's element may be rounded to a weight's.
+    """Return whether a main parameter's element rounds to a weight's element.
 
-    With ``in_float8``, the whole main parameter, weights may have been gathered in fp8 too (`--fp8-param-gather`). Such
-    a weight has a significand of four bits, those of E4M3, since its scale is a power of two.
+    With ``in_float8``, the whole main parameter, the weights may also have been gathered in FP8 (`--fp8-param-gather`).
+    Such a weight has E4M3's significand of four bits, since its scale is a power of two.
 
     Shapes: ``main, weight``: one element each.
     """
@@ -74,18 +74,18 @@ def is_weight_of(main: torch.Tensor, weight: torch.Tensor, in_float8: torch.Tens
 
 
 def may_be_in_float8(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a folder's arguments leave open that weights were gathered in fp8; Megatron's say it."""
+    """Return whether the weights may have been gathered in FP8; Megatron-LM's arguments record it."""
     return arguments.get("fp8_param_gather") is not False
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 FLAT_STATES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""The tensors of a flat buffer and the kinds of state that they hold."""
+"""Tensors of a flat buffer and the kinds of state that they hold."""
 
 
 @dataclass(frozen=True)
 class StoredState:
-    """Hold one tensor of the optimizer's state: of which parameter, of which kind, and where it is."""
+    """One tensor of the optimizer state with its parameter, kind and location."""
 
     parameter: LocalParameter
     kind: str
@@ -95,16 +95,16 @@ class StoredState:
 
 @dataclass(frozen=True)
 class OptimizerScalars:
-    """Hold the number of updates made, and the state of a dynamic loss scale where there is one."""
+    """Number of optimizer steps, and the state of a dynamic loss scale, if there is one."""
 
     num_steps: int
     grad_scaler: Mapping[str, Any]
 
 
 def has_optimizer(rank: RankFile) -> bool:
-    """Return whether a rank's file holds an optimizer's state that can be told apart by parameter.
+    """Return whether a rank's file has optimizer state that can be assigned to parameters.
 
-    That of experts in one tensor, as an older grouped GEMM had them, cannot.
+    This is not possible for experts fused in one tensor, as in the legacy grouped GEMM.
     """
     if any(is_fused_key(key) for name in rank.file.value if str(name).startswith("model") for key in _keys(rank, name)):
         return False
@@ -116,10 +116,10 @@ def _keys(rank: RankFile, name: str) -> list[str]:
 
 
 def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
-    """Yield every tensor of the optimizer's state that a rank has; ``chunks`` are its parameters in the file's order.
+    """Yield a rank's optimizer state tensors; ``chunks`` are its parameters in file order.
 
     Raises:
-        CheckpointError: the state does not fit the parameters.
+        CheckpointError: the state does not match the parameters.
     """
     optimizers = rank.file.value["optimizer"]
     if not isinstance(optimizers, list):
@@ -129,7 +129,7 @@ def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) ->
     flat: Any = None if rank.flat_optimizer is None else rank.flat_optimizer.value
     for number, (optimizer, own) in enumerate(zip(optimizers, optimized_apart(chunks, len(optimizers) == 2))):
         if rank.is_copy and len(optimizers) == 2 and number == 0:
-            continue  # of what is no expert
+            continue  # parameters other than experts
         if rank.flat_optimizer is not None:
             yield from _flat_states(rank, rank.flat_optimizer, flat[number] if isinstance(flat, list) else flat, own)
         else:
@@ -141,7 +141,7 @@ def optimizer_scalars(rank: RankFile) -> OptimizerScalars:
 
 
 def scalars_of(shared: Mapping[str, Any], number: Callable[[Any], Any]) -> OptimizerScalars:
-    """Return the step count and the loss scale of a file's values; ``number`` reads a tensor that may hold one."""
+    """Return the step count and the loss scale in a file's values; ``number`` reads a value that may be a tensor."""
     optimizer = shared["optimizer"]
     if isinstance(optimizer, list):
         optimizer = optimizer[0]
@@ -161,9 +161,9 @@ def scalars_of(shared: Mapping[str, Any], number: Callable[[Any], Any]) -> Optim
 def optimized_apart(
     chunks: Sequence[Sequence[LocalParameter]], experts_apart: bool
 ) -> list[list[Sequence[LocalParameter]]]:
-    """Return the trained parameters of each chunk, once for each optimizer.
+    """Return the trained parameters of each chunk, once per optimizer.
 
-    With expert parallelism, ``experts_apart``, the experts have one of their own, after that of all others.
+    With expert parallelism (``experts_apart``) the experts have a separate, second optimizer.
     """
     trained = [[parameter for parameter in chunk if parameter.is_trained] for chunk in chunks]
     if not experts_apart:
@@ -172,13 +172,13 @@ def optimized_apart(
 
 
 def in_optimizer_order(chunks: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParameter]]:
-    """Return the parameters that weight decay applies to, and the others, each over all chunks."""
+    """Return the parameters with weight decay and those without, each over all chunks."""
     parameters = [parameter for chunk in chunks for parameter in chunk if parameter.is_trained]
     return [[p for p in parameters if p.is_decayed], [p for p in parameters if not p.is_decayed]]
 
 
 def flat_bucket_size(arguments: Mapping[str, Any], pp_rank: int, chunk: int, num_elements: int) -> int | None:
-    """Return the size at which Megatron closes a bucket, or None where a chunk's buffer is one bucket."""
+    """Return the bucket size of Megatron-LM, or None if the chunk's buffer is a single bucket."""
     if not arguments.get("overlap_grad_reduce") or pp_rank > 0 or chunk > 0:
         return None
     if arguments.get("ddp_num_buckets"):
@@ -190,12 +190,12 @@ def flat_bucket_size(arguments: Mapping[str, Any], pp_rank: int, chunk: int, num
 
 
 def alone_in_bucket(parameters: Sequence[LocalParameter]) -> set[int]:
-    """Return the places of the parameters that have a bucket each: a tied embedding whose copies two stages hold."""
+    """Return the indices of parameters that have a bucket of their own: embeddings tied over two stages."""
     return {place for place, parameter in enumerate(parameters) if parameter.is_tied}
 
 
 def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return torch's own state, whatever is wrapped around it."""
+    """Return the state of the wrapped torch optimizer."""
     for name in ("optimizer", "optimizer_state_dict"):
         if isinstance(optimizer.get(name), Mapping):
             inner: Mapping[str, Any] = optimizer[name]
@@ -261,7 +261,7 @@ def _flat_states(
         is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in rank.chunks[number].values())
         for name, kind in FLAT_STATES.items():
             if kind == "main_param" and not is_half:
-                continue  # the weights themselves, which the model's file holds too
+                continue  # the weights themselves, which the model file also holds
             for parameter, start in zip(parameters, layout.starts):
                 yield StoredState(parameter, kind, file, tensors[name].flat_part(start, parameter.local_shape))
 
@@ -269,7 +269,7 @@ def _flat_states(
 def _find_layout(
     rank: RankFile, file: TorchFile, number: int, parameters: Sequence[LocalParameter], tensors: Mapping[str, Any]
 ) -> FlatBuffer:
-    """Return the layout that gives the buffer's length and puts the weights where they are in it."""
+    """Return the layout that matches the buffer's length and the positions of the weights in it."""
     sizes = [parameter.num_elements for parameter in parameters]
     by_arguments = flat_bucket_size(rank.arguments, rank.pp_rank, number, sum(sizes))
     alone = alone_in_bucket(parameters)
@@ -300,7 +300,7 @@ def _puts_weights_right(
     *,
     in_float8: bool,
 ) -> bool:
-    """Return whether the first and the last element of every parameter in the buffer are those of the model's file."""
+    """Return whether the first and last element of every parameter in the buffer match the model file."""
     flat = file.view(tensors["param"])
     for parameter, start in zip(parameters, layout.starts):
         weight = rank.file.view(rank.chunks[number][parameter.key]).reshape(-1)

@@ -1,4 +1,4 @@
-"""The ``.metadata`` file of torch.distributed.checkpoint: which bytes hold which box of which tensor."""
+"""The ``.metadata`` file of torch.distributed.checkpoint: which bytes hold which box of a tensor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class Segment:
-    """Say where one entry lies: a whole file of torch's zip format within a data file."""
+    """Location of one entry: a complete file in torch's zip format within a data file."""
 
     path: Path
     start: int
@@ -56,14 +56,14 @@ class Segment:
         """Open the entry.
 
         Raises:
-            DamagedCheckpointError: its file is missing, or cut short, or holds something else there.
+            DamagedCheckpointError: the file is missing, truncated, or has other content at this location.
         """
         return TorchFile(self.path, (self.start, self.num_bytes))
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Pair a box of a stored tensor with the entry that holds its values."""
+    """Box of a stored tensor and the entry that holds its values."""
 
     box: Box
     segment: Segment
@@ -71,10 +71,10 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """Describe a stored tensor.
+    """Stored tensor.
 
-    ``original_shape`` is that of the tensor itself where chunks of it were flattened before they were cut; None where
-    the chunks are boxes of it.
+    ``original_shape`` is the shape of the tensor if it was flattened before it was split into chunks, and None if the
+    chunks are boxes of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -85,24 +85,24 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class StoredMetadata:
-    """Hold every stored tensor, and the entry of every stored object, by key."""
+    """All stored tensors, and the entries of all stored objects, by key."""
 
     path: Path
     tensors: Mapping[str, StoredEntry]
     objects: Mapping[str, Segment]
 
     def segments(self) -> Iterator[tuple[str, Segment]]:
-        """Yield every entry and its key."""
+        """Yield (key, segment) of every entry."""
         for key, entry in self.tensors.items():
             for chunk in entry.chunks:
                 yield key, chunk.segment
         yield from self.objects.items()
 
     def check_storages(self, keys: Collection[str] | None = None, index: int = 0, count: int = 1) -> None:
-        """Compare the checksums of every ``count``-th entry, from number ``index`` on; only ``keys`` where given.
+        """Verify the checksums of every ``count``-th entry, starting at ``index``; only entries of ``keys`` if given.
 
         Raises:
-            DamagedCheckpointError: an entry does not match the checksum beside it; the tensor is named.
+            DamagedCheckpointError: an entry does not match its stored checksum; the message names the tensor.
         """
         chosen = (item for item in self.segments() if keys is None or item[0] in keys)
         for key, segment in itertools.islice(chosen, index, None, count):
@@ -117,11 +117,11 @@ class StoredMetadata:
 
 
 def read_metadata(folder: Path) -> StoredMetadata:
-    """Read the metadata of a folder and hold it against the files that are there; nothing of the pickle is run.
+    """Read a folder's metadata and check it against the data files; the pickle is parsed without executing code.
 
     Raises:
-        DamagedCheckpointError: it is missing or cannot be understood, or names bytes that are not there.
-        CheckpointError: it asks for what is not data.
+        DamagedCheckpointError: the metadata are missing or invalid, or refer to missing bytes.
+        CheckpointError: the pickle contains objects other than data.
     """
     path = folder / METADATA_FILE
     try:
@@ -191,7 +191,7 @@ def _chunk(
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """Return the dtype of a record of properties, the first of the tuple that newer versions of torch store."""
+    """Return the dtype in tensor properties, which newer versions of torch store as the first item of a tuple."""
     attributes = _attributes(properties, "TensorProperties")
     dtype = attributes["state"][0] if "state" in attributes else attributes["dtype"]
     if not isinstance(dtype, torch.dtype):
@@ -213,10 +213,10 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _check_files(metadata: StoredMetadata) -> None:
-    """Refuse entries beyond the end of their files, and tensors that have more values than the files have bytes.
+    """Reject entries beyond the end of their files, and tensors larger than the files.
 
     Raises:
-        DamagedCheckpointError: there are such.
+        DamagedCheckpointError: there is such an entry or tensor.
     """
     num_bytes: dict[Path, int] = {}
     for key, segment in metadata.segments():
@@ -243,10 +243,10 @@ def _check_files(metadata: StoredMetadata) -> None:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Say that the values of ``box`` are in an entry.
+    """Location of the values of ``box`` in an entry.
 
-    The entry's values from number ``start`` on are, row by row, those of ``frame``, a box around ``box`` that may reach
-    beyond the tensor. ``fields`` lead to the tensor in an entry that holds more than one.
+    The entry's values from index ``start`` are those of ``frame``, in row-major order. ``frame`` is a box that contains
+    ``box`` and may extend beyond the tensor. ``fields`` are the path to the tensor in an entry that holds several.
     """
 
     box: Box
@@ -257,10 +257,10 @@ class StoredBox:
 
 
 def chunk_boxes(entry: StoredEntry, is_stacked: bool) -> Iterator[tuple[int, StoredBox]]:
-    """Yield (layer, box) of everything that a stored tensor holds; a tensor that is not stacked has layer 0.
+    """Yield (layer, box) of everything in a stored tensor; the layer is 0 for a tensor that is not stacked.
 
     Raises:
-        CheckpointError: its chunks were flattened in a way that does not fit its shape.
+        CheckpointError: the chunks were flattened in a way that does not match the tensor's shape.
     """
     for chunk in entry.chunks:
         for box, start in _flattened(entry, chunk) if entry.original_shape is not None else ((chunk.box, 0),):
@@ -274,9 +274,9 @@ def chunk_boxes(entry: StoredEntry, is_stacked: bool) -> Iterator[tuple[int, Sto
 
 
 def _flattened(entry: StoredEntry, chunk: StoredChunk) -> Iterator[tuple[Box, int]]:
-    """Yield (box, first value) of what a chunk holds of a tensor whose grid of equal cells was flattened cell by cell.
+    """Yield (box, first value) of a chunk whose tensor was split into a grid of equal tiles and flattened per tile.
 
-    Shapes: the stored tensor is ``[cells along dim 0, ..., cells along dim n, values of a cell]``.
+    Shapes: the stored tensor is ``[tiles along dim 0, ..., tiles along dim n, values of a tile]``.
     """
     assert entry.original_shape is not None
     grid, whole = entry.shape[:-1], entry.original_shape
@@ -292,16 +292,16 @@ def _flattened(entry: StoredEntry, chunk: StoredChunk) -> Iterator[tuple[Box, in
 
 
 class BoxReader:
-    """Read boxes of native tensors from entries; the file of the last one stays open for the next."""
+    """Read boxes of native tensors from entries; the last opened file is kept open for the next read."""
 
     def __init__(self) -> None:
         self._last: tuple[Segment, TorchFile] | None = None
 
     def read(self, name: str, box: Box, dtype: torch.dtype, stored: Sequence[StoredBox]) -> torch.Tensor:
-        """Return a box, contiguous on the CPU, from the boxes that hold parts of it.
+        """Assemble a contiguous CPU tensor of a box from the stored boxes that overlap it.
 
         Raises:
-            DamagedCheckpointError: an entry is not what the metadata say, or nothing holds a part of the box.
+            DamagedCheckpointError: an entry does not match the metadata, or a part of the box is not stored.
         """
         parts = [(part, common) for part in stored if (common := part.box.intersect(box)) is not None]
         gaps = uncovered(box, (common for _, common in parts))
@@ -316,10 +316,10 @@ class BoxReader:
         return result
 
     def open(self, segment: Segment) -> TorchFile:
-        """Return the open file of an entry, good until the next is opened.
+        """Return the open file of an entry, which is valid until the next entry is opened.
 
         Raises:
-            DamagedCheckpointError: it is missing or damaged.
+            DamagedCheckpointError: the file is missing or damaged.
         """
         if self._last is None or self._last[0] != segment:
             self.close()
@@ -327,14 +327,13 @@ class BoxReader:
         return self._last[1]
 
     def close(self) -> None:
-        """Close the file that is open."""
         if self._last is not None:
             self._last[1].close()
             self._last = None
 
     @staticmethod
     def _framed(part: StoredBox, file: TorchFile, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """Return the values of a box's frame as they lie in the file."""
+        """Return the values of a box's frame in file order."""
         tensor: Any = file.value
         for field in part.fields:
             tensor = tensor[field]

@@ -1,7 +1,7 @@
-"""Read Megatron's ``torch_dist`` format at any layout, as global tensors under native names.
+"""Read Megatron-LM's ``torch_dist`` format at any layout, as global tensors under native names.
 
-The distributed optimizer's state may be stored per bucket (``dp_reshardable``, earlier
-``fully_sharded_bucket_space``) or gathered into one object per model-parallel rank (``dp_zero_gather_scatter``).
+The distributed optimizer's state may be stored per bucket (``dp_reshardable``, formerly ``fully_sharded_bucket_space``)
+or gathered into one object per model-parallel rank (``dp_zero_gather_scatter``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from megatron.core.sharding import Box, Shard, flat_range_boxes
 
 GROUP_PREFIX = "optimizer.distributed.dp_group_idx_"
 _PART = r"(?:chained_(\d+)\.)?"
-"""The number of the optimizer: with expert parallelism that of the experts is the second."""
+"""Number of the optimizer: with expert parallelism the experts' optimizer is the second."""
 _BUCKET = re.compile(
     _PART + re.escape(GROUP_PREFIX) + r"(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
@@ -66,12 +66,12 @@ _GATHERED = re.compile(_PART + re.escape(GROUP_PREFIX) + r"(\d+)\.param_state/sh
 _UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
 
 ReadWeight = Callable[[str, Box], torch.Tensor]
-"""Gives a box of a weight by its native name."""
+"""Reads a box of a weight by its native name."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Say that elements ``[start, end)`` of a buffer are an entry's values from its first on."""
+    """Elements ``[start, end)`` of a buffer, stored as an entry's values from its first on."""
 
     start: int
     end: int
@@ -81,21 +81,21 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Hold what is stored of one kind of state in one buffer, and the number of elements that the buffer has."""
+    """Stored runs of one kind of state in one buffer, and the length of the buffer in elements."""
 
     runs: tuple[_Run, ...]
     length: int
 
 
 _Buffers = dict[tuple[int, int, int], dict[str, _Buffer]]
-"""The buffers of each kind of state, by optimizer, model-parallel rank and number of the buffer."""
+"""Buffers of each kind of state, by optimizer, model-parallel rank and buffer number."""
 
 
 class BucketStates:
-    """Find the boxes of the optimizer's state in its buffers.
+    """Locate the boxes of the optimizer state in its buffers.
 
-    Which parameter lies where follows from the model and from the layout that saved it; the copies of the weights
-    among the states show that it was understood.
+    The positions of parameters follow from the model and the saved layout. They are verified with the copies of the
+    weights in the state.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class BucketStates:
         self._describer = StageDescriber(model, padded_vocab_size)
 
     def boxes(self) -> Iterator[tuple[str, LocalParameter, StoredBox]]:
-        """Yield (kind of state, parameter, box) of everything that is stored.
+        """Yield (kind of state, parameter, box) of all stored state.
 
         Raises:
-            CheckpointError: the buffers do not fit the model.
+            CheckpointError: the buffers do not match the model.
             DamagedCheckpointError: an entry is missing or damaged.
         """
         try:
@@ -157,7 +157,7 @@ class BucketStates:
         return self.model.expert_model_parallel_size > 1
 
     def _groups(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield (optimizer, pipeline rank, tensor rank, expert rank, model-parallel rank) of every group of buffers."""
+        """Yield (optimizer, PP rank, TP rank, EP rank, model-parallel rank) of every group of buffers."""
         tp, ep, etp = (
             self.model.tensor_model_parallel_size,
             self.model.expert_model_parallel_size,
@@ -173,7 +173,7 @@ class BucketStates:
     def _placed(
         self, parameters: Sequence[LocalParameter], buffer: _Buffer, pp_rank: int, number: int
     ) -> list[tuple[LocalParameter, int]]:
-        """Return each parameter's first element in the buffer."""
+        """Return each parameter with its first element in the buffer."""
         layouts = [
             list(zip(ordered, layout.starts))
             for ordered in (parameters, in_fused_order(parameters))
@@ -198,9 +198,9 @@ class BucketStates:
             yield plan_flat_buffer(sizes, bucket_size, own_bucket)
 
     def _is_weight(self, parameter: LocalParameter, start: int, runs: Sequence[_Run], *, in_float8: bool) -> bool:
-        """Return whether the first and the last real element of a parameter in the buffer are the weight's.
+        """Return whether the first and last element of a parameter in the buffer match the weight.
 
-        A copy of a weight is taken for one: the files hold the weight once.
+        Replicas are not checked, since the files hold each weight only once.
         """
         boxes = [] if parameter.is_replica else list(_parameter_boxes(parameter, start, runs))
         for box, is_end in ((boxes[0], False), (boxes[-1], True)) if boxes else ():
@@ -243,9 +243,9 @@ class BucketStates:
         return found
 
     def _bucket_runs(self, key: str, base: int, length: int) -> Iterator[_Run]:
-        """Yield the runs of a bucket's first ``length`` elements; it begins at element ``base`` of the buffer.
+        """Yield the runs of a bucket's first ``length`` elements; the bucket starts at element ``base`` of the buffer.
 
-        Shapes: a bucket is ``[elements]``, or ``[data-parallel ranks, elements of each]``.
+        Shapes: a bucket is ``[elements]``, or ``[data-parallel ranks, elements per rank]``.
         """
         entry = self.metadata.tensors[key]
         for chunk in entry.chunks:
@@ -255,7 +255,7 @@ class BucketStates:
                 yield _Run(base + place, base + end, chunk.segment)
 
     def _unpadded(self, prefix: str, number: int) -> Sequence[int] | None:
-        """Return the elements of each bucket without the padding after it, where they are stored."""
+        """Return the number of elements of each bucket without its padding, if it is stored."""
         segment = self.metadata.objects.get(f"{prefix}.{_UNPADDED}")
         if segment is None:
             return None
@@ -276,7 +276,7 @@ class BucketStates:
 
 
 def _parameter_boxes(parameter: LocalParameter, start: int, runs: Sequence[_Run]) -> Iterator[StoredBox]:
-    """Yield the boxes of a parameter's global tensor that runs of a buffer hold."""
+    """Yield the boxes of a parameter's global tensor that are stored in runs of a buffer."""
     end = start + parameter.num_elements
     for run in runs:
         low, high = max(start, run.start), min(end, run.end)
@@ -291,24 +291,24 @@ def _parameter_boxes(parameter: LocalParameter, start: int, runs: Sequence[_Run]
 
 
 def _moved(box: Box, shard: Shard) -> Box:
-    """Return a box of the local tensor as one of the global tensor."""
+    """Convert a box of the local tensor to a box of the global tensor."""
     offset = zip(box.offset, shard.local_offset, shard.global_box.offset, strict=True)
     return replace(box, offset=tuple(o - local + own for o, local, own in offset))
 
 
 Complete = Callable[[Any, TorchFile], Any]
-"""Makes of a file's value one that needs the file no more."""
+"""Converts a file's value to one that remains valid after the file is closed."""
 
 _FIRST_GROUP = re.compile(r"(?:chained_0\.)?" + re.escape(GROUP_PREFIX) + r"0\.(optimizer|grad_scaler)/shard_0_1")
 _RNG_STATE = re.compile(r"rng_state/shard_(\d+)\.(\d+)_\d+\.\d+")
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Return the values of ``common.pt``, its tensors read.
+    """Read ``common.pt``, including its tensors.
 
     Raises:
         DamagedCheckpointError: the file is missing or damaged.
-        CheckpointError: it holds something else, or records no ``args``.
+        CheckpointError: the file is not a supported ``common.pt``, or has no ``args``.
     """
     file = TorchFile(folder / COMMON_FILE)
     try:
@@ -321,27 +321,27 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def recorded_torch_dist_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections of the configuration that ``args`` of a folder tell.
+    """Read the configuration sections from a folder's ``args``.
 
     Raises:
-        CheckpointError: the file is damaged, or holds something else.
+        CheckpointError: the file is damaged, or is not a supported ``common.pt``.
     """
     return config_of_arguments(read_common(folder)["args"].attributes)
 
 
 def number(value: Any) -> Any:
-    """Return the number that a tensor of one element holds; another value as it is."""
+    """Return the number in a tensor of one element; other values are returned unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def with_optimizer_objects(common: Mapping[str, Any], metadata: StoredMetadata) -> dict[str, Any]:
-    """Return the shared values with what the distributed optimizer saved apart of each model-parallel rank.
+    """Merge the distributed optimizer's separately stored objects into the shared values.
 
-    The step and the loss scale are the same on all of them: the first one's are taken.
+    The step and the loss scale are equal on all model-parallel ranks; the first rank's values are used.
     """
     values = dict(common)
     if isinstance(values.get("optimizer"), Mapping) and 0 in values["optimizer"]:
-        values["optimizer"] = values["optimizer"][0]  # experts have another
+        values["optimizer"] = values["optimizer"][0]  # experts have a second optimizer
     for key in metadata.objects:
         match = _FIRST_GROUP.fullmatch(key)
         if match is not None:
@@ -354,9 +354,9 @@ def _with_tensors(value: Any, file: TorchFile) -> Any:
 
 
 def read_random_states(metadata: StoredMetadata, complete: Complete = _with_tensors) -> dict[tuple[int, int], Any]:
-    """Return what each model-parallel rank stored of its streams of random numbers, by (tensor, pipeline) rank.
+    """Read each model-parallel rank's random number streams, by (TP rank, PP rank).
 
-    ``complete`` makes of a file's value what is returned; by default its tensors are read.
+    ``complete`` converts a file's value to the returned value; by default it reads the tensors.
 
     Raises:
         DamagedCheckpointError: an entry is damaged.
@@ -370,7 +370,7 @@ def read_random_states(metadata: StoredMetadata, complete: Complete = _with_tens
 
 
 def read_object(metadata: StoredMetadata, key: str, complete: Complete = _with_tensors) -> Any:
-    """Return a stored object, completed: by default its tensors are read.
+    """Read a stored object with ``complete``, which by default reads its tensors.
 
     Raises:
         DamagedCheckpointError: the entry is missing or damaged.
@@ -390,14 +390,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class TorchDistSource:
-    """Offer the tensors of an iteration's folder; see `CheckpointSource`.
+    """Tensors of a ``torch_dist`` iteration folder; implements `CheckpointSource`.
 
-    ``vocab_size`` is the tokenizer's real size: rows beyond it are padding. Without it the size is the one that
-    ``args`` tell (see `real_vocab_size`).
+    ``vocab_size`` is the tokenizer's vocabulary size; further rows are padding. By default it comes from ``args`` (see
+    `real_vocab_size`).
 
     Raises:
-        CheckpointError: the files hold something else than a GPT, or do not fit together.
-        DamagedCheckpointError: one is missing or damaged.
+        CheckpointError: the files do not hold a GPT model, or are inconsistent.
+        DamagedCheckpointError: a file is missing or damaged.
     """
 
     @refuse_misfits
@@ -422,7 +422,7 @@ class TorchDistSource:
         )
         tokenizer = self.config["tokenizer"]
         if tokenizer.get("tokenizer_type") == "NullTokenizer" and tokenizer.get("vocab_size") == self.padded_vocab_size:
-            # Counted with the end-of-document id, for which there would be no row otherwise.
+            # The size includes the end-of-document id, which otherwise would have no row.
             tokenizer["vocab_size"] = self.padded_vocab_size - 1
         self.model = self._model_config()
         self._check_vocabulary(vocab_size)
@@ -437,30 +437,30 @@ class TorchDistSource:
 
     @refuse_misfits
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor; only the needed pages are read."""
         info = self.tensors[name]
         return self._reader.read(name, info.whole if box is None else box, info.dtype, self._boxes[name])
 
     @refuse_misfits
     def random_states(self) -> Mapping[tuple[int, int], Any]:
-        """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
+        """Return the stored random number streams by (TP rank, PP rank)."""
         return read_random_states(self.metadata)
 
     @refuse_misfits
     def float8_scaling(self) -> Mapping[str, torch.Tensor]:
-        """Return by name what fp8's delayed scaling remembers; often nothing."""
+        """Return the state of FP8 delayed scaling by name; usually empty."""
         return self._float8_scaling
 
     def check_storages(self, index: int = 0, count: int = 1) -> None:
-        """Compare the checksums of every ``count``-th entry, from number ``index`` on.
+        """Verify the checksums of every ``count``-th entry, starting at ``index``.
 
         Raises:
-            DamagedCheckpointError: an entry does not match the checksum beside it; the tensor is named.
+            DamagedCheckpointError: an entry does not match its stored checksum; the message names the tensor.
         """
         self.metadata.check_storages(None, index, count)
 
     def close(self) -> None:
-        """Close the files; the source cannot be read afterwards."""
+        """Close the files; nothing can be read afterwards."""
         self._reader.close()
 
     def _parsed_keys(self) -> dict[str, ParameterKey]:
@@ -485,7 +485,7 @@ class TorchDistSource:
         return found
 
     def _stored(self) -> Iterator[tuple[ParameterKey, StoredEntry]]:
-        """Yield every tensor; the gate's half of two before the other."""
+        """Yield every tensor; the gate's half of a split gated layer comes before the other."""
         keys = sorted(self._keys.items(), key=lambda item: item[1].half or 0)
         return ((key, self.metadata.tensors[stored]) for stored, key in keys)
 
@@ -519,7 +519,7 @@ class TorchDistSource:
             raise CheckpointError(f"{self.folder / COMMON_FILE}: args do not describe a model: {problems}") from error
 
     def _check_vocabulary(self, vocab_size: int | None) -> None:
-        """Refuse files whose vocabulary has no room for the caller's, or was padded from another."""
+        """Reject files whose vocabulary is too small for the caller's or was padded from a different size."""
         expected, divisor = self.model.vocab_size, self.config["model"].get("make_vocab_size_divisible_by")
         if vocab_size is not None and divisor is not None:
             expected = padded_vocab_size(vocab_size, divisor, self.model.tensor_model_parallel_size)
@@ -531,7 +531,7 @@ class TorchDistSource:
             )
 
     def _add_parameters(self) -> None:
-        """Take in the weights, once the name and the shape of each are known to be the model's."""
+        """Register the weights after checking their names and shapes against the model."""
         whole = dataclasses.replace(
             self.model,
             **ONE_RANK.model_fields(),
@@ -566,7 +566,7 @@ class TorchDistSource:
         return stored == shape
 
     def _add_states(self) -> bool:
-        """Take in the optimizer's state; return whether there is any."""
+        """Register the optimizer state, and return whether there is any."""
         weights = {
             name.removeprefix("model."): info for name, info in self.tensors.items() if name not in self._untrained
         }
@@ -602,12 +602,12 @@ class TorchDistSource:
 
 
 def _of_expert(stored: StoredBox, number: int) -> StoredBox:
-    """Return the box in the tensor that stacks experts, of which it is one."""
+    """Convert an expert's box to a box of the tensor that stacks all experts."""
     box, frame = (Box((number, *b.offset), (1, *b.shape)) for b in (stored.box, stored.frame))
     return dataclasses.replace(stored, box=box, frame=frame)
 
 
 def _below(stored: StoredBox, rows: int) -> StoredBox:
-    """Return the box that lies so many rows further down."""
+    """Shift a box down by ``rows`` rows."""
     box, frame = (Box((b.offset[0] + rows, *b.offset[1:]), b.shape) for b in (stored.box, stored.frame))
     return dataclasses.replace(stored, box=box, frame=frame)

@@ -1,4 +1,4 @@
-"""Write Megatron's ``torch_dist`` format: tensor keys and offsets, data files, ``.metadata``, ``common.pt``."""
+"""Write Megatron-LM's ``torch_dist`` format: data files, ``.metadata`` and ``common.pt``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from megatron.core.tokenizers import TOKENIZER_FOLDER
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """Say which box of which stored tensor a chunk is; the whole has the shape ``shape``."""
+    """Box of a stored tensor with the given key and whole shape."""
 
     key: str
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True)
 class WrittenEntry:
-    """Say where an entry was written; ``place`` and ``dtype`` are None for an object."""
+    """Location of a written entry; ``place`` and ``dtype`` are None for an object."""
 
     key: str
     file: str
@@ -80,10 +80,10 @@ class WrittenEntry:
 
 
 class ChunkFile:
-    """Append chunks and objects to a new file; it is on disk when the context ends.
+    """Append chunks and objects to a new file, which is flushed to disk when the context exits.
 
     Raises:
-        OSError: from every method, where the file cannot be written.
+        OSError: the file cannot be written; every method may raise this.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +96,7 @@ class ChunkFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Force the file to disk, and close it."""
+        """Flush the file to disk and close it."""
         try:
             if error is None:
                 self._file.flush()
@@ -109,14 +109,14 @@ class ChunkFile:
         return self._file.tell()
 
     def append_chunk(self, place: ChunkPlace, values: torch.Tensor) -> None:
-        """Append the values of a box; they get the box's shape."""
+        """Append the values of a box, reshaped to the box's shape."""
         values = values.detach().to("cpu").reshape(place.box.shape).contiguous()
         if values.untyped_storage().nbytes() != values.nbytes:
             values = values.clone()  # torch saves the whole storage of a view
         self._append(place.key, values, place, dtype_name(values.dtype))
 
     def append_object(self, key: str, value: Any) -> None:
-        """Append an object as Megatron does: the only item of a list."""
+        """Append an object in Megatron-LM's form, as the only item of a list."""
         self._append(key, [_with_values(value)], None, None)
 
     def _append(self, key: str, value: Any, place: ChunkPlace | None, dtype: str | None) -> None:
@@ -124,7 +124,7 @@ class ChunkFile:
         try:
             torch.save(value, self._file)
         except RuntimeError as error:
-            # What torch says of a file that takes no more hides what the file said.
+            # torch's error for a failed write hides the underlying OSError.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -132,7 +132,7 @@ class ChunkFile:
 
 
 def _with_values(value: Any) -> Any:
-    """Return a value with tensors in the place of planned ones."""
+    """Replace planned tensors with their values."""
     if isinstance(value, PlannedTensor):
         return value.values
     if isinstance(value, Mapping):
@@ -151,10 +151,10 @@ _BACKENDS = {
 
 
 def write_shared_files(folder: Path, common: Any, written: Sequence[WrittenEntry]) -> None:
-    """Complete a folder whose data files are on disk; ``.metadata`` comes last.
+    """Complete a folder whose data files are on disk; ``.metadata`` is written last.
 
     Raises:
-        CheckpointError: what was written does not make up whole tensors.
+        CheckpointError: the entries do not cover all tensors completely.
         OSError: a file cannot be written.
     """
     metadata = pickle_values(build_metadata(written), _no_tensor)
@@ -172,10 +172,10 @@ def write_shared_files(folder: Path, common: Any, written: Sequence[WrittenEntry
 
 
 def build_metadata(written: Sequence[WrittenEntry]) -> Metadata:
-    """Return what torch.distributed.checkpoint is to find, for everything that was written.
+    """Build the metadata of torch.distributed.checkpoint for all written entries.
 
     Raises:
-        CheckpointError: chunks of a tensor are missing, or are of several shapes or dtypes.
+        CheckpointError: chunks of a tensor are missing, or have different shapes or dtypes.
     """
     described: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -211,10 +211,10 @@ _FULLY_RESHARDABLE = "fully_reshardable"
 
 
 class TorchDistPlan:
-    """Plan a checkpoint from the ``common`` of a native index; its configuration says the layout to record.
+    """Plan a checkpoint from the ``common`` section of a native index, which also gives the layout to record.
 
-    ``carried`` are values of ``args`` that the checkpoint came with. Layers are stacked in one tensor along a new first
-    axis. The distributed optimizer's state is written in its fully reshardable form, parameter by parameter.
+    ``carried`` are the values of ``args`` of the source checkpoint. Layers are stacked in one tensor along a new first
+    axis. The distributed optimizer's state is written per parameter, in its fully reshardable form.
     """
 
     def __init__(self, common: Mapping[str, Any], carried: Mapping[str, Any] | None = None) -> None:
@@ -226,17 +226,17 @@ class TorchDistPlan:
         model = self._planner.model
         self._num_layers = model.num_layers
         self._moe_layers = model.moe_layers
-        # Megatron stacks the layers of a model whose layers are all alike.
-        self._stacks = model.num_experts is None or model.moe_layer_freq.strip() == "1"
+        # Megatron-LM stacks the layers if all of them are alike.
+        self._stacks = model.moe.num_experts is None or model.moe.moe_layer_freq.strip() == "1"
         self._is_distributed = self._planner.terms is not None and bool(
             common["config"]["ddp"].get("use_distributed_optimizer")
         )
         self._is_half = self._planner.terms is not None and self._planner.terms.is_half
 
     def places(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[ChunkPlace]:
-        """Yield where the values of a box of a native tensor go.
+        """Yield the destination chunks of a box of a native tensor.
 
-        The distributed optimizer keeps a float32 weight a second time, as a part of its own state.
+        The distributed optimizer stores float32 weights a second time, as part of its own state.
         """
         yield self._place(self._stored_name(name), shape, box)
         is_trained = not name.endswith(CHOOSING_BIAS)
@@ -244,7 +244,7 @@ class TorchDistPlan:
             yield self._place(f"optimizer.state.param.{name.removeprefix(MODEL_PREFIX)}", shape, box)
 
     def padding(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[ChunkPlace]:
-        """Yield the places of the rows that pad the vocabulary; they go with the box that holds its last element."""
+        """Yield the chunks of the vocabulary's padding rows; they belong to the box with the tensor's last element."""
         rows = self._planner.padded_vocab_size - shape[0] if shape else 0
         is_vocabulary = name.endswith((WORD_EMBEDDING, OUTPUT_LAYER))
         ends = tuple(start + length for start, length in zip(box.offset, box.shape, strict=True))
@@ -252,26 +252,27 @@ class TorchDistPlan:
             yield from self.places(name, shape, Box((shape[0], *(0 for _ in shape[1:])), (rows, *shape[1:])))
 
     def layer_objects(self, layer: int) -> Iterator[tuple[str, None]]:
-        """Yield the key and the value of each object that Megatron's linear layers leave beside their weights."""
+        """Yield the key and value of each extra-state object of a layer's linear modules in Megatron-LM."""
         stacked = (layer, self._num_layers) if self._stacks else None
         yield from self._extra_states("decoder.layers." if stacked else f"decoder.layers.{layer}.", layer, stacked)
         if layer == self._num_layers - 1:
-            for depth in range(self._planner.model.mtp_depth):
+            for depth in range(self._planner.model.mtp.mtp_depth):
                 prefix = f"mtp.layers.{depth}."
                 yield f"{prefix}eh_proj._extra_state/shard_0_1", None
                 yield from self._extra_states(f"{prefix}transformer_layer.", layer, None)
 
     def _extra_states(self, prefix: str, layer: int, stacked: tuple[int, int] | None) -> Iterator[tuple[str, None]]:
-        """Yield the objects of a layer's modules; ``stacked`` are its number and that of all layers, where they are."""
+        """Yield the extra-state objects of a layer's modules; ``stacked`` is (layer, number of layers) or None."""
         model = self._planner.model
-        experts = model.num_experts if self._moe_layers[layer] else None
+        experts = model.moe.num_experts if self._moe_layers[layer] else None
         attention = ["linear_qkv"]
-        if model.multi_latent_attention:
-            of_queries = ["linear_q_proj"] if model.q_lora_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
+        if model.mla.multi_latent_attention:
+            is_narrow = model.mla.q_lora_rank is not None
+            of_queries = ["linear_q_down_proj", "linear_q_up_proj"] if is_narrow else ["linear_q_proj"]
             attention = [*of_queries, "linear_kv_down_proj", "linear_kv_up_proj"]
         modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
         modules += [f"mlp.{name}" for name in _FEED_FORWARD if experts is None]
-        if experts is not None and model.moe_shared_expert_intermediate_size is not None:
+        if experts is not None and model.moe.moe_shared_expert_intermediate_size is not None:
             modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
         place, size = stacked or (0, 1)
         for module in modules:
@@ -281,17 +282,17 @@ class TorchDistPlan:
             yield f"{prefix}mlp.experts.experts.{name}._extra_state/shard_{places}_{sizes}", None
 
     def random_state_key(self, tp_rank: int, pp_rank: int) -> str:
-        """Return the key of a rank's streams of random numbers."""
+        """Return the key of a rank's random number streams."""
         return f"rng_state/shard_{pp_rank}.{tp_rank}_{self._planner.pp}.{self._planner.tp}"
 
     def random_state_objects(self, states: Mapping[tuple[int, int], Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the key and the value of each rank's random number states; none where they are of another layout."""
+        """Yield the key and value of each rank's random number state; nothing if the states have another layout."""
         if states.keys() == {(tp, pp) for tp in range(self._planner.tp) for pp in range(self._planner.pp)}:
             for (tp_rank, pp_rank), value in states.items():
                 yield self.random_state_key(tp_rank, pp_rank), value
 
     def shared_value(self, has_random_states: bool) -> dict[str, Any]:
-        """Return what ``common.pt`` holds."""
+        """Return the content of ``common.pt``."""
         progress, scheduler = self.common["progress"], self.common["scheduler"]
         arguments = self._planner.arguments(self._carried) | {
             "ckpt_format": "torch_dist",
@@ -333,7 +334,7 @@ class TorchDistPlan:
         return {"optimizer": inner, **loss_scale_entry(terms)} if terms.is_half else inner
 
     def _stored_name(self, name: str) -> str:
-        """Return a native name with the prefix that this format has for it."""
+        """Convert a native name to this format's name."""
         if name.startswith(MODEL_PREFIX):
             return name.removeprefix(MODEL_PREFIX)
         _, kind, parameter = name.split(".", 2)
@@ -349,9 +350,9 @@ class TorchDistPlan:
         if parameter in (WORD_EMBEDDING, OUTPUT_LAYER):
             shape = (self._planner.padded_vocab_size, *shape[1:])
         words = parameter.split(".")
-        # A layer of further tokens is as the last layer is.
+        # An MTP layer has the same structure as the last layer.
         number = int(words[2]) if words[:2] == ["decoder", "layers"] else -1
-        is_latent = self._planner.model.multi_latent_attention
+        is_latent = self._planner.model.mla.multi_latent_attention
         key, layer = stored_key(
             parameter, has_experts=self._moe_layers[number], is_latent=is_latent, stacks=self._stacks
         )
@@ -362,19 +363,19 @@ class TorchDistPlan:
 
 
 MAX_FILE_BYTES = 4 * 1024**3
-"""Size at which the next data file begins."""
+"""Size at which a new data file is started."""
 _MAX_CHUNK_BYTES = 64 * 1024 * 1024
 
 
 def write_torch_dist(source: CheckpointSource, directory: str | Path, iteration: int | Literal["release"]) -> Path:
     """Write the source as an iteration of ``directory`` and return the folder.
 
-    What is written loads at any layout: the configuration of the source says which one ``args`` record. A source that
-    came from Megatron's files at the same layout hands on its ``args`` and its random number states. The tracker file
-    is written last, when everything else is on disk; nothing of that name may be there before.
+    The checkpoint loads at any layout; the source's configuration determines the layout recorded in ``args``. A source
+    from Megatron-LM's files at the same layout carries over its ``args`` and random number states. The tracker file is
+    written last, after everything else is on disk. The iteration's folder must not exist.
 
     Raises:
-        CheckpointError: the file system refused.
+        CheckpointError: writing to the file system failed.
     """
     needed = sum(info.num_bytes for info in source.tensors.values())
     arguments, random_states = carried_values(source.folder)
@@ -430,9 +431,9 @@ def _chunks(source: CheckpointSource, plan: TorchDistPlan) -> Iterator[tuple[Chu
 
 
 def carried_values(folder: Path) -> tuple[Mapping[str, Any], Mapping[tuple[int, int], Any]]:
-    """Return what a folder of one of Megatron's formats hands on; nothing of another.
+    """Read the values to carry over from a folder in one of Megatron-LM's formats; empty for other formats.
 
-    That is the values of ``args``, and the random number states of each (tensor rank, pipeline rank).
+    These are the values of ``args``, and the random number states by (TP rank, PP rank).
     """
     if is_torch_dist(folder):
         arguments = plain_arguments(read_common(folder)["args"].attributes)

@@ -1,8 +1,8 @@
-"""Read files of torch.save as data, without running the pickle: values at once, tensors on demand.
+"""Read files of torch.save as data, without executing the pickle: values eagerly, tensors on demand.
 
-A pickle is a program: it may name any function and have it called. The interpreter here handles only the opcodes that
-describe values, in bounded memory. A name stays a name: the few that a checkpoint needs are known by their meaning (a
-tensor, a namespace, an array), and every other object becomes a `Record`.
+A pickle is a program that can call any function it names. This interpreter handles only the opcodes that describe
+values, in bounded memory. It imports nothing: the few names that a checkpoint needs (tensors, namespaces, arrays) are
+recognized, and every other allowed object becomes a `Record`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron.core.errors import CheckpointError, DamagedCheckpointError
 
 _FREE_OPERATIONS = 250_000
 _BYTES_AN_OPERATION = 1.8
-"""Pickles of checkpoints have more than two."""
+"""Checkpoint pickles have more than two bytes per operation."""
 _FREE_BYTES = 600 << 20
 _BYTES_A_BYTE = 32
-"""Objects of checkpoints take some twenty times the room of their pickle."""
+"""A checkpoint's objects take about twenty times the size of its pickle."""
 _MOST_DEPTH = 100
 _MOST_KEY_PARTS = 64
 _MOST_REPEATS = 64
@@ -43,17 +43,17 @@ _BYTES_AN_ITEM = 32
 
 
 class PickleBudget:
-    """Count the operations of a pickle and, roughly, the memory that they ask for."""
+    """Limits on a pickle's number of operations and, approximately, the memory that they allocate."""
 
     def __init__(self) -> None:
         self.spent = 0
         self.operations = 0
 
     def begin(self, num_bytes: int, num_read: int) -> None:
-        """Count an operation that asks for so many bytes of memory, once ``num_read`` of the pickle are read.
+        """Count an operation that allocates ``num_bytes``, after ``num_read`` bytes of the pickle have been read.
 
         Raises:
-            ValueError: there are more, or they ask for more, than a checkpoint of that size needs.
+            ValueError: the operations or the memory exceed what a checkpoint of this size needs.
         """
         self.operations += 1
         if self.operations > _FREE_OPERATIONS + num_read / _BYTES_AN_OPERATION:
@@ -61,17 +61,17 @@ class PickleBudget:
         self.spend(num_bytes, num_read)
 
     def spend(self, num_bytes: int, num_read: int) -> None:
-        """Count memory that is asked for, once ``num_read`` bytes of the pickle are read.
+        """Count allocated memory, after ``num_read`` bytes of the pickle have been read.
 
         Raises:
-            ValueError: it is more than a checkpoint of that size needs.
+            ValueError: the memory exceeds what a checkpoint of this size needs.
         """
         self.spent += num_bytes
         if self.spent > _FREE_BYTES + _BYTES_A_BYTE * num_read:
             raise ValueError(f"its first {num_read} bytes ask for {self.spent} bytes of memory")
 
     def spend_items(self, values: Iterable[Any], num_read: int) -> None:
-        """Count the items of texts and containers that are copied.
+        """Count the items of strings and containers that are copied.
 
         Raises:
             ValueError: as `spend`.
@@ -82,10 +82,10 @@ class PickleBudget:
 
 
 def check_key(key: Any) -> None:
-    """Refuse what would take long to hash, or nests beyond what can be hashed.
+    """Reject a dictionary key that is slow to hash or nested too deeply.
 
     Raises:
-        ValueError: a key has more than 64 parts.
+        ValueError: the key has more than 64 parts.
     """
     if not isinstance(key, tuple):
         return
@@ -99,10 +99,10 @@ def check_key(key: Any) -> None:
 
 
 def hashable(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield what can be hashed soon.
+    """Yield the items after checking that each can be hashed quickly.
 
     Raises:
-        ValueError: an item cannot.
+        ValueError: as `check_key`.
     """
     for item in items:
         check_key(item)
@@ -110,7 +110,7 @@ def hashable(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def dict_of(items: Sequence[Any]) -> dict[Any, Any]:
-    """Return a dictionary of keys and values in turn.
+    """Build a dictionary from alternating keys and values.
 
     Raises:
         ValueError: as `check_key`.
@@ -119,15 +119,15 @@ def dict_of(items: Sequence[Any]) -> dict[Any, Any]:
 
 
 def check_value(value: Any, record: type[Any]) -> None:
-    """Refuse a value that holds itself, nests too deeply, or repeats its parts so often that no reader gets to its end.
+    """Reject a value that contains itself, nests too deeply, or repeats its parts so often that reading never ends.
 
     ``record`` is the class of objects that hold values as ``arguments`` and ``attributes``.
 
     Raises:
-        ValueError: it does.
+        ValueError: the value is rejected.
     """
     kinds = (list, tuple, dict, set, record)
-    # For each container that is done: 256 times its parts, each as often as it occurs, and its depth.
+    # Per finished container: 256 times the number of its parts, counted with repetition, plus its depth.
     done: dict[int, int] = {}
     is_open: set[int] = set()
     left = [value]
@@ -169,7 +169,7 @@ def _parts(value: Any, record: type[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class GlobalName:
-    """Name a class or function that a pickle mentions; it is never imported."""
+    """Class or function that a pickle refers to; it is never imported."""
 
     module: str
     name: str
@@ -180,7 +180,7 @@ class GlobalName:
 
 @dataclass(eq=False)
 class Record:
-    """Hold an object of a file as its class's name, what it was made from, and its attributes."""
+    """Object in a file: the name of its class, its constructor arguments and its attributes."""
 
     kind: GlobalName
     arguments: tuple[Any, ...] = ()
@@ -189,7 +189,7 @@ class Record:
 
 @dataclass(eq=False)
 class StoredArray:
-    """Hold a NumPy array of a file as its dtype's text, its shape and its bytes."""
+    """NumPy array in a file: its dtype string, its shape and its bytes."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -198,7 +198,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class StorageKey:
-    """Name a block of numbers in a file; ``start`` is its first element for a view of a larger block."""
+    """Storage in a file; ``start`` is the first element for a view of a larger storage."""
 
     key: str
     dtype: torch.dtype
@@ -208,7 +208,7 @@ class StorageKey:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Describe a tensor of a file without its values; offset and strides count elements of the storage."""
+    """Tensor in a file without its values; offset and strides count elements of the storage."""
 
     storage: StorageKey
     offset: int
@@ -224,23 +224,22 @@ class LazyTensor:
         return math.prod(self.shape)
 
     def flat_part(self, start: int, shape: tuple[int, ...]) -> LazyTensor:
-        """Return the contiguous tensor of ``shape`` that begins at element ``start`` of this one-dimensional one."""
+        """Return the contiguous tensor of ``shape`` that starts at element ``start`` of this one-dimensional tensor."""
         assert self.strides == (1,), "only a flat buffer is cut"
         return LazyTensor(self.storage, self.offset + start, shape, contiguous_strides(shape))
 
     def box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> LazyTensor:
-        """Return a box of this tensor."""
         moved = sum(o * stride for o, stride in zip(offset, self.strides, strict=True))
         return LazyTensor(self.storage, self.offset + moved, shape, self.strides)
 
     def every_nth_row(self, start: int, step: int, count: int) -> LazyTensor:
-        """Return ``count`` rows (elements of dim 0), one in every ``step``, from ``start`` on."""
+        """Return ``count`` rows (elements of dim 0), every ``step``-th one from ``start``."""
         first, *others = self.strides
         return LazyTensor(self.storage, self.offset + start * first, (count, *self.shape[1:]), (first * step, *others))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a row-major tensor."""
+    """Return the strides, in elements, of a contiguous row-major tensor."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -250,7 +249,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def native_row_blocks(tensor: LazyTensor, head_dim: int, version: float) -> list[tuple[int, LazyTensor]]:
-    """Return (first row in the native order, the rows' values) of everything in one rank's weight or bias.
+    """Return (first row in native order, values of the rows) of every block of a rank's QKV weight or bias.
 
     Shapes: ``tensor: [rows]`` or ``[rows, h]``.
     """
@@ -285,7 +284,7 @@ _STORAGE_DTYPES: dict[str, torch.dtype] = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-# Their objects become records of a name and arguments: options of a run that decide nothing here.
+# Objects of these classes become records; they are options of a run that have no effect here.
 _INERT_MODULES = (
     "megatron.core.enums",
     "megatron.core.transformer.enums",
@@ -304,7 +303,7 @@ _INERT_NAMES = (
 
 _MOST_DIMS = 64
 _MOST_REPEATED = 1 << 24
-"""How many values a tensor may have that repeats a few stored ones."""
+"""Maximum number of values of a tensor that repeats a few stored values."""
 _NUMPY_RECONSTRUCT = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _NUMPY_SCALAR = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
 
@@ -312,14 +311,14 @@ _NUMPY_SCALAR = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"
 def read_pickle(
     stream: mmap.mmap | bytes, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName] = ()
 ) -> Any:
-    """Return the value of the pickle at the stream's position, and leave the stream after its end.
+    """Read the pickle at the stream's position, and leave the stream after its end.
 
-    ``path`` is for messages. ``persistent_load`` turns what the file says of a storage into its key. Objects of the
-    classes in ``records`` become records, too.
+    ``path`` is used in messages. ``persistent_load`` converts a file's description of a storage to its key. Objects of
+    the classes in ``records`` also become records.
 
     Raises:
-        CheckpointError: the pickle names something that is not on the list of what a checkpoint may hold.
-        ValueError: it is no pickle.
+        CheckpointError: the pickle refers to a name that is not allowed in a checkpoint.
+        ValueError: the stream has no valid pickle.
     """
     first = 0 if isinstance(stream, bytes) else stream.tell()
     try:
@@ -333,10 +332,10 @@ def read_pickle(
 
 
 def storage_dtype(kind: Any, path: Path) -> torch.dtype:
-    """Return the dtype of a storage class that a file names.
+    """Return the dtype of a storage class named in a file.
 
     Raises:
-        CheckpointError: it is not one.
+        CheckpointError: the name is not a storage class.
     """
     if isinstance(kind, GlobalName) and kind.module == "torch" and kind.name in _STORAGE_DTYPES:
         return _STORAGE_DTYPES[kind.name]
@@ -346,7 +345,7 @@ def storage_dtype(kind: Any, path: Path) -> torch.dtype:
 
 
 class _Interpreter:
-    """Hold the stack, the marks and the memo of one pickle."""
+    """Interpreter of one pickle: its stack, marks and memo."""
 
     def __init__(self, path: Path, persistent_load: PersistentLoad, records: Iterable[GlobalName], first: int) -> None:
         self.path = path
@@ -359,7 +358,7 @@ class _Interpreter:
         self.memo: dict[int, Any] = {}
 
     def run(self, operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]]) -> Any:
-        """Follow the operations to STOP and return what is then on the stack."""
+        """Execute the operations until STOP, and return the value on top of the stack."""
         for operation, argument, position in operations:
             name = operation.name
             self.position = position or 0
@@ -382,7 +381,7 @@ class _Interpreter:
         raise ValueError("the pickle ends before its end")
 
     def refuse(self, what: object) -> CheckpointError:
-        """Return the error for a name that is not on the list."""
+        """Return the error for a name that is not allowed."""
         return CheckpointError(
             f"{self.path}: the file asks for {str(what)[:200]}, which no checkpoint needs; it was not run, and nothing "
             "is loaded from this file"
@@ -396,7 +395,7 @@ class _Interpreter:
         return items
 
     def spend_items(self, *values: Any) -> None:
-        """Count the items of values that are copied; refuse a file that asks for more than its size explains."""
+        """Count the items of copied values; raise if they exceed what the file's size explains."""
         self.budget.spend_items(values, self.position - self.first)
 
     def mark(self, _: Any) -> None:
@@ -461,14 +460,14 @@ class _Interpreter:
                 raise CheckpointError(f"{self.path}: an array is stored column by column, which is not supported")
             target.shape, target.dtype, target.data = _shape(shape), _array_dtype(dtype), _of(bytes, data)
         elif isinstance(target, Record) and target.kind == _NUMPY_DTYPE:
-            return  # byte order and the like: all that is written is little-endian
+            return  # byte order etc.: all written arrays are little-endian
         elif isinstance(target, Record) and isinstance(state, tuple):
             target.attributes["state"] = state
         elif isinstance(target, Record):
             self.spend_items(state)
             target.attributes.update(_of(dict, state))
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
-            return  # the metadata that modules attach to their state
+            return  # metadata that modules attach to their state dict
         else:
             raise self.refuse(f"attributes to be set on {type(target).__name__}")
 
@@ -476,14 +475,14 @@ class _Interpreter:
         self.stack.append(self.persistent_load(self.stack.pop()))
 
     def _named(self, name: GlobalName) -> Any:
-        """Return what stands for a name on the stack.
+        """Return the object that represents a name on the stack.
 
         Raises:
-            CheckpointError: it is not on the list.
+            CheckpointError: the name is not allowed.
         """
         if name.module == "torch":
             if name.name == "complex64":
-                return torch.complex64  # of rotary positions that are stored beside the weights, and never read
+                return torch.complex64  # dtype of RoPE frequencies stored with the weights, which are never read
             with suppress(KeyError):
                 return dtype_of(name.name)
         if str(name) in (*_MAKERS, _TENSOR_WITH_ATTRIBUTES) or name in self.records or name.module in _INERT_MODULES:
@@ -496,7 +495,7 @@ class _Interpreter:
         if not isinstance(function, GlobalName):
             raise self.refuse(f"a call of {reprlib.repr(function)}")
         if str(function) == _TENSOR_WITH_ATTRIBUTES:
-            # A tensor and what was attached to it: what is attached decides nothing here.
+            # A tensor with attached attributes, which are ignored.
             rebuild, _, tensor_arguments, _ = arguments
             if not isinstance(rebuild, GlobalName) or str(rebuild) not in _TENSOR_MAKERS:
                 raise self.refuse(f"a tensor made by {reprlib.repr(rebuild)}")
@@ -531,7 +530,7 @@ def _make_tensor(arguments: tuple[Any, ...]) -> LazyTensor:
 
 
 def _shape(values: Any) -> tuple[int, ...]:
-    """Return sizes of dims, or strides, as PyTorch can have them."""
+    """Convert tensor sizes or strides, and check that PyTorch supports them."""
     sizes = tuple(_of(int, size) for size in itertools.islice(values, _MOST_DIMS + 1))
     if len(sizes) > _MOST_DIMS or not all(0 <= size < 2**63 for size in sizes):
         raise ValueError(f"the shape {reprlib.repr(sizes)}")
@@ -619,7 +618,7 @@ _COSTS = {
     **dict.fromkeys(("REDUCE", "NEWOBJ"), 600),
     **dict.fromkeys(("SETITEM", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), 100),
 }
-"""About how many bytes an operation takes, together with what its value takes when it is looked over at the end."""
+"""Approximate bytes per operation, including the final check of its value."""
 _MEMO_STORES = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _MEMO_LOADS = frozenset(("GET", "BINGET", "LONG_BINGET"))
 _HANDLERS: dict[str, Callable[[_Interpreter, Any], None]] = {
@@ -658,7 +657,7 @@ _HAS_MADVISE = hasattr(mmap.mmap, "madvise")  # not on Windows
 
 @dataclass(frozen=True)
 class StoragePlace:
-    """Locate a storage's bytes in a file. ``checksum`` is the CRC-32 that the file gives, where it does."""
+    """Location of a storage's bytes in a file. ``checksum`` is the file's CRC-32, if it has one."""
 
     start: int
     num_bytes: int
@@ -666,14 +665,14 @@ class StoragePlace:
 
 
 class TorchFile:
-    """Hold an open file of torch's zip format, or of the one before it: ``value`` is what was saved.
+    """Open file in torch's zip format, or in its legacy format; ``value`` is the saved object.
 
-    Tensors in ``value`` are `LazyTensor`; `view` maps their bytes, so that only the pages that are looked at are read.
-    With a ``section`` (first byte, number of bytes) that part of the file is read as a file of the zip format.
+    Tensors in ``value`` are `LazyTensor`. `view` memory-maps their bytes, so that only the accessed pages are read.
+    With a ``section`` (first byte, number of bytes) only that part of the file is read, as a file in zip format.
 
     Raises:
-        DamagedCheckpointError: the file is missing, cut short or no such file.
-        CheckpointError: it asks for something that is not data.
+        DamagedCheckpointError: the file is missing, truncated or in another format.
+        CheckpointError: the file contains objects other than data.
     """
 
     def __init__(self, path: Path, section: tuple[int, int] | None = None) -> None:
@@ -690,14 +689,14 @@ class TorchFile:
             raise DamagedCheckpointError(f"{path}: not a whole file of torch's format ({error})") from error
 
     def close(self) -> None:
-        """Close the file; views of it must not be used any more."""
+        """Close the file and invalidate its views."""
         self._map = None
 
     def view(self, tensor: LazyTensor) -> torch.Tensor:
-        """Return a tensor whose memory is the file's.
+        """Return a tensor that is memory-mapped from the file.
 
         Raises:
-            DamagedCheckpointError: the file has no such storage, or ends before it does.
+            DamagedCheckpointError: the storage is missing or too short.
         """
         place = self.places.get(tensor.storage.key)
         itemsize = tensor.dtype.itemsize
@@ -714,7 +713,7 @@ class TorchFile:
         return flat.as_strided(tensor.shape, tensor.strides)
 
     def with_tensors(self, value: Any) -> Any:
-        """Return a value of the file with its tensors read into memory; for small ones."""
+        """Return a value of the file with its tensors loaded into memory; for small tensors."""
         if isinstance(value, LazyTensor):
             return self.view(value).clone()
         if isinstance(value, Mapping):
@@ -724,15 +723,15 @@ class TorchFile:
         return value
 
     def release_pages(self) -> None:
-        """Give back the memory of the pages that were looked at; views stay good and are read again when used."""
+        """Release the memory of the accessed pages; views remain valid and are read again on access."""
         if self._map is not None and _HAS_MADVISE:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def check_storage(self, key: str) -> None:
-        """Compare a storage's bytes with the checksum beside them, where the format has one.
+        """Verify a storage's checksum, if the format has one.
 
         Raises:
-            DamagedCheckpointError: they differ, or the file has no such storage.
+            DamagedCheckpointError: the checksum does not match, or the file has no such storage.
         """
         place = self.places.get(key)
         if place is None:
@@ -750,7 +749,7 @@ class TorchFile:
     def _mapped(self) -> mmap.mmap:
         if self._map is None:
             with open(self.path, "rb") as file:
-                # Private, not shared: torch takes no read-only memory, and nothing is ever written through it.
+                # Private instead of shared: torch does not accept read-only memory, and nothing writes through it.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._map
 
@@ -759,7 +758,7 @@ class TorchFile:
             return self._read_zip(FileSection(file, *self._section), self._section[0])
         if file.read(4) == b"PK\x03\x04":
             return self._read_zip(file)
-        # Mapped, so that a length which the file claims is not more than the file has.
+        # Memory-mapped, so that a length claimed in the file cannot exceed the file.
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return self._read_legacy(mapped)
 
@@ -788,14 +787,14 @@ class TorchFile:
             return read_pickle(archive.read(entries["data.pkl"]), self.path, self._storage)
 
     def _storage(self, description: Any) -> StorageKey:
-        """Return what a file says of a storage: (tag, kind, key, device, number of elements)."""
+        """Parse the file's description of a storage: (tag, kind, key, device, number of elements)."""
         tag, kind, key, _, num_elements = description
         if tag != "storage" or not isinstance(key, (str, int)) or not _is_count(num_elements):
             raise ValueError("a persistent object that is no storage")
         return StorageKey(str(key), storage_dtype(kind, self.path), num_elements)
 
     def _read_legacy(self, file: mmap.mmap) -> Any:
-        """Read the format of torch before 1.6: pickles in a row, then the storages in the order of a list of keys."""
+        """Read torch's format before version 1.6: several pickles, then the storages in the order of a list of keys."""
 
         def nothing_stored(description: Any) -> StorageKey:
             raise ValueError("a storage in the header")
@@ -835,7 +834,7 @@ def _is_count(value: Any) -> bool:
 
 
 class FileSection(io.RawIOBase):
-    """Read a part of an open file as if it were a file.
+    """File-like view of a part of an open file.
 
     Raises:
         ValueError: the file ends within the part.
@@ -855,7 +854,7 @@ class FileSection(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a byte of the part and return which."""
+        """Seek within the part, and return the new position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
         if base + offset < 0:
             raise ValueError(f"there is no byte {base + offset}")
@@ -875,7 +874,7 @@ class FileSection(io.RawIOBase):
 
 
 def _data_start(file: BinaryIO | FileSection, entry: zipfile.ZipInfo) -> int:
-    """Return where an entry's data begins; the local header's extra field is not the directory's."""
+    """Return the start of an entry's data; the extra field may differ between local header and directory."""
     file.seek(entry.header_offset)
     header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     return entry.header_offset + _LOCAL_HEADER.size + int(header[-2]) + int(header[-1])

@@ -1,4 +1,4 @@
-"""Write files of torch.save's zip format whose tensors are filled piece by piece, by one or more processes."""
+"""Write files in torch.save's zip format whose tensors are filled incrementally by one or more processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch._utils
 from megatron.checkpoint.formats.megatron.torch_file_reader import contiguous_strides
 from megatron.core.sharding import Box
 
-_PROTOCOL = 2  # torch's own
+_PROTOCOL = 2  # torch's default
 
 _STORAGES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
@@ -37,7 +37,7 @@ _STORAGES: Mapping[torch.dtype, type] = {
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensor:
-    """Stand in a checkpoint's values for a tensor that has a storage of its own; ``values`` None are written later."""
+    """Placeholder for a tensor with its own storage in a checkpoint's values; without ``values`` it is filled later."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,25 +53,25 @@ class PlannedTensor:
 
 
 def given_tensor(values: torch.Tensor) -> PlannedTensor:
-    """Return a tensor whose values are there already; for small ones."""
+    """Plan a small tensor whose values are already known."""
     values = values.detach().to("cpu").contiguous()
     return PlannedTensor(values.dtype, tuple(values.shape), values)
 
 
 def namespace(values: Mapping[str, Any]) -> object:
-    """Return values as what Megatron's ``args`` are."""
+    """Convert values to a namespace, the type of Megatron-LM's ``args``."""
     return argparse.Namespace(**values)
 
 
 def pickle_values(value: Any, key_of: Callable[[PlannedTensor], str]) -> bytes:
-    """Return the pickle of a value in which `PlannedTensor` stand for tensors; ``key_of`` names their storages."""
+    """Pickle a value with `PlannedTensor` as tensors; ``key_of`` names their storages."""
     stream = io.BytesIO()
     _Pickler(stream, key_of).dump(value)
     return stream.getvalue()
 
 
 def planned_tensors(value: Any) -> list[PlannedTensor]:
-    """Return the tensors of a value, in its order."""
+    """Return the planned tensors in a value, in order."""
     if isinstance(value, PlannedTensor):
         return [value]
     if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def planned_tensors(value: Any) -> list[PlannedTensor]:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Name the storage of a tensor in the file."""
+    """Storage of a planned tensor in the file."""
 
     tensor: PlannedTensor
 
@@ -107,8 +107,8 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, arguments
 
 
-_ALIGNMENT = 64  # of the first byte of every entry, as torch has it
-_LIMIT = 0xFFFFFFFF  # what a size or place must stay below without zip64 fields
+_ALIGNMENT = 64  # of the first byte of every entry, as in torch
+_LIMIT = 0xFFFFFFFF  # sizes and offsets from this value need zip64 fields
 _UTF8 = 0x0800
 _VERSION = 45
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -122,7 +122,7 @@ _DATE_1980 = 0x21
 
 @dataclass
 class _Entry:
-    """Hold one entry: where it lies, what is in it where that is known, and how far its checksum has come."""
+    """Location of one entry, its data if known, and its partial checksum."""
 
     name: str
     num_bytes: int
@@ -135,9 +135,9 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class TorchFilePlan:
-    """Plan where everything of a file goes. Tensors come first, so that their places do not depend on other values.
+    """Layout of a file. Tensors come first, so that their offsets do not depend on other values.
 
-    Every process that plans a file with the same tensors gets the same places.
+    Every process that plans a file with the same tensors gets the same offsets.
     """
 
     path: Path
@@ -147,13 +147,13 @@ class TorchFilePlan:
 
     @property
     def end(self) -> int:
-        """Return where the directory of the entries begins."""
+        """Return the offset of the zip directory."""
         last = self.entries[-1]
         return last.data_start + last.num_bytes
 
 
 def plan_torch_file(path: Path, value: Any) -> TorchFilePlan:
-    """Plan the file of a value in which `PlannedTensor` stand for tensors."""
+    """Plan the file of a value that has `PlannedTensor` as tensors."""
     tensors = planned_tensors(value)
     keys = {id(tensor): str(number) for number, tensor in enumerate(tensors)}
     assert len(keys) == len(tensors), "a tensor is planned once"
@@ -176,10 +176,10 @@ def plan_torch_file(path: Path, value: Any) -> TorchFilePlan:
 
 
 class TorchFileWriter:
-    """Hold a planned file open for writing. One process creates and finishes it; all may write boxes in between.
+    """Planned file open for writing. One process creates and finishes it; all may write boxes in between.
 
     Raises:
-        OSError: from every method, where the file cannot be written.
+        OSError: the file cannot be written; every method may raise this.
     """
 
     def __init__(self, plan: TorchFilePlan, create: bool) -> None:
@@ -197,7 +197,7 @@ class TorchFileWriter:
     def write_box(
         self, tensor: PlannedTensor, shape: tuple[int, ...], start: int, box: Box, values: torch.Tensor
     ) -> None:
-        """Write a box of a row-major array of ``shape`` that begins at element ``start`` of a planned tensor."""
+        """Write a box of a row-major array of ``shape`` that starts at element ``start`` of a planned tensor."""
         assert values.dtype is tensor.dtype, f"{values.dtype} into {tensor.dtype}"
         assert tuple(values.shape) == box.shape
         flat = values.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -209,7 +209,7 @@ class TorchFileWriter:
             done += num_bytes
 
     def finish(self) -> None:
-        """Write the headers, with the checksums of what is in the file, and force it to disk."""
+        """Write the headers with the checksums of the file's content, and flush the file to disk."""
         for entry in self.plan.entries:
             self._complete_checksum(entry)
             self._write_at(entry.header_start, memoryview(_local_header(entry)))
@@ -217,11 +217,10 @@ class TorchFileWriter:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
     def sync(self) -> None:
-        """Force what this process wrote to disk."""
+        """Flush this process's writes to disk."""
         os.fsync(self._descriptor)
 
     def _write(self, entry: _Entry, start: int, data: memoryview) -> None:
@@ -237,7 +236,7 @@ class TorchFileWriter:
             data = data[written:]
 
     def _complete_checksum(self, entry: _Entry) -> None:
-        """Read back what was not written in one go from front to back, or by another process."""
+        """Checksum the data that this process did not write sequentially, by reading it back."""
         while entry.summed_bytes < entry.num_bytes:
             wanted = min(_CHUNK_BYTES, entry.num_bytes - entry.summed_bytes)
             data = os.pread(self._descriptor, wanted, entry.data_start + entry.summed_bytes)
@@ -248,7 +247,7 @@ class TorchFileWriter:
 
 
 def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each run of elements that a box of a row-major array is made of, in the box's order."""
+    """Yield (start, length) of each contiguous run of a box in a row-major array, in the box's order."""
     dims = len(shape)
     outer = dims
     while outer > 0 and (outer == dims or box.shape[outer] == shape[outer]):
@@ -276,7 +275,7 @@ def _place(stem: str, contents: Sequence[tuple[str, int, bytes | None]]) -> Iter
 
 
 def _sizes64(num_bytes: int) -> bytes:
-    """Return the zip64 field of a local header; empty where the sizes fit into the header."""
+    """Return the zip64 field of a local header; empty if the sizes fit in the header."""
     return struct.pack("<2H2Q", 1, 16, num_bytes, num_bytes) if num_bytes >= _LIMIT else b""
 
 
@@ -292,7 +291,7 @@ def _local_header(entry: _Entry) -> bytes:
 
 
 def _directory(entries: Sequence[_Entry], start: int) -> bytes:
-    """Return the directory of the entries and the record of its own place that ends a zip file."""
+    """Return the directory of a zip file and its end record."""
     parts = []
     for entry in entries:
         name, size, place = entry.name.encode(), entry.num_bytes, entry.header_start

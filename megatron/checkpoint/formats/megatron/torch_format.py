@@ -1,4 +1,4 @@
-"""Read and write Megatron's ``torch`` format, at any layout, as global tensors under native names."""
+"""Read and write Megatron-LM's ``torch`` format at any layout, as global tensors under native names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class RankFileBox:
-    """Locate the values of one box of a global tensor."""
+    """Location of the values of one box of a global tensor."""
 
     box: Box
     file: TorchFile
@@ -53,15 +53,15 @@ class RankFileBox:
 
 
 class MegatronTorchSource:
-    """Offer the tensors of an iteration's ``mp_rank_XX`` folders; see `CheckpointSource`.
+    """Tensors of an iteration's ``mp_rank_XX`` folders; implements `CheckpointSource`.
 
-    ``vocab_size`` is the tokenizer's real size: rows beyond it are padding. Without it the size is the one that the
-    file's arguments tell (see `real_vocab_size`). ``wanted`` is the configuration of the model that is to be filled,
-    which says what the oldest files do not (see `model_of_tensors`).
+    ``vocab_size`` is the tokenizer's vocabulary size; further rows are padding. By default it comes from the file's
+    arguments (see `real_vocab_size`). ``wanted`` is the configuration of the model to fill, which provides the values
+    that the oldest files lack (see `model_of_tensors`).
 
     Raises:
-        CheckpointError: the files hold something else than a GPT, or do not fit together.
-        DamagedCheckpointError: one is missing or damaged.
+        CheckpointError: the files do not hold a GPT model, or are inconsistent.
+        DamagedCheckpointError: a file is missing or damaged.
     """
 
     @refuse_misfits
@@ -101,14 +101,14 @@ class MegatronTorchSource:
         self._check_whole()
 
     def _cuts_narrow(self) -> bool:
-        """Return whether the files hold parts of the narrow maps of latent attention, not all of each."""
+        """Return whether the files hold shards of MLA's down projections instead of replicas."""
         rows = {tensor.shape[0] for key, tensor in self.ranks[0, 0].chunks[0].items() if is_narrow_map(key)}
-        whole = {self.model.q_lora_rank, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim}
+        whole = {self.model.mla.q_lora_rank, self.model.mla.kv_lora_rank + self.model.mla.qk_pos_emb_head_dim}
         return bool(rows - whole)
 
     @property
     def layer_numbers(self) -> dict[tuple[int, int], range]:
-        """Return the global numbers of the layers of every (pipeline rank, model chunk)."""
+        """Return the global layer numbers of every (PP rank, model chunk)."""
         numbers, start = {}, 0
         for chunk in range(self.num_chunks):
             for pp_rank in range(self.pp):
@@ -119,12 +119,12 @@ class MegatronTorchSource:
 
     @property
     def checkpoint_version(self) -> float:
-        """Return the version that the files say, which is that of the order of their rows."""
+        """Return the files' ``checkpoint_version``, which determines the order of QKV rows."""
         return self.ranks[0, 0].version
 
     @refuse_misfits
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
+        """Read a box of a tensor, or all of it, as a contiguous CPU tensor; only the needed pages are read."""
         info = self.tensors[name]
         box = info.whole if box is None else box
         result = torch.empty(box.shape, dtype=info.dtype)
@@ -138,22 +138,22 @@ class MegatronTorchSource:
 
     @refuse_misfits
     def random_states(self) -> dict[tuple[int, int], Any]:
-        """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
+        """Return the stored random number streams by (TP rank, PP rank)."""
         stored = {place: rank.file.value.get("rng_state") for place, rank in self.ranks.items()}
         return {place: self.ranks[place].file.with_tensors(value) for place, value in stored.items()}
 
     @refuse_misfits
     def float8_scaling(self) -> Mapping[str, torch.Tensor]:
-        """Return by name what fp8's delayed scaling remembers, which all ranks have stored alike; often nothing."""
+        """Return the state of FP8 delayed scaling by name, which is equal on all ranks; usually empty."""
         file = next(iter(self.ranks.values())).file
         scaling: Mapping[str, torch.Tensor] = file.with_tensors(file.value.get(FLOAT8_SCALING) or {})
         return scaling
 
     def check_storages(self, index: int = 0, count: int = 1) -> None:
-        """Compare the checksums of every ``count``-th stored block of numbers, from number ``index`` on.
+        """Verify the checksums of every ``count``-th storage, starting at ``index``.
 
         Raises:
-            DamagedCheckpointError: a block does not match the checksum beside it; the tensor is named.
+            DamagedCheckpointError: a storage does not match its checksum; the message names the tensor.
         """
         stored = {
             (s.file.path, s.tensor.storage.key): (name, s.file) for name, boxes in self._boxes.items() for s in boxes
@@ -166,12 +166,12 @@ class MegatronTorchSource:
                     raise DamagedCheckpointError(f"{error}; it holds {name}") from error
 
     def close(self) -> None:
-        """Close the files; the source cannot be read afterwards."""
+        """Close the files; nothing can be read afterwards."""
         for rank in (*self.ranks.values(), *self._expert_ranks):
             rank.close()
 
     def _check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse files whose padded vocabulary is not what the caller's would have been padded to."""
+        """Reject files whose padded vocabulary size differs from the padded size of the caller's vocabulary."""
         divisor = self.config["model"].get("make_vocab_size_divisible_by")
         if divisor is None:
             return
@@ -199,7 +199,7 @@ class MegatronTorchSource:
                 self._add(name, state.parameter, rank, state.file, state.tensor)
 
     def _parameters(self, rank: RankFile, chunk: int) -> list[LocalParameter]:
-        """Return the parameters of a chunk in the file's order, once name and shape of each are known to fit."""
+        """Return a chunk's parameters in file order after checking their names and shapes."""
         described = self._describer.parameters(
             rank.tp_rank,
             self.layer_numbers[rank.pp_rank, chunk],
@@ -245,7 +245,7 @@ class MegatronTorchSource:
 def _stored_boxes(
     parameter: LocalParameter, blocks: Sequence[tuple[int, LazyTensor]], file: TorchFile
 ) -> Iterator[RankFileBox]:
-    """Yield what each block of rows (its first row, its values) holds of the global tensor; padding is left out."""
+    """Yield the boxes of the global tensor in each block (first row, values), without padding."""
     for first_row, tensor in blocks:
         local = Box((first_row, *(0 for _ in tensor.shape[1:])), tensor.shape)
         for shard in parameter.shards:
@@ -272,14 +272,14 @@ def write_megatron_torch(
     iteration: int | Literal["release"],
     random_states: Mapping[tuple[int, int], Any] | None = None,
 ) -> Path:
-    """Write the source as an iteration of ``directory`` at the layout of its configuration; return the folder.
+    """Write the source as an iteration of ``directory`` at its configuration's layout; return the folder.
 
-    A source that came from such files at the same layout hands on its ``args`` and its random number states. Those of
-    another of Megatron's formats are given, by (tensor rank, pipeline rank). The tracker file is written last, when
-    everything else is on disk; nothing of that name may be there before.
+    A source in this format at the same layout carries over its ``args`` and random number states. For a source in the
+    other Megatron-LM format the caller passes ``random_states`` by (TP rank, PP rank). The tracker file is written
+    last, after everything else is on disk. The iteration's folder must not exist.
 
     Raises:
-        CheckpointError: the file system refused.
+        CheckpointError: writing to the file system failed.
     """
     needed = sum(info.num_bytes for info in source.tensors.values())
     with new_iteration(Path(directory), iteration, f"about {needed}") as folder:
@@ -291,9 +291,9 @@ def write_megatron_torch(
 
 
 def make_planner(source: CheckpointSource, carried: CarriedValues) -> RankPlanner:
-    """Return the planner of a source's files, which keeps what the source's own files had at the same layout.
+    """Create the planner of a source's files, which keeps the values of the source's own files at the same layout.
 
-    The padding of the vocabulary is kept, too, unless the configuration asks for another than the files'.
+    The vocabulary's padding is also kept, unless the configuration specifies a different divisor than the files.
     """
     model = config_from_dict(GPTConfig, source.common["config"]["model"])
     first = carried.ranks.get((0, 0))
@@ -313,14 +313,14 @@ def make_planner(source: CheckpointSource, carried: CarriedValues) -> RankPlanne
 
 
 def slot_shards(slot: Slot, max_bytes: int = _MAX_READ_BYTES) -> Iterator[Shard]:
-    """Yield the boxes that go into a slot, none of more bytes than ``max_bytes`` unless one row has more."""
+    """Yield the boxes that fill a slot, each of at most ``max_bytes`` unless a single row is larger."""
     for shard in slot.parameter.shards:
         for box in split_box(shard.global_box, slot.tensor.dtype.itemsize, max_bytes):
             yield Shard(box, shard.localized(box).offset)
 
 
 def write_shard(writer: TorchFileWriter, slot: Slot, shard: Shard, values: torch.Tensor) -> None:
-    """Write the values of a shard of a slot's parameter where they belong in the file."""
+    """Write the values of a shard of a slot's parameter to its position in the file."""
     writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, shard.local_box, values)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.core.config_base import field_specs, field_value
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel import StageContents
@@ -68,7 +69,7 @@ _OTHER_FIELDS = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
 )
 """Fields that a search varies and that do not affect parameters, or affect them only through a layer's kind."""
-_FIELDS = tuple(field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS)
+_FIELDS = tuple(spec.name for spec in field_specs(GPTConfig) if spec.name not in _OTHER_FIELDS)
 _built: dict[Hashable, dict[Hashable, _LayerParameters]] = {}
 
 
@@ -106,7 +107,7 @@ def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: in
 
 def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
     """Return the properties of a layer that determine its parameters, apart from fields that all layers share."""
-    return model.moe_layers[model.kind_of(number)], model.is_in_float8(number, model.num_layers)
+    return model.moe_layers[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
 
 
 def _layer_parameters(
@@ -122,7 +123,7 @@ def _known_parameters(model: GPTConfig) -> dict[Hashable, _LayerParameters]:
     # A search evaluates the same configurations thousands of times.
     known = _built.get(model)
     if known is None:
-        known = _built[model] = _built.setdefault(tuple(getattr(model, name) for name in _FIELDS), {})
+        known = _built[model] = _built.setdefault(tuple(field_value(model, name) for name in _FIELDS), {})
     return known
 
 
@@ -149,7 +150,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _LayerParameters:
         layer_numbers=contents.layer_numbers,
         pre_process=contents.has_embedding,
         post_process=contents.has_loss,
-        experts=ExpertGroups.of(state) if model.num_experts is not None else None,
+        experts=ExpertGroups.of(state) if model.moe.num_experts is not None else None,
     )
     compute_in_float8((chunk,), model, "meta")
     layers = [layer for block in chunk.blocks for layer in block.layers.values()]

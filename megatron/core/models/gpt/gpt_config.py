@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, flag
-from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, TransformerConfig
+from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
+from megatron.core.transformer import MLAConfig, MoEConfig, MTPConfig, RotaryConfig, TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def has_experts_among(self, layer_numbers: Iterable[int], *, is_last: bool) -> bool:
         """Return whether a model chunk with these layers has experts. The last chunk includes the MTP modules."""
-        further = range(self.num_layers, self.num_layers + self.mtp_depth * is_last)
+        further = range(self.num_layers, self.num_layers + self.mtp.mtp_depth * is_last)
         return any(self.moe_layers[self.kind_of(number)] for number in (*layer_numbers, *further))
 
     @property
@@ -108,7 +108,7 @@ class GPTConfig(TransformerConfig, in_args=True):
     @property
     def logit_multiplier(self) -> float:
         """Return the factor of the logits with --use-mup; 1 without it."""
-        return self.mup_output_mult / self.width_multiplier
+        return self.mup.mup_output_mult / self.width_multiplier
 
     @property
     def padded_vocab_size(self) -> int:
@@ -125,7 +125,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def output_forward_flops(self, seq_length: int) -> float:
         """Return the forward FLOPs of the output layer for one sequence, including those for the MTP modules."""
-        return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.mtp_depth)
+        return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.mtp.mtp_depth)
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
@@ -137,7 +137,7 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *(field.name for kind in (MoEConfig, PredictionConfig) for field in dataclasses.fields(kind)),
+    *(field.name for kind in (MoEConfig, MTPConfig) for field in dataclasses.fields(kind)),
 )
 """Fields that Megatron's ``args`` represent in another form."""
 STRETCH_FIELDS = (
@@ -145,7 +145,12 @@ STRETCH_FIELDS = (
     *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
 """YaRN fields; Megatron's ``args`` contain them if YaRN is used."""
-_OF_LATENT = {field.name for field in dataclasses.fields(LatentConfig)} - {"yarn_correction_range_round_to_int"}
+_OF_LATENT = {
+    field.name
+    for kind in (MLAConfig, RotaryConfig)
+    for field in dataclasses.fields(kind)
+    if field.name != "yarn_correction_range_round_to_int"
+}
 """MLA fields; Megatron's ``args`` contain them for MLA, and Megatron always rounds YaRN's correction range."""
 
 _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
@@ -161,18 +166,18 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
     """Return the flags, as typed, of settings that the ``args`` in Megatron's files cannot describe."""
     specs = (spec for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY and spec.options.cli)
     held: Collection[str] = ()
-    if model.multi_latent_attention:
+    if model.mla.multi_latent_attention:
         held = _OF_LATENT
-    elif model.rope_type == "yarn":
+    elif model.rope.rope_type == "yarn":
         held = ("rope_type", *STRETCH_FIELDS)
-    elif model.rope_type == "rope":
+    elif model.rope.rope_type == "rope":
         held = ("rope_type",)  # RoPE without scaling is the default.
 
     def is_held(spec: FieldSpec) -> bool:
-        value = getattr(model, spec.name)
+        value = field_value(model, spec.name)
         if value not in _VALUES_IN_ARGS.get(spec.name, (value,)):
             return False
         has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
         return bool(has_argument) or value == spec.default
 
-    return [spec.typed(getattr(model, spec.name)) for spec in specs if not is_held(spec)]
+    return [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]

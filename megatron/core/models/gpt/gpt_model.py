@@ -104,7 +104,7 @@ class GPTEmbedding(nn.Module):
             # step.
             dtype = dtype_from_name(config.params_dtype)
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
-        self.multiplier = config.mup_embedding_mult
+        self.multiplier = config.mup.mup_embedding_mult
         if self.multiplier != 1.0:
             self.scale = self.multiplier * (1.0 if self.scale is None else self.scale)
         self.position_embeddings: PositionEmbedding | None = None
@@ -215,7 +215,7 @@ class GPTModel(Model):
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.pre_process = pre_process
         self.post_process = post_process
-        self.has_further_tokens = post_process and config.mtp_depth > 0
+        self.has_further_tokens = post_process and config.mtp.mtp_depth > 0
         self.embedding = GPTEmbedding(config, tp, device) if pre_process or self.has_further_tokens else None
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
         experts = experts or ExpertGroups.like_dense(tp, self.cp)
@@ -226,7 +226,7 @@ class GPTModel(Model):
         if self.has_further_tokens:
             self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts, made)
         of_logits = (LOGIT_Z_LOSS,) if config.z_loss_coeff else ()
-        self.auxiliary_loss_names = (*auxiliary_loss_names(config), *further_loss_names(config), *of_logits)
+        self.auxiliary_loss_names = (*auxiliary_loss_names(config.moe), *further_loss_names(config.mtp), *of_logits)
         self._logits_memory = ReusedMemory()
         self.output_layer: ColumnParallelLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights
@@ -250,12 +250,12 @@ class GPTModel(Model):
         if config.lora_rank:
             add_adapters(self, config, tp, device)
         self.name_parameters()
-        if (is_tied or config.mtp_depth) and pre_process != post_process:
+        if (is_tied or config.mtp.mtp_depth) and pre_process != post_process:
             # Both ends of the pipeline hold a copy of the word embedding.
             weight = self.output_weight if self.embedding is None else self.embedding.word_embeddings.weight
             tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
             attach_spec(weight, tied)
-        if config.use_mup:
+        if config.mup.use_mup:
             scale_with_width(self.parameters(), config.width_multiplier)
         made(self)
         if not fills_later:
@@ -334,7 +334,7 @@ class GPTModel(Model):
         if self.mtp is None:
             return self._loss(hidden, labels, losses, loss_mask)
         assert self.embedding is not None, "further tokens are embedded"
-        targets = mtp_targets(labels, loss_mask, pattern.document_ids, self.config.mtp_depth, self.cp)
+        targets = mtp_targets(labels, loss_mask, pattern.document_ids, self.config.mtp.mtp_depth, self.cp)
         embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
         states, found = self.mtp(hidden, embedded, pattern, angles, dropout, padding_mask)
         losses += found
@@ -342,7 +342,7 @@ class GPTModel(Model):
         all_labels = torch.cat((labels, *targets.labels))
         per_token = self._loss(torch.cat((hidden, *states), dim=1), all_labels, losses, loss_mask, len(labels))
         own, *further = per_token.chunk(1 + len(states))
-        losses += further_losses(further, targets, self.config, self.cp)
+        losses += further_losses(further, targets, self.config.mtp, self.cp)
         return own
 
     def _loss(
@@ -413,9 +413,9 @@ def _keep_memory(module: nn.Module) -> None:
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
-    width = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.rotary_dim
-    stretched = yarn_frequencies(config, config.rotary_base, width) if config.stretches_positions else None
-    if config.multi_latent_attention:
+    width = config.mla.qk_pos_emb_head_dim if config.mla.multi_latent_attention else config.rotary_dim
+    stretched = yarn_frequencies(config.rope, config.rotary_base, width) if config.stretches_positions else None
+    if config.mla.multi_latent_attention:
         return RotaryEmbedding(
             width,
             config.rotary_base,

@@ -310,14 +310,14 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
         super().__init__()
-        assert config.num_experts is not None
+        assert config.moe.num_experts is not None
         num_stacked = 2 if config.is_gated else 1
         dtype = dtype_from_name(config.params_dtype)
         self.activation = activation_of(config)
         self.recomputes_activation = "moe_act" in config.recomputed_modules
         self.linear_fc1 = GroupedLinear(
-            config.num_experts,
-            (config.moe_ffn_hidden_size * num_stacked, config.hidden_size),
+            config.moe.num_experts,
+            (config.moe.moe_ffn_hidden_size * num_stacked, config.hidden_size),
             groups,
             cut_dim=1,
             num_stacked=num_stacked,
@@ -328,8 +328,8 @@ class GroupedExperts(nn.Module):
             library=config.cpu_gemm_backend,
         )
         self.linear_fc2 = GroupedLinear(
-            config.num_experts,
-            (config.hidden_size, config.moe_ffn_hidden_size),
+            config.moe.num_experts,
+            (config.hidden_size, config.moe.moe_ffn_hidden_size),
             groups,
             cut_dim=2,
             has_bias=config.add_bias_linear,

@@ -38,11 +38,11 @@ class SharedExperts(MLP):
     """
 
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
-        width = config.moe_shared_expert_intermediate_size
+        width = config.moe.moe_shared_expert_intermediate_size
         assert width is not None
         super().__init__(dataclasses.replace(config, ffn_hidden_size=width), tp, device)
         self.gate_weight: nn.Parameter | None = None
-        if config.moe_shared_expert_gate:
+        if config.moe.moe_shared_expert_gate:
             shape = (1, config.hidden_size)
             spec = replicated_spec("gate_weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
             self.gate_weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
@@ -62,15 +62,15 @@ class MoELayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
         super().__init__()
-        assert config.num_experts is not None
+        assert config.moe.num_experts is not None
         self.config, self.groups = config, groups
         self.router = TopKRouter(config, groups, device)
         self.experts = GroupedExperts(config, groups, device)
-        has_shared = config.moe_shared_expert_intermediate_size is not None
+        has_shared = config.moe.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
         self.recomputes_shared = "shared_experts" in config.recomputed_modules
-        kind = AllGatherDispatcher if config.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
-        self.dispatch: TokenDispatcher = kind(config.num_experts, groups)
+        kind = AllGatherDispatcher if config.moe.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
+        self.dispatch: TokenDispatcher = kind(config.moe.num_experts, groups)
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> LayerOutput:
         """Return the sum of the experts' outputs, and the router's auxiliary losses.
@@ -101,7 +101,7 @@ class MoELayer(nn.Module):
                     shared.append((recompute(self.shared_experts, x) if is_again else self.shared_experts(x)).hidden)
 
         grad_enabled = torch.is_grad_enabled()
-        overlaps = self.config.moe_shared_expert_overlap
+        overlaps = self.config.moe.moe_shared_expert_overlap
         output = self.dispatch(own, routing, self._run_experts(rows), meanwhile if overlaps else _nothing)
         if not overlaps:
             meanwhile()
@@ -112,10 +112,10 @@ class MoELayer(nn.Module):
 
     def _run_experts(self, rows: TokenRows) -> Experts:
         """Return the function that runs the experts; with padding, each expert gets the maximum number of rows."""
-        if not self.config.moe_pad_expert_input_to_capacity:
+        if not self.config.moe.moe_pad_expert_input_to_capacity:
             experts: Experts = self.experts
             return experts
-        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config)
+        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config.moe)
         assert capacity is not None
         return partial(self._run_padded, self.groups.model.size * min(capacity, rows.num_rows))
 
@@ -137,7 +137,7 @@ def _nothing() -> None:
 
 def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: ParallelState) -> ExpertLoads | None:
     """Return the load counter of a model's experts, of which this rank has a part; None without MoE layers."""
-    numbers = range(config.num_layers + config.mtp_depth)
+    numbers = range(config.num_layers + config.mtp.mtp_depth)
     layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
     if not layers:
         return None
@@ -148,4 +148,4 @@ def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: Para
         for name, module in model.named_modules()
         if isinstance(module, MoELayer)
     }
-    return ExpertLoads(dict(routers), layers, config, state)
+    return ExpertLoads(dict(routers), layers, config.moe, state)

@@ -48,13 +48,13 @@ class TopKRouter(BiasedRouter):
 
     def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
         super().__init__()
-        assert config.num_experts is not None
-        self.config, self.groups, self.num_experts = config, groups, config.num_experts
+        assert config.moe.num_experts is not None
+        self.config, self.groups, self.num_experts = config, groups, config.moe.num_experts
         self.tally = ExpertTokenCounts()
         self.keys: DropoutKeys | None = None
         self.layer_number = 0
         dtype = dtype_from_name(config.params_dtype)
-        self.product_dtype = dtype if config.moe_router_dtype is None else _DTYPES[config.moe_router_dtype]
+        self.product_dtype = dtype if config.moe.moe_router_dtype is None else _DTYPES[config.moe.moe_router_dtype]
         self.product_dtype = torch.promote_types(self.product_dtype, dtype)
         shape = (self.num_experts, config.hidden_size)
         spec = replicated_spec("weight", shape, groups.tp, partial_gradient=True, std=config.init_method_std)
@@ -65,7 +65,7 @@ class TopKRouter(BiasedRouter):
             of_bias = replicated_spec("bias", shape[:1], groups.tp, partial_gradient=True, std=config.init_method_std)
             self.bias = make_parameter(shape[:1], of_bias, dtype, device)
         self.expert_bias = None
-        if config.moe_router_enable_expert_bias:
+        if config.moe.moe_router_enable_expert_bias:
             copies = ParamSpec(
                 "expert_bias",
                 shape[:1],
@@ -93,7 +93,7 @@ class TopKRouter(BiasedRouter):
             tokens = slice(rows.first, rows.first + rows.num_real)
             drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
             logits = drawn + (logits - logits.detach())
-        indices, weights = choose_experts(logits, self.config, self.expert_bias)
+        indices, weights = choose_experts(logits, self.config.moe, self.expert_bias)
         local_padding_mask = rows.local_padding_mask(self.groups.cp, x.device)
         if local_padding_mask is not None:
             indices = indices.masked_fill(local_padding_mask.unsqueeze(1), self.num_experts)
@@ -102,15 +102,15 @@ class TopKRouter(BiasedRouter):
         if num_empty:
             indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
             weights = F.pad(weights, (0, 0, 0, num_empty))
-        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config)
+        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config.moe)
         if capacity is not None:
             is_kept = self._kept(indices, weights, rows, capacity)
             indices, weights = indices.masked_fill(~is_kept, self.num_experts), weights * is_kept
         losses: tuple[AuxiliaryLoss, ...] = ()
         if self.training and torch.is_grad_enabled():
             self.tally.add(indices[: rows.num_real], self.num_experts, local_padding_mask)
-            losses = router_losses(logits, rows, local_padding_mask, self.config, self.groups, self.tally)
-        if self.config.moe_router_dtype is None:
+            losses = router_losses(logits, rows, local_padding_mask, self.config.moe, self.groups, self.tally)
+        if self.config.moe.moe_router_dtype is None:
             weights = weights.to(x.dtype)
         return Routing(indices, weights, losses)
 
@@ -122,7 +122,7 @@ class TopKRouter(BiasedRouter):
             indices, weights, positions = (
                 all_gather_first_dim(tensor, group) for tensor in (indices, weights, positions)
             )
-        policy = self.config.moe_token_drop_policy
+        policy = self.config.moe.moe_token_drop_policy
         is_kept = kept_choices(indices, weights, positions, self.num_experts + 1, capacity, policy)
         first = (self.groups.cp.rank * self.groups.tp.size + self.groups.tp.rank) * rows.num_rows
         return is_kept[first : first + rows.num_rows]

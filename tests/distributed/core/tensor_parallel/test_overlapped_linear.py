@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import collectives
-from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex, ModelParallelConfig
+from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex, ModelParallelConfig
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.process_group import CollectiveCall, Group, single_rank_group
 from megatron.core.sharding import spec_of
@@ -161,7 +161,7 @@ def run_float8_pair(
     second.brings_bias_into_sum = brings_bias
     layers = torch.nn.ModuleList((first, second))
     load_global_weights(layers, lambda spec: whole_numbers(len(spec.global_shape), *spec.global_shape).numpy())  # type: ignore[arg-type]
-    config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=in_fp8)
+    config = Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=in_fp8)
     state = Float8State(config, Fp8TensorIndex(1), "cpu") if recipe == "delayed" else None
     for place, layer in enumerate((first, second)):
         layer.quantizers = Fp8Quantizers(Float8Recipe.of(config), state, (0, place))
@@ -218,7 +218,7 @@ def test_two_ranks_compute_the_bits_of_one(
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_weight_gradient_outside_fp8_is_a_product_of_unrounded_values(recipe: str) -> None:
     layer = ColumnParallelLinear(FLOAT8_WIDTH, FLOAT8_INNER, tensor_parallel_group(), bias=False)
-    recipe_of_layer = Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=False))
+    recipe_of_layer = Float8Recipe.of(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=False))
     layer.quantizers = Fp8Quantizers(recipe_of_layer, None, (0, 0))
     # These values are rounded in fp8, and sums of their products are exact in float32.
     x, grad = (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.config_base import from_fields
 from megatron.core.device import select_device
 from megatron.core.errors import MegatronError
 from megatron.core.inference import prompt_batch, running_batch
@@ -97,7 +98,8 @@ def build_engine(sizes: ParallelSizes, **fields: Any) -> InferenceEngine:
     if sizes.world_size > 1:
         dist.init_process_group(device.default_backend, timeout=timedelta(seconds=60))
         state = create_parallel_state(sizes)
-    config = GPTConfig(
+    config = from_fields(
+        GPTConfig,
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,

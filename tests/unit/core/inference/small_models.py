@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron.core.config_base import from_fields
 from megatron.core.device import Device
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -54,7 +55,7 @@ def odd_config(**changes: object) -> GPTConfig:
         "init_method_std": 0.3,
         "params_dtype": "float64",
     }
-    return GPTConfig(**(values | changes))  # type: ignore[arg-type]
+    return from_fields(GPTConfig, **(values | changes))
 
 
 def golden_model(name: str, tp: Group, contents: StageContents | None = None) -> GPTModel:

@@ -609,7 +609,7 @@ def test_the_cache_of_latent_attention_keeps_the_narrow_vectors_alone() -> None:
     with torch.no_grad():
         model.eval()(torch.arange(6)[None], torch.arange(6)[None], cache=cache)
     shapes = [tuple(kept.shape) for kept in cache._buffers[0]]
-    assert shapes == [(8, 1, 1, config.kv_lora_rank), (8, 1, 1, config.qk_pos_emb_head_dim)]
+    assert shapes == [(8, 1, 1, config.mla.kv_lora_rank), (8, 1, 1, config.mla.qk_pos_emb_head_dim)]
 
 
 GREEDY_ROW = 3

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.config_base import from_fields
 from megatron.core.context_parallel.partition import chunks_of
 from megatron.core.ops import attention_backend
 from megatron.core.ops.attention_backend import SDPA, STEP_BY_STEP, AttentionCall, select_attention_core
@@ -179,7 +180,8 @@ DESCRIPTIONS = [
 
 @pytest.mark.parametrize(("options", "device", "has_documents", "expected"), DESCRIPTIONS)
 def test_one_line_names_the_kernels(options: dict[str, Any], device: str, has_documents: bool, expected: str) -> None:
-    config = TransformerConfig(
+    config = from_fields(
+        TransformerConfig,
         **{
             "num_layers": 3,
             "hidden_size": 64,
@@ -188,6 +190,6 @@ def test_one_line_names_the_kernels(options: dict[str, Any], device: str, has_do
             "attention_dropout": 0.0,
             "params_dtype": "bfloat16",
             **options,
-        }
+        },
     )
     assert describe_attention(config, device, LENGTH, has_documents=has_documents) == expected

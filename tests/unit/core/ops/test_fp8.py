@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType
 
-from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
+from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.ops import fp8_quantizers, fp8_tensor
 from megatron.core.ops import fp8_tensor as fp8_tensor_module
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
@@ -246,7 +246,7 @@ PLACE = (1, 2)
 
 def state_after(amaxes: list[float], **config: object) -> Float8State:
     """Return the state after steps in which one operand had these amaxes."""
-    state = Float8State(Float8Config(fp8_format="hybrid", **config), Fp8TensorIndex(3), "cpu")  # type: ignore[arg-type]
+    state = Float8State(Fp8Config(fp8_format="hybrid", **config), Fp8TensorIndex(3), "cpu")  # type: ignore[arg-type]
     for iteration, amax in enumerate(amaxes):
         state.amax[PLACE] = torch.tensor([amax, 2 * amax, 3 * amax])
         state.update(WORLD, iteration)
@@ -291,7 +291,7 @@ def test_the_history_has_the_newest_first() -> None:
 
 
 def test_gradients_that_are_averaged_later_are_remembered_as_averaged() -> None:
-    config = Float8Config(fp8_format="hybrid")
+    config = Fp8Config(fp8_format="hybrid")
     state = Float8State(config, Fp8TensorIndex(3), "cpu", num_averaged=4)
     state.amax[PLACE] = torch.tensor([40.0, 80.0, 120.0])
     state.update(WORLD, 0)
@@ -314,7 +314,7 @@ def test_a_step_that_says_nothing_leaves_the_scale(amax: float) -> None:
 
 
 def test_the_first_step_scales_by_what_it_sees_and_the_next_by_that() -> None:
-    config = Float8Config(fp8_format="hybrid")
+    config = Fp8Config(fp8_format="hybrid")
     state = Float8State(config, Fp8TensorIndex(3), "cpu")
     quantizers = Fp8Quantizers(Float8Recipe.of(config), state, PLACE)
 
@@ -331,7 +331,7 @@ def test_the_first_step_scales_by_what_it_sees_and_the_next_by_that() -> None:
 
 
 def test_evaluation_is_not_remembered() -> None:
-    config = Float8Config(fp8_format="hybrid")
+    config = Fp8Config(fp8_format="hybrid")
     state = Float8State(config, Fp8TensorIndex(3), "cpu")
     quantizers = Fp8Quantizers(Float8Recipe.of(config), state, PLACE)
     quantizers.matrix("input", torch.ones(2, 3), transpose=False, records=False)
@@ -373,7 +373,7 @@ def test_the_history_has_the_largest_amax_of_all_ranks() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_ranks_share_a_scale_where_they_hold_parts_of_what_it_scales(recipe: str) -> None:
     """A transposed row lies on all ranks of a sequence-parallel group, a block of 128 on one."""
-    quantizers = Fp8Quantizers(Float8Recipe.of(Float8Config(fp8_format="e4m3", fp8_recipe=recipe)))
+    quantizers = Fp8Quantizers(Float8Recipe.of(Fp8Config(fp8_format="e4m3", fp8_recipe=recipe)))
     x = torch.ones(128, 128)
     _, shared = quantizers.matrix("input", x, transpose=True, records=False, group=WORLD)
     _, own = quantizers.matrix("input", x, transpose=True, records=False)
@@ -396,7 +396,7 @@ def test_ranks_share_a_scale_where_they_hold_parts_of_what_it_scales(recipe: str
 )
 def test_what_a_recipe_shares_with_the_transpose(recipe: str, turns: bool, keeps_weight_scale: bool) -> None:
     for has_weight_gradients in (True, False):
-        config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=has_weight_gradients)
+        config = Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=has_weight_gradients)
         quantizers = Fp8Quantizers(Float8Recipe.of(config))
         assert (quantizers.turns, quantizers.keeps_weight_scale) == (turns, keeps_weight_scale)
         assert quantizers.gathers_gradients == (turns and has_weight_gradients)
@@ -413,15 +413,15 @@ def test_what_a_recipe_shares_with_the_transpose(recipe: str, turns: bool, keeps
     ],
 )
 def test_older_flags_name_the_format(options: dict[str, object], expected: str | None) -> None:
-    assert Float8Config(**options).fp8_format == expected  # type: ignore[arg-type]
+    assert Fp8Config(**options).fp8_format == expected  # type: ignore[arg-type]
 
 
 def test_the_layers_in_fp8() -> None:
-    assert not Float8Config().float8_layers(8)
-    assert Float8Config(fp8_format="e4m3").float8_layers(8) == range(8)
-    ends = Float8Config(
+    assert not Fp8Config().float8_layers(8)
+    assert Fp8Config(fp8_format="e4m3").float8_layers(8) == range(8)
+    ends = Fp8Config(
         fp8_format="e4m3", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1
     )
     # Layers behind the model's, as multi-token prediction has them, are in fp8 too.
     assert [number for number in range(10) if ends.is_in_float8(number, 8)] == [2, 3, 4, 5, 6, 8, 9]
-    assert not any(Float8Config().is_in_float8(number, 8) for number in range(10))
+    assert not any(Fp8Config().is_in_float8(number, 8) for number in range(10))

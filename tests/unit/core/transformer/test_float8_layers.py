@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.config_base import from_fields
 from megatron.core.distributed.flat_parameters import is_sent_in_float8
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
-from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
+from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.models import fp8_layers
 from megatron.core.models.fp8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -125,7 +126,7 @@ def test_the_line_says_what_computes_the_products(
     monkeypatch: pytest.MonkeyPatch, device: str, has_products: bool, by: str
 ) -> None:
     monkeypatch.setattr(fp8_layers, "has_scaled_products", lambda *given: has_products)
-    config = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
+    config = from_fields(TransformerConfig, num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
     line = describe_float8(config, device)
     assert line is not None
     assert line.startswith("fp8: hybrid, ")
@@ -151,7 +152,7 @@ WORLD = single_rank_group(("world",))
 
 def quantizers_of(recipe: str, state: Float8State | None = None, **settings: bool) -> tuple[Fp8Quantizers, ...]:
     """Return those of each expert's second product."""
-    recipe_of = Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, **settings))
+    recipe_of = Float8Recipe.of(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, **settings))
     return tuple(Fp8Quantizers(recipe_of, state, (0, PLACES.of_expert(number, 1))) for number in range(len(COUNTS)))
 
 
@@ -160,7 +161,7 @@ def remembering(*steps: float) -> Float8State:
 
     The second expert was given no tokens in any of them.
     """
-    state = Float8State(Float8Config(fp8_format="hybrid"), PLACES, "cpu")
+    state = Float8State(Fp8Config(fp8_format="hybrid"), PLACES, "cpu")
     for iteration, factor in enumerate(steps):
         x, weight, _, grad = operands()
         parts = [each.detach().split_with_sizes(COUNTS) for each in (x, grad)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.config_base import from_fields
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -37,7 +38,7 @@ def make_model(seed: int = 7, **fields: Any) -> GPTModel:
     sizes |= {"ffn_hidden_size": 40, "vocab_size": 52, "max_position_embeddings": 16}
     adapters = {"lora_rank": 3, "lora_alpha": 6.0, "lora_target_modules": TARGETS}
     chosen: dict[str, Any] = {**sizes, **adapters, "swiglu": True, "params_dtype": "float64"} | fields
-    config = GPTConfig(**chosen)
+    config = from_fields(GPTConfig, **chosen)
     return GPTModel(config, single_rank_group(), RngStreams(Device("cpu"), 0, ONE_RANK.place()), seed=seed)
 
 

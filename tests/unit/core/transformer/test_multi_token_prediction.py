@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.config_base import from_fields
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.multi_token_prediction import further_layer_numbers, further_losses, mtp_targets
-from megatron.core.transformer.transformer_config import PredictionConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import MTPConfig, TransformerConfig
 
 
 def test_tokens_ahead_end_with_sequence_document_and_mask() -> None:
@@ -32,7 +33,7 @@ def test_without_a_mask_all_but_the_end_count() -> None:
 
 
 def test_the_shares_of_three_ranks_add_up_in_the_dtype_of_the_loss() -> None:
-    config = PredictionConfig(mtp_num_layers=1)
+    config = MTPConfig(mtp_num_layers=1)
     targets = mtp_targets(torch.arange(8).view(1, 8), None, None, 1, single_rank_group())
     cp = describe_parallel_state(0, 3, ParallelSizes(cp=3)).cp
     per_token = torch.ones(1, 8, dtype=torch.float64)
@@ -43,7 +44,7 @@ def test_the_shares_of_three_ranks_add_up_in_the_dtype_of_the_loss() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_the_weight_of_further_losses_is_that_of_their_mean(number: int) -> None:
-    config = PredictionConfig(mtp_num_layers=number, mtp_loss_scaling_factor=0.4)
+    config = MTPConfig(mtp_num_layers=number, mtp_loss_scaling_factor=0.4)
     targets = mtp_targets(torch.arange(8).view(1, 8), None, None, number, single_rank_group())
     losses = list(further_losses([torch.full((1, 8), 2.0)] * number, targets, config, single_rank_group()))
     assert [loss.name for loss in losses] == [f"mtp_{depth}_loss" for depth in range(1, number + 1)]
@@ -60,5 +61,5 @@ def test_more_tokens_ahead_than_a_sequence_has_do_not_count() -> None:
 
 
 def test_dropout_knows_the_further_layers_and_then_their_embeddings() -> None:
-    config = TransformerConfig(num_layers=3, hidden_size=24, num_attention_heads=4, mtp_num_layers=2)
+    config = from_fields(TransformerConfig, num_layers=3, hidden_size=24, num_attention_heads=4, mtp_num_layers=2)
     assert further_layer_numbers(config) == range(3, 7)

@@ -13,6 +13,7 @@ import pytest
 from megatron.checkpoint.formats.huggingface.families import FAMILIES, family_for, hugging_face_config, read_model
 from megatron.checkpoint.formats.huggingface.family import model_features, shapes_of
 from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from tests.unit.checkpoint.formats.huggingface.family_settings import (
     DEEPSEEK,
@@ -245,7 +246,7 @@ def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: di
 def test_one_expert_a_token_is_weighed_by_its_own_score(tmp_path: Path) -> None:
     alone = DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1, "norm_topk_prob": False}
     config = config_of(tmp_path, alone)
-    assert config.moe_router_topk == 1
+    assert config.moe.moe_router_topk == 1
     written = family_for(config).write_settings(config)
     assert (written["model_type"], written["norm_topk_prob"]) == ("deepseek_v3", False)
 
@@ -253,9 +254,9 @@ def test_one_expert_a_token_is_weighed_by_its_own_score(tmp_path: Path) -> None:
 def test_scores_that_grow_beside_plain_positions_have_no_folder(tmp_path: Path) -> None:
     """transformers makes them grow with YaRN alone."""
     plain = config_of(tmp_path, DEEPSEEK)
-    assert plain.rope_type == "rope"
-    assert family_for(dataclasses.replace(plain, rotary_scaling_factor=4.0)).model_type == "deepseek_v3"
-    grown = dataclasses.replace(plain, rotary_scaling_factor=4.0, mscale_all_dim=1.0)
+    assert plain.rope.rope_type == "rope"
+    assert family_for(with_fields(plain, rotary_scaling_factor=4.0)).model_type == "deepseek_v3"
+    grown = with_fields(plain, rotary_scaling_factor=4.0, mscale_all_dim=1.0)
     with pytest.raises(ConfigurationError, match=r"deepseek_v3 has no mscale_all_dim 1\.0"):
         family_for(grown)
 
@@ -403,7 +404,7 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_experts_of_no_family_is_refused_with_what_each_lacks(tmp_path: Path) -> None:
-    config = dataclasses.replace(config_of(tmp_path, MIXTRAL), moe_expert_capacity_factor=2.0)
+    config = with_fields(config_of(tmp_path, MIXTRAL), moe_expert_capacity_factor=2.0)
     with pytest.raises(ConfigurationError) as caught:
         family_for(config)
     assert "llama has no experts; " in str(caught.value)

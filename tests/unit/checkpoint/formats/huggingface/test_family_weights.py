@@ -75,7 +75,7 @@ def without_record(source: MemorySource) -> MemorySource:
 def test_a_layer_of_further_tokens_comes_and_goes(models: tuple[Path, Any], tmp_path: Path) -> None:
     folder, model = models
     source = HuggingFaceSource(folder)
-    assert source.config.mtp_num_layers == 1
+    assert source.config.mtp.mtp_num_layers == 1
     assert source.read("model.mtp.layers.0.eh_proj.weight").shape == (48, 96)
     tokens = tokens_of("deepseek", 2, 80)
     expected = their_logits(model, tokens)
@@ -98,10 +98,10 @@ def test_copies_of_the_embeddings_may_be_missing_but_not_differ(own: Path, tmp_p
 
 def test_further_layers_that_are_stated_and_not_there_are_none(own: Path) -> None:
     """As transformers writes the model: it keeps the number and leaves the layers out."""
-    assert hugging_face_config(own).mtp_num_layers == 1
+    assert hugging_face_config(own).mtp.mtp_num_layers == 1
     rewrite(own, lambda values: [values.pop(name) for name in list(values) if name.startswith(LAYER)])
-    assert hugging_face_config(own).mtp_num_layers is None
-    assert HuggingFaceSource(own).config.mtp_num_layers is None
+    assert hugging_face_config(own).mtp.mtp_num_layers is None
+    assert HuggingFaceSource(own).config.mtp.mtp_num_layers is None
 
 
 def quantize(folder: Path) -> dict[str, torch.Tensor]:
@@ -166,9 +166,9 @@ def test_settings_that_are_left_out_are_those_of_the_configuration_class(tmp_pat
     config = config_of(tmp_path, GPT_OSS)
     assert (config.kv_channels, config.num_query_groups, config.rotary_base) == (64, 2, 150000)
     assert (config.softmax_type, config.activation, config.glu_linear_offset) == ("learnable", "quick_geglu", 1.0)
-    assert (config.activation_func_clamp_value, config.moe_router_topk, config.num_experts) == (7.0, 4, 8)
+    assert (config.activation_func_clamp_value, config.moe.moe_router_topk, config.moe.num_experts) == (7.0, 4, 8)
     assert config.layer_windows == (128, None, 128)
-    assert (config.rotary_scaling_factor, config.yarn_correction_range_round_to_int) == (32.0, False)
+    assert (config.rope.rotary_scaling_factor, config.rope.yarn_correction_range_round_to_int) == (32.0, False)
     assert config.add_bias_linear
     assert config.has_qkv_bias
     nulls = config_of(tmp_path, GPT_OSS | {"head_dim": None, "num_key_value_heads": None})

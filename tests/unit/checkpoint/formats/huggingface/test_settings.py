@@ -17,6 +17,7 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.inference_model import streamed_logits
 from megatron.config.arguments import resolve_arguments
+from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError
 from tests.unit.checkpoint.formats.huggingface.family_settings import GPT_OSS, MIXTRAL, OLMO3, OLMOE, QWEN3_MOE
 from tests.unit.checkpoint.formats.huggingface.tiny_models import (
@@ -194,9 +195,9 @@ def test_a_preset_is_the_published_model(preset: str) -> None:
     assert family_for(model) is family
     if preset == "deepseek-v3":
         # Its positions were stretched after pretraining, and Settings without files have no layer of further tokens.
-        published = dataclasses.replace(published, rope_type="rope", rotary_scaling_factor=1.0, mtp_num_layers=1)
+        published = with_fields(published, rope_type="rope", rotary_scaling_factor=1.0, mtp_num_layers=1)
     if preset == "olmo3-7b":
-        published = dataclasses.replace(published, rope_type=None, rotary_scaling_factor=1.0, rotary_base_local=None)
+        published = with_fields(published, rope_type=None, rotary_scaling_factor=1.0, rotary_base_local=None)
     assert model_features(model) == model_features(published)
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint.formats.megatron.arguments import arguments_of_config, stored_fields
 from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
 from megatron.config.arguments import resolve_arguments
-from megatron.core.config_base import FieldSpec
+from megatron.core.config_base import FieldSpec, with_fields
 from megatron.core.errors import CheckpointError
 from tests.unit.checkpoint.formats.megatron.memory_source import SMALL, MemorySource
 from tests.unit.config.command_lines import MINIMAL
@@ -107,7 +107,7 @@ def test_layers_without_rotary_positions_are_a_number_or_a_list(tmp_path: Path) 
         MegatronTorchSource(write_changed(tmp_path / "short", rotary, no_rope_freq=[1, 0]))
 
 
-STRETCHED = dataclasses.replace(
+STRETCHED = with_fields(
     SMALL,
     position_embedding_type="rope",
     rope_type="yarn",
@@ -143,7 +143,7 @@ def test_stretched_positions_have_the_names_that_megatrons_model_asks_for(tmp_pa
 def test_stretched_positions_of_another_trainer(tmp_path: Path) -> None:
     """Without one of the two scales neither counts, and a factor must be there."""
     source = MegatronTorchSource(write_changed(tmp_path / "scales", STRETCHED, yarn_mscale_all_dim=None))
-    assert source.model == dataclasses.replace(STRETCHED, mscale=1.0, mscale_all_dim=0.0)
+    assert source.model == with_fields(STRETCHED, mscale=1.0, mscale_all_dim=0.0)
     source.close()
     with pytest.raises(CheckpointError, match=r"args\.yarn_rotary_scaling_factor is None; a value of type float"):
         MegatronTorchSource(write_changed(tmp_path / "factor", STRETCHED, yarn_rotary_scaling_factor=None))

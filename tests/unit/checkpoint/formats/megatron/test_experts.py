@@ -12,12 +12,13 @@ import torch
 from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
 from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
 from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
+from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from tests.harness.torch_loader import read_with_torch
 from tests.unit.checkpoint.formats.megatron.memory_source import SMALL, MemorySource
 from tests.unit.checkpoint.formats.megatron.test_rank_files import same
 
-EXPERTS = dataclasses.replace(
+EXPERTS = with_fields(
     SMALL,
     num_experts=4,
     moe_ffn_hidden_size=16,
@@ -30,10 +31,10 @@ EXPERTS = dataclasses.replace(
     moe_router_load_balancing_type=("seq_aux_loss", "aux_loss"),
     moe_aux_loss_coeff=(1e-2, 1e-3),
 )
-PLAIN = dataclasses.replace(
+PLAIN = with_fields(
     SMALL, num_experts=4, moe_ffn_hidden_size=16, add_bias_linear=False, bf16=True, moe_aux_loss_coeff=(1e-2,)
 )
-LATENT = dataclasses.replace(
+LATENT = with_fields(
     PLAIN,
     group_query_attention=False,
     num_query_groups=4,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.core.config_base import from_fields
 from megatron.core.device import Device
 from megatron.core.main_grad import gradient_uses_of
 from megatron.core.model_parallel_config import ParallelSizes
@@ -52,7 +53,8 @@ MODELS: dict[str, tuple[dict[str, Any], ParallelSizes]] = {
 
 def model_of(rank: int, fields: dict[str, Any], sizes: ParallelSizes) -> GPTModel:
     state = describe_parallel_state(rank, 4, sizes)
-    config = GPTConfig(
+    config = from_fields(
+        GPTConfig,
         **{
             "num_layers": 1,
             "hidden_size": 24,
@@ -66,9 +68,9 @@ def model_of(rank: int, fields: dict[str, Any], sizes: ParallelSizes) -> GPTMode
             "add_bias_linear": "num_experts" not in fields,
             "tensor_model_parallel_size": sizes.tp,
         }
-        | fields
+        | fields,
     )
-    experts = ExpertGroups.of(state) if config.num_experts else None
+    experts = ExpertGroups.of(state) if config.moe.num_experts else None
     rng = RngStreams(Device("cpu"), 0, state.place)
     return GPTModel(config, state.tp, rng, seed=None, device="meta", cp=state.cp, experts=experts)
 

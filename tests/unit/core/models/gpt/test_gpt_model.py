@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.config_base import from_fields
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -377,7 +378,7 @@ def test_shape_of_what_stages_hand_on() -> None:
     ],
 )
 def test_flags_that_the_arguments_of_megatrons_files_cannot_hold(fields: dict[str, Any], flags: list[str]) -> None:
-    config = GPTConfig(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50, **fields)
+    config = from_fields(GPTConfig, num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50, **fields)
     assert sorted(flags_without_argument(config)) == sorted(flags)
 
 

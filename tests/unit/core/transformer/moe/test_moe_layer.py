@@ -145,7 +145,7 @@ def by_token(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
     """Return what each token's experts make of it, one after the other."""
     flat = x.reshape(-1, x.shape[-1])
     logits = F.linear(flat, layer.router.weight, layer.router.bias)
-    weights, indices = logits.topk(layer.config.moe_router_topk)
+    weights, indices = logits.topk(layer.config.moe.moe_router_topk)
     weights = weights.softmax(dim=-1)
     fc1, fc2 = layer.experts.linear_fc1, layer.experts.linear_fc2
     rows = []
