@@ -1,7 +1,7 @@
 """LoRA targets: the linear layers that low-rank adapters are attached to, by their command-line names.
 
 A fused layer (query, key and value; gate and up) has either one adapter for all of its rows or one adapter per part.
-Importing this module imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
