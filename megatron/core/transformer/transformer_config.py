@@ -34,7 +34,7 @@ _LATENT = "multi_latent_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLAConfig(Config):
-    """Hold the widths of multi-head latent attention (MLA), which ``multi_latent_attention`` chooses."""
+    """Sizes of multi-head latent attention (MLA), which ``multi_latent_attention`` enables."""
 
     multi_latent_attention: bool = flag(False, role="shape")
     """Make keys and values of one narrow latent vector a token, which all heads share (DeepSeek-V2)."""
@@ -78,7 +78,7 @@ class MLAConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig(Config):
-    """Hold the kind of rotary positions, and how YaRN stretches them."""
+    """Type of rotary position embedding (RoPE), and its YaRN scaling."""
 
     rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
     """Kind of rotary positions: plain (rope), or stretched by --rotary-scaling-factor (yarn); yarn is the default of
@@ -109,7 +109,7 @@ class RotaryConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPConfig(Config):
-    """Hold the choices of multi-token prediction (MTP); by default a model predicts the next token alone."""
+    """Options of multi-token prediction (MTP); by default a model predicts the next token only."""
 
     mtp_num_layers: int | None = flag(None, role="weights", bounds=POSITIVE, most=1000)
     """Number of layers behind the last one, each of which predicts one token further in training; by default none."""
@@ -128,7 +128,7 @@ def further_loss_names(config: MTPConfig) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MupConfig(Config):
-    """Hold the multipliers of a model that is scaled from a narrower one; without ``use_mup`` there are none."""
+    """Options of maximal update parametrization (muP), which ``use_mup`` enables."""
 
     use_mup: bool = flag(False, role="meaning", in_args=False)
     """Scale initial values, learning rates and logits with the width, so that the best learning rate of a narrow model
@@ -192,7 +192,7 @@ _BIASED = ("moe_router_enable_expert_bias", True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig(Config, in_args=False):
-    """Hold the choices of a mixture of experts; without ``num_experts`` every feed-forward is dense."""
+    """Options of mixture of experts (MoE); without ``num_experts`` every feed-forward is dense."""
 
     num_experts: int | None = flag(None, role="shape", bounds=POSITIVE)
     """Number of experts of a layer; by default every feed-forward is dense."""
@@ -301,11 +301,11 @@ _PLAIN_ACTIVATIONS = ("squared_relu",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelParallelConfig, in_args=True):
-    """Hold everything that a transformer layer is built from.
+    """Configuration of a stack of transformer layers.
 
-    The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in groups.
-    ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
-    derived, so that a built configuration always holds their real values.
+    The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in groups. The defaults of ``ffn_hidden_size``,
+    ``kv_channels`` and ``num_query_groups`` are 0. They are derived when a configuration is built, so that it always
+    has their real values.
     """
 
     softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", listed_first=True)

@@ -11,9 +11,9 @@ from megatron.core.transformer import MLAConfig, MoEConfig, MTPConfig, RotaryCon
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig, in_args=True):
-    """Hold everything that a GPT model is built from.
+    """Model configuration of a GPT model.
 
-    ``vocab_size`` is the tokenizer's real size, without padding; it is 0 until the tokenizer is known.
+    ``vocab_size`` is the tokenizer's vocabulary size without padding; it is 0 until the tokenizer is known.
     """
 
     vocab_size: int = flag(0, cli=False, role="shape", most=2**31 - 1, in_args=False)
