@@ -113,7 +113,7 @@ def _stream(model: GPTConfig, rows: int, element: int) -> dict[str, int]:
 
 
 def _join(model: GPTConfig, layer_number: int, rows: int, element: int) -> dict[str, int]:
-    """Return what an MTP module saves besides its layer: inputs of its three norms and of its linear layer."""
+    """Return an MTP module's saved activations outside its layer: inputs of its three norms and its linear layer."""
     if layer_number < model.num_layers:
         return {}
     hidden = rows * model.hidden_size * element

@@ -460,8 +460,8 @@ class StageState:
 
     Frozen parameters have weights, but neither gradients nor optimizer state. ``gradient_pool`` is the memory of the
     full buckets from which sharded gradients are reduced. ``gathered_bytes`` are the bytes of trained parameters that
-    are all-gathered. ``whole`` has the bytes that are gathered at the same time if weights are sharded. The ``expert_``
-    fields are parts of ``gathered_bytes`` and ``gradients``, since experts are shared by other ranks.
+    are all-gathered. ``whole`` has the bytes that are gathered at the same time if weights are sharded. The experts'
+    parts of ``gathered_bytes`` and ``gradients`` are counted separately too, since other ranks share them.
     """
 
     parameters: int
