@@ -344,7 +344,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
 
 
 _COMMUNICATION_SMS = 20
-"""Streaming multiprocessors that communication kernels take from matmuls, as in DeepSeek-V3 (arXiv 2412.19437, 3.2.2)."""
+"""Streaming multiprocessors that communication kernels take from matmuls (DeepSeek-V3, arXiv 2412.19437, 3.2.2)."""
 
 
 @dataclass(frozen=True)
