@@ -1,6 +1,6 @@
-"""Pretrain a GPT with the default model provider, data set provider and forward step.
+"""Pretrain a GPT model: build the model and the data sets, and compute the loss of a forward step.
 
-To replace them, write a script that calls `megatron.training.pretrain.pretrain` with your own functions.
+A script of your own calls `megatron.training.pretrain.pretrain` with its own functions instead.
 """
 
 from __future__ import annotations
