@@ -530,7 +530,7 @@ def _compare_configuration(
     refused = (*changes.shape, *changes.weights) if strictness == STRICT else changes.shape
     if refused:
         fields = "; ".join(f"{change}{_remedy(change)}" for change in refused)
-        raise CheckpointError(f"checkpoint {folder} is of another model (checkpoint -> this run): {fields}")
+        raise CheckpointError(f"checkpoint {folder} is from a different model (checkpoint -> this run): {fields}")
     return (*changes.weights, *changes.other)
 
 

@@ -351,7 +351,7 @@ def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
             f"{_NO_MASK}: --reset-attention-mask is added"
         ]
     if data.reset_attention_mask:
-        return [f"--reset-attention-mask keeps documents apart; in Megatron-LM it would not, with {_NO_MASK}"]
+        return [f"--reset-attention-mask keeps documents apart here; Megatron-LM would ignore it with {_NO_MASK}"]
     if data.reset_position_ids:
         return [
             "--reset-position-ids begins positions anew at each document, but attention goes across documents, as in "

@@ -96,7 +96,7 @@ def _window_notes(config: RunConfig) -> list[str]:
     if not is_idle:
         return []
     pattern = model.window_attn_skip_freq
-    return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} gives it to no layer"]
+    return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} selects no layer"]
 
 
 def _routing_notes(config: RunConfig) -> list[str]:

@@ -74,13 +74,13 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError("it nests too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _members(outer) if isinstance(inner, (dict, list))]
         if not level:
             return value
-    raise ValueError("it nests too deeply")
+    raise ValueError("the JSON is nested too deeply")
 
 
 def is_plain_name(name: object) -> bool:

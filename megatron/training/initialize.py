@@ -133,7 +133,7 @@ def read_launch_environment() -> LaunchEnvironment:
         wrong = [f"RANK is {rank} and WORLD_SIZE is {world_size}"]
     raise ConfigurationError(
         f"{', '.join(wrong)} in the environment; start the processes with torchrun, or unset {', '.join(given)} to "
-        "start one"
+        "start a single process"
     )
 
 

@@ -107,7 +107,7 @@ def test_a_folder_without_a_checkpoint_ends_the_run_on_demand(tmp_path: Path) ->
 def test_more_layers_start_from_their_initial_values_on_demand(checkpoints: Path) -> None:
     deeper = "--num-layers 3"
     error = errors_of(go_on(checkpoints, deeper))
-    assert "is of another model (checkpoint -> this run): model.num_layers: 2 -> 3" in error
+    assert "is from a different model (checkpoint -> this run): model.num_layers: 2 -> 3" in error
     run = go_on(checkpoints, deeper, "--dist-ckpt-strictness log_all").check()
     assert "configuration changed since the checkpoint: model.num_layers: 2 -> 3" in run.stdout
     listed = {line.strip() for line in run.stdout.splitlines() if ".decoder.layers." in line}
@@ -316,7 +316,7 @@ def test_an_index_of_weights_that_are_not_there_is_no_tokenizer(trained: Path, t
 
 def refusal(run: ForkedRun) -> str:
     assert set(run.statuses) == {2}, run.outputs
-    (line,) = run.errors[0].splitlines() if "another model" not in run.errors[0] else [run.errors[0]]
+    (line,) = run.errors[0].splitlines() if "different model" not in run.errors[0] else [run.errors[0]]
     return line
 
 

@@ -207,7 +207,7 @@ def _check_beside_adapters(config: RunConfig) -> Iterator[str]:
         yield f"{refused} --cuda-graph-impl local records layers behind trained ones; use --cuda-graph-impl none"
     if config.checkpoint.save is not None and config.checkpoint.ckpt_format != NATIVE_FORMAT:
         yield (
-            f"{refused} --ckpt-format {config.checkpoint.ckpt_format} has no place for adapters; use --ckpt-format "
+            f"{refused} --ckpt-format {config.checkpoint.ckpt_format} cannot store adapters; use --ckpt-format "
             f"{NATIVE_FORMAT}, and merge or export its checkpoints with tools/checkpoint/convert.py"
         )
     if config.optimizer.decoupled_lr is not None:
@@ -549,7 +549,7 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
     given = f"--moe-token-dispatcher-type {moe.moe_token_dispatcher_type}"
     if moe.moe_expert_capacity_factor is not None:
         yield (
-            f"{given} gives every rank all tokens, and has no use for --moe-expert-capacity-factor "
+            f"{given} sends all tokens to every rank and does not use --moe-expert-capacity-factor "
             f"{moe.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
         )
     if moe.moe_shared_expert_overlap:

@@ -391,7 +391,7 @@ def _check_modules(config: RunConfig) -> Iterator[str]:
         others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
         if model.norm_placement == "post":
             yield (
-                "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
+                "--recompute-modules layernorm recomputes the norms before attention and feed-forward, but "
                 f"--norm-placement post has none; use --recompute-modules {others}"
             )
         if model.apply_residual_connection_post_layernorm:

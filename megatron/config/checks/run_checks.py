@@ -447,8 +447,8 @@ def _check_profiled_steps(config: RunConfig) -> Iterator[str]:
     start, end = config.logging.profile_step_start, config.logging.profile_step_end
     if config.logging.profile and start >= end:
         yield (
-            f"--profile-step-start {start} --profile-step-end {end}: iterations {start + 1} to {end} are none; "
-            "give an end above the start"
+            f"--profile-step-start {start} --profile-step-end {end}: the range of iterations {start + 1} to {end} is "
+            "empty; use an end above the start"
         )
 
 
@@ -500,7 +500,7 @@ def _check_policy(config: RunConfig) -> Iterator[str]:
         flag = "--no-save-optim" if checkpoint.no_save_optim else "--no-save-rng"
         yield f"--spike-policy rewind resumes the optimizer and the RNG state from a checkpoint; omit {flag}"
     if 0 < config.faults.spike_window < _LEAST_WINDOW:
-        yield f"--spike-window {config.faults.spike_window} is too short to know what is usual; give {_LEAST_WINDOW} up"
+        yield f"--spike-window {config.faults.spike_window} is too short to detect spikes; use {_LEAST_WINDOW} or more"
 
 
 def _check_skipped(config: RunConfig) -> Iterator[str]:

@@ -116,7 +116,7 @@ def read_timeline(path: Path) -> Timeline:
         size = int(document["pipeline_model_parallel_size"])
         events = [_parse_event(row) for row in document["events"]]
         if size < 1 or any(not 0 <= event.rank < size for event in events):
-            raise ValueError(f"a rank is outside of 0..{size - 1}")
+            raise ValueError(f"an event has a rank outside 0..{size - 1}")
         return _timeline_of(events, size)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error

@@ -91,8 +91,8 @@ def rebuild_tokenizer(record: Mapping[str, Any], copies: Path | None = None) -> 
         raise TokenizerError(f"the tokenizer record is damaged: {error!r}") from error
     if (tokenizer.vocab_size, tokenizer.eod_id) != expected:
         raise TokenizerError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, end of document {tokenizer.eod_id}; "
-            f"recorded were {expected[0]} and {expected[1]}"
+            f"the tokenizer has {tokenizer.vocab_size} ids and end-of-document id {tokenizer.eod_id}, "
+            f"but the checkpoint recorded {expected[0]} and {expected[1]}"
         )
     return tokenizer
 

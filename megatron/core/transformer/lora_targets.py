@@ -57,7 +57,7 @@ def adapted_parts(names: Iterable[str], is_gated: bool) -> dict[str, tuple[str, 
     for linear, parts in chosen.items():
         if WHOLE in parts and len(parts) > 1:
             others = " ".join(f"{part}_proj" for part in PART_OF[linear] if part in parts)
-            raise ValueError(f"all rows of {linear} have one adapter, and {others} would have a second; keep one")
+            raise ValueError(f"the LoRA targets overlap: the adapter of {linear} already covers {others}; keep one")
     return {
         linear: tuple(part for part in (WHOLE, *PART_OF.get(linear, ())) if part in chosen[linear])
         for linear in LINEAR_LAYERS

@@ -108,8 +108,8 @@ class AttackedCommand:
                 words = (*self.words[:place], spoiled_script.__file__, *self.words[place:])
                 return AttackedCommand(words)
         raise ConfigurationError(
-            "--corrupt weight and --corrupt gradient need a command with a Python script in it (pretrain_gpt.py, "
-            f"say), and none of these words is one: {' '.join(self.words)}"
+            "--corrupt weight and --corrupt gradient need a command that runs a Python script, such as "
+            f"pretrain_gpt.py; this one runs none: {' '.join(self.words)}"
         )
 
     def with_own_data(self, folder: Path) -> tuple[AttackedCommand, tuple[Path, ...]]:

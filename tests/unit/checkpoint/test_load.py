@@ -428,12 +428,12 @@ def test_deprecated_names_in_a_checkpoint_are_no_change(tmp_path: Path, lines: l
 def test_more_layers_are_refused_unless_that_is_asked_for(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 10, lines)
     deeper = CONFIG | {"model": {"num_layers": 6, "hidden_size": 5}}
-    with pytest.raises(CheckpointError, match=r"of another model .*: model\.num_layers: 4 -> 6$"):
+    with pytest.raises(CheckpointError, match=r"from a different model .*: model\.num_layers: 4 -> 6$"):
         load(tmp_path, lines, config=deeper)
     load(tmp_path, lines, config=deeper, dist_ckpt_strictness="log_all")
     assert "configuration changed since the checkpoint: model.num_layers: 4 -> 6" in lines
     wider = CONFIG | {"model": {"num_layers": 4, "hidden_size": 7}}
-    with pytest.raises(CheckpointError, match=r"of another model .*: model\.hidden_size: 5 -> 7$"):
+    with pytest.raises(CheckpointError, match=r"from a different model .*: model\.hidden_size: 5 -> 7$"):
         load(tmp_path, lines, config=wider, dist_ckpt_strictness="ignore_all")
 
 

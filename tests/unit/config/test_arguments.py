@@ -284,7 +284,7 @@ def test_flash_attention_does_windows_and_capped_scores(words: str) -> None:
 def test_a_window_that_no_layer_has_says_so(pattern: str) -> None:
     words = ["--num-layers", "2", "--window-size", "4,0", "--window-attn-skip-freq", pattern]
     assert resolve_arguments([*MINIMAL, *words], 1).notes == (
-        f"--window-size 4,0 has no effect: --window-attn-skip-freq {pattern} gives it to no layer",
+        f"--window-size 4,0 has no effect: --window-attn-skip-freq {pattern} selects no layer",
     )
     words[-1] = "2"
     assert resolve_arguments([*MINIMAL, *words], 1).notes == ()

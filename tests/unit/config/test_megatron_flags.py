@@ -276,7 +276,7 @@ def test_packing_without_a_mask_says_that_attention_is_not_cut() -> None:
     )
     both = parse(f"{no_mask} --reset-position-ids --reset-attention-mask")
     assert both.notes[1:] == (
-        f"--reset-attention-mask keeps documents apart; in Megatron-LM it would not, with {no_mask}",
+        f"--reset-attention-mask keeps documents apart here; Megatron-LM would ignore it with {no_mask}",
     )
     assert both.config.data.reset_attention_mask
     assert len(parse(no_mask).notes) == 1

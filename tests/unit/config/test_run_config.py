@@ -263,7 +263,7 @@ def test_a_run_that_goes_on_with_another_value_is_refused(tmp_path: Path, monkey
     monkeypatch.setitem(CONFIG, "model", {**CONFIG["model"], "num_memory_tokens": 3})
     save(tmp_path, 10, lines)
     load(tmp_path, lines)
-    with pytest.raises(CheckpointError, match=r"of another model .*: model\.num_memory_tokens: 3 -> 4$"):
+    with pytest.raises(CheckpointError, match=r"from a different model .*: model\.num_memory_tokens: 3 -> 4$"):
         load(tmp_path, lines, config=CONFIG | {"model": {**CONFIG["model"], "num_memory_tokens": 4}})
 
 

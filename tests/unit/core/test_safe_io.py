@@ -63,9 +63,9 @@ def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path, monkeypatch: pyt
 def test_json_has_a_depth() -> None:
     assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
     for depth in (65, 900, 100_000):
-        with pytest.raises(ValueError, match="nests too deeply"):
+        with pytest.raises(ValueError, match="nested too deeply"):
             parse_json("[" * depth + "]" * depth)
-        with pytest.raises(ValueError, match="nests too deeply"):
+        with pytest.raises(ValueError, match="nested too deeply"):
             parse_json('{"a":' * depth + "1" + "}" * depth)
     assert parse_json("[" * 64 + "]" * 64)
     with pytest.raises(json.JSONDecodeError):

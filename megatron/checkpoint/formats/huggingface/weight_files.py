@@ -166,7 +166,7 @@ def _refuse_pointer(path: Path) -> None:
     except OSError:
         return  # opening the file reports a better error
     if beginning == _LFS_POINTER:
-        raise CheckpointError(f"{path} holds no weights but a pointer of Git LFS; fetch them: git lfs pull")
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run git lfs pull")
 
 
 def _find_files(folder: Path) -> tuple[list[str], str | None]:
@@ -251,10 +251,14 @@ class BlockFloat8Weights:
     def _check_factors(self, name: str) -> None:
         shape, factors = self._files.entries[name].shape, self._files.entries.get(name + _FACTORS)
         if len(shape) != 2:
-            raise CheckpointError(f"{self.folder}: {name} is of 8 bits and {list(shape)}; two dims are expected")
+            raise CheckpointError(
+                f"{self.folder}: {name} is stored in FP8 with the shape {list(shape)}; two dimensions are expected"
+            )
         wanted = tuple(-(-length // size) for length, size in zip(shape, self._block))
         if factors is None:
-            raise CheckpointError(f"{self.folder}: {name} is of 8 bits, and {name + _FACTORS} is missing")
+            raise CheckpointError(
+                f"{self.folder}: {name} is stored in FP8, but its scales {name + _FACTORS} are missing"
+            )
         if factors.shape != wanted:
             raise CheckpointError(
                 f"{self.folder}: {name + _FACTORS} has the shape {list(factors.shape)}; blocks of "
@@ -313,7 +317,9 @@ class BlockFloat4Weights:
         blocks, scales = (self._files.entries.get(name + ending) for ending in (_BLOCKS, _SCALES))
         assert blocks is not None, "names are of blocks"
         if scales is None:
-            raise CheckpointError(f"{self.folder}: {name + _BLOCKS} is of 4 bits, and {name + _SCALES} is missing")
+            raise CheckpointError(
+                f"{self.folder}: {name + _BLOCKS} is stored in MXFP4, but its scales {name + _SCALES} are missing"
+            )
         for entry, ending in ((blocks, _BLOCKS), (scales, _SCALES)):
             if entry.dtype != torch.uint8:
                 raise CheckpointError(f"{self.folder}: {name + ending} is {entry.dtype}; torch.uint8 is expected")

@@ -504,14 +504,18 @@ class TorchDistSource:
             self._boxes.setdefault(name, []).append(box)
             self._shapes[name] = whole_shape
             if self._dtypes.setdefault(name, entry.dtype) != entry.dtype:
-                raise CheckpointError(f"{self.metadata.path}: {name} is {entry.dtype} and {self._dtypes[name]}")
+                raise CheckpointError(
+                    f"{self.metadata.path}: {name} has two dtypes, {entry.dtype} and {self._dtypes[name]}"
+                )
 
     def _model_config(self) -> GPTConfig:
         names = [name.split(".") for name in self._shapes if name.startswith("model.decoder.layers.")]
         numbers = {int(words[3]) for words in names}
         wanted = self.config["model"].get("num_layers")
         if wanted != len(numbers) or numbers != set(range(len(numbers))):
-            raise CheckpointError(f"{self.metadata.path} names {len(numbers)} layers; its args say {wanted}")
+            raise CheckpointError(
+                f"{self.metadata.path} contains {len(numbers)} layers, but its recorded arguments say {wanted}"
+            )
         try:
             return config_from_dict(GPTConfig, self.config["model"])
         except ConfigurationError as error:

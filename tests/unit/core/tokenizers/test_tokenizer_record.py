@@ -107,7 +107,9 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
     record = describe_tokenizer(NullTokenizer(127))
     with pytest.raises(TokenizerError, match="version 9, expected 1"):
         rebuild_tokenizer(record | {"record_version": 9})
-    with pytest.raises(TokenizerError, match="has 128 ids, end of document 127; recorded were 500 and 127"):
+    with pytest.raises(
+        TokenizerError, match="has 128 ids and end-of-document id 127, but the checkpoint recorded 500 and 127"
+    ):
         rebuild_tokenizer(record | {"vocab_size": 500})
     with pytest.raises(TokenizerError, match="record is damaged"):
         rebuild_tokenizer({"record_version": 1})

@@ -156,7 +156,7 @@ def test_without_a_folder_a_cpu_run_is_refused() -> None:
     ("flags", "problem"),
     [
         (("--profile", "--use-pytorch-profiler"), "--profile has no folder"),
-        (("--profile", "--profile-step-start", "12"), "iterations 13 to 12 are none"),
+        (("--profile", "--profile-step-start", "12"), "the range of iterations 13 to 12 is empty"),
         (("--profile-ranks", "0", "4"), "--profile-ranks 4: the run has the ranks 0 to 0"),
     ],
 )

@@ -150,7 +150,7 @@ def test_factors_that_are_missing_or_too_few_are_named(own: Path) -> None:
     with pytest.raises(CheckpointError, match=r"kv_b_proj\.weight_scale_inv has the shape \[2, 2\]; .* \[7, 2\]"):
         HuggingFaceSource(own)
     rewrite(own, lambda values: values.pop(f"{name}_scale_inv"))
-    with pytest.raises(CheckpointError, match=r"of 8 bits, and .*kv_b_proj\.weight_scale_inv is missing"):
+    with pytest.raises(CheckpointError, match=r"in FP8, but its scales .*kv_b_proj\.weight_scale_inv are missing"):
         HuggingFaceSource(own)
 
 
@@ -311,7 +311,7 @@ def test_blocks_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     stored = quantize_to_4_bits(tmp_path / "model")
     name = "model.layers.1.mlp.experts.down_proj"
     spoiled: list[tuple[dict[str, torch.Tensor | None], str]] = [
-        ({f"{name}_scales": None}, r"of 4 bits, and .*down_proj_scales is missing"),
+        ({f"{name}_scales": None}, r"in MXFP4, but its scales .*down_proj_scales are missing"),
         ({f"{name}_scales": torch.zeros(3, 64, 2, dtype=torch.uint8)}, r"down_proj_scales has the shape \[3, 64, 2\]"),
         ({f"{name}_scales": torch.zeros(3, 64, 1)}, r"down_proj_scales is torch\.float32; torch\.uint8 is expected"),
         ({f"{name}_blocks": torch.zeros(3, 64, 1, 8, dtype=torch.uint8)}, "four dims are expected, the last of 16"),

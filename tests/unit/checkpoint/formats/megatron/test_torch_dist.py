@@ -136,7 +136,7 @@ def test_values_of_other_shapes_than_the_args_say_are_refused(folder: Path) -> N
         TorchDistSource(folder)
     common["args"].num_layers = 10**9
     torch.save(common, folder / "common.pt")
-    with pytest.raises(CheckpointError, match="names 2 layers; its args say 1000000000"):
+    with pytest.raises(CheckpointError, match="contains 2 layers, but its recorded arguments say 1000000000"):
         TorchDistSource(folder)
     del common["args"]
     torch.save(common, folder / "common.pt")
