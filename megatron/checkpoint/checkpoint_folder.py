@@ -313,7 +313,7 @@ def find_checkpoint(
         CheckpointError: there is no checkpoint, or it is not in one of the ``expected`` formats.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder; name one that holds a checkpoint")
+        raise CheckpointError(f"{directory} is not a folder; name one that contains a checkpoint")
     folder = directory
     if ckpt_step is None:
         lost = lost_tracker(directory)

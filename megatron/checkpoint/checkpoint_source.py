@@ -205,7 +205,7 @@ class AveragedSource:
     def __init__(self, source: CheckpointSource) -> None:
         if not any(name.startswith(AVERAGE_PREFIX) for name in source.tensors):
             raise ConfigurationError(
-                f"{source.folder} holds no averages of weights; leave --ema out, or give a native checkpoint of a run "
+                f"{source.folder} contains no averages of weights; omit --ema, or use a native checkpoint of a run "
                 "with --ema-decay"
             )
         self._source = source

@@ -135,7 +135,7 @@ def _expert_problems(num_experts: int | None, size: int | None) -> list[str]:
     if size is None or size < 1 or (num_experts is None and size == 1):
         return []
     if num_experts is None:
-        return [f"--target-expert-parallel-size {size}: the model has no experts; leave it out"]
+        return [f"--target-expert-parallel-size {size}: the model has no experts; omit it"]
     if num_experts % size:
         works = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
         return [f"--target-expert-parallel-size {size} does not divide {num_experts} experts; {works} work"]
@@ -176,7 +176,7 @@ def refuse_existing(save_dir: Path, iteration: int | Literal["release"]) -> Path
         raise CheckpointError(f"--save-dir {save_dir} is a file; name a folder")
     folder = save_dir / iteration if isinstance(iteration, str) else iteration_folder(save_dir, iteration)
     if folder.exists():
-        raise CheckpointError(f"{folder} exists already; remove it, or give another --save-dir")
+        raise CheckpointError(f"{folder} exists already; remove it, or use a different --save-dir")
     return folder
 
 
@@ -217,7 +217,7 @@ def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
         descriptor = os.open(staging, os.O_RDONLY)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write into --save-dir {save_dir}: {error.strerror}; give another folder"
+            f"cannot write into --save-dir {save_dir}: {error.strerror}; use a different folder"
         ) from error
     try:
         try:
@@ -320,7 +320,7 @@ def with_adapters(source: CheckpointSource, merges: bool, saver: CheckpointForma
         return MergedSource(source)
     if saver not in ("native", "peft") and any(ADAPTERS in name for name in source.tensors):
         raise ConfigurationError(
-            f"{source.folder} holds low-rank adapters, for which {FORMAT_NAMES[saver]} has no place; add --merge-lora, "
+            f"{source.folder} contains LoRA adapters, which {FORMAT_NAMES[saver]} cannot store; add --merge-lora, "
             "or write the adapters alone with --saver peft"
         )
     return source
@@ -347,8 +347,8 @@ def read_target(request: ConversionRequest, source: CheckpointSource, saver: Che
         dtype = None
     if dtype is not None and keeps_optimizer:
         raise ConfigurationError(
-            f"--{'bf16' if dtype == 'bfloat16' else 'fp16'} converts weights only, and {source.folder} holds optimizer "
-            "state; add --no-save-optim, or leave it out"
+            f"--{'bf16' if dtype == 'bfloat16' else 'fp16'} converts weights only, and {source.folder} contains "
+            "optimizer state; add --no-save-optim, or omit it"
         )
     return dataclasses.replace(request.target, params_dtype=dtype, keeps_optimizer=keeps_optimizer)
 
@@ -447,7 +447,7 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
     tokenizer = build_tokenizer(**given)
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model {vocab_size}; give the tokenizer of the model"
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model {vocab_size}; use the tokenizer of the model"
         )
 
     def write(folder: Path) -> bool:

@@ -101,8 +101,8 @@ def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> Non
     if any_rank(here, state.world):
         trackers = all_gather_objects(here, state.world)
         raise CheckpointError(
-            f"rank {trackers.index(True)} finds checkpoints in {directory} and rank 0, on another machine, none: bring "
-            "back the folder of rank 0, or remove the others to start from scratch"
+            f"rank {trackers.index(True)} finds checkpoints in {directory}, but rank 0, on a different node, finds "
+            "none: restore the folder of rank 0, or remove the others to start from scratch"
         )
 
 
@@ -444,7 +444,8 @@ def _load_folder(
     optimizer = None if is_fresh_start or options.no_load_optim else tensors.optimizer
     if optimizer is not None and common["optimizer"] is None:
         raise CheckpointError(
-            f"checkpoint {folder} holds no optimizer state; add --no-load-optim to begin with a new one, or --finetune"
+            f"checkpoint {folder} contains no optimizer state; add --no-load-optim to start with a new one, or "
+            "--finetune"
         )
     if optimizer is not None and common["scheduler"] is not None:
         check_schedule(common["scheduler"])
@@ -507,7 +508,7 @@ def _progress_of(folder: Path, common: Mapping[str, Any]) -> TrainProgress:
     try:
         return TrainProgress(**common["progress"])
     except TypeError as error:
-        raise DamagedCheckpointError(f"{folder}: what it records of its run's progress is none ({error})") from error
+        raise DamagedCheckpointError(f"{folder}: its record of the run's progress is invalid ({error})") from error
 
 
 def _describe_choice(directory: Path, folder: Path) -> str:
@@ -560,7 +561,7 @@ def _check_main_params(
     error = None
     if lost:
         error = CheckpointError(
-            f"checkpoint {folder} holds weights without their main parameters ({', '.join(sorted(set(lost))[:4])}"
+            f"checkpoint {folder} contains weights without their main parameters ({', '.join(sorted(set(lost))[:4])}"
             f"{'' if len(set(lost)) <= 4 else ' ...'}); add --no-load-optim"
         )
     raise_on_all_ranks(error, state.world)
@@ -580,8 +581,9 @@ def _check_untouched(
     error = None
     if lost:
         error = CheckpointError(
-            f"checkpoint {folder} lacks {', '.join(lost[:4])}{'' if len(lost) <= 4 else ' ...'}, which the damaged one "
-            "after it may have filled in part; name the older one with --ckpt-step to begin from initial values"
+            f"checkpoint {folder} lacks {', '.join(lost[:4])}{'' if len(lost) <= 4 else ' ...'}, and loading the "
+            "damaged checkpoint after it may have overwritten part of them; select the older one with --ckpt-step to "
+            "start from initial values"
         )
     raise_on_all_ranks(error, state.world)
 
@@ -598,8 +600,8 @@ def _check_finite(folder: Path, tensors: Sequence[ShardedTensor], state: Paralle
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         error = DamagedCheckpointError(
-            f"checkpoint {folder} holds values that are not finite, in {', '.join(names[:4])}{more}; no training can "
-            "resume from them: choose an older one with --ckpt-step"
+            f"checkpoint {folder} contains values that are not finite, in {', '.join(names[:4])}{more}; no training "
+            "can resume from them: choose an older one with --ckpt-step"
         )
     raise_on_all_ranks(error, state.world)
 

@@ -213,7 +213,7 @@ class LocalCopies:
         error = None
         if memory.numel() != size:
             error = CheckpointError(
-                f"the copy of rank {state.rank} in {self._folder} is of another model; remove the folder"
+                f"the copy of rank {state.rank} in {self._folder} is from a different model; remove the folder"
             )
         raise_on_all_ranks(error, state.world)
         for tensor, part in zip(tensors, _parts(memory, tensors)):
@@ -260,8 +260,8 @@ class LocalCopies:
 
     def _no_room(self, failure: OSError) -> CheckpointError:
         return CheckpointError(
-            f"no room for the copies of rank {self._state.rank} in {self._folder}: {failure.strerror}; leave "
-            "--non-persistent-save-interval out, or give another --non-persistent-local-ckpt-dir"
+            f"no room for the copies of rank {self._state.rank} in {self._folder}: {failure.strerror}; omit "
+            "--non-persistent-save-interval, or use a different --non-persistent-local-ckpt-dir"
         )
 
 

@@ -244,8 +244,9 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
     error = None
     if strays:
         error = CheckpointError(
-            f"--save {directory}: rank {strays[0]} sees the file that rank {leaders[strays[0]]} put there, which "
-            "itself sees that of another; give --save a folder that a machine either shares or has to itself"
+            f"--save {directory}: rank {strays[0]} sees the file of rank {leaders[strays[0]]} there, but that rank "
+            "sees the file of a third rank; use a --save folder that each node either shares with all other nodes or "
+            "has alone"
         )
     raise_on_all_ranks(error, state.world)
     return folders

@@ -384,8 +384,8 @@ def test_the_commands_name_the_flags_that_are_needed(
         assert main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert (
-            "whose files do not say --num-attention-heads, --rotary-base, --norm-epsilon, --max-position-embeddings; "
-            "give what the model was trained with"
+            "which does not record --num-attention-heads, --rotary-base, --norm-epsilon, --max-position-embeddings; "
+            "pass the values of its training"
         ) in line
     with pytest.raises(SystemExit, match="2"):
         convert_command.main(["--saver", "torchtitan", "--load-dir", str(titan), "--save-dir", str(tmp_path / "x")])

@@ -184,7 +184,7 @@ def test_experts_that_cannot_be_spread_so_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="3 does not divide 4 experts; 1, 2, 4 work"):
         run_converter(tmp_path / "hf", tmp_path / "a", "--loader hf --saver torch --target-expert-parallel-size 3")
     save_model("llama_tied", tmp_path / "dense")
-    with pytest.raises(ConfigurationError, match="the model has no experts; leave it out"):
+    with pytest.raises(ConfigurationError, match="the model has no experts; omit it"):
         run_converter(tmp_path / "dense", tmp_path / "b", "--loader hf --saver torch --target-expert-parallel-size 2")
 
 

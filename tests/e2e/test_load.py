@@ -290,7 +290,7 @@ def test_a_release_begins_at_iteration_0_without_a_flag(
         # The flags say how many heads there are; what they say of the shape is held against the tensors.
         error = refusal(begin(tmp_path, model, "--ffn-hidden-size 96"))
         assert "model.ffn_hidden_size: 128 -> 96" in error
-        assert "is of another tokenizer" in refusal(begin(tmp_path, model, "--vocab-size 300"))
+        assert "is from a different tokenizer" in refusal(begin(tmp_path, model, "--vocab-size 300"))
 
 
 def test_commands_take_what_training_takes(trained: Path, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused_in_one_line(folder: Path, merged: Path, tm
     other = train(folder / "run", f"--lora-alpha 6 {PARTS} --lora-rank 2 --metrics-jsonl", tmp_path / "m")
     assert other.statuses == (2,)
     assert (
-        "holds low-rank adapters (--lora-rank 2 --lora-alpha 5.0 --lora-target-modules q_proj v_proj" in other.errors[0]
+        "contains LoRA adapters (--lora-rank 2 --lora-alpha 5.0 --lora-target-modules q_proj v_proj" in other.errors[0]
     )
     assert "and this run has --lora-rank 2 --lora-alpha 6.0 --lora-target-modules" in other.errors[0]
     assert "Traceback" not in other.errors[0]
@@ -245,10 +245,10 @@ def test_what_does_not_fit_is_refused_in_one_line(folder: Path, merged: Path, tm
     source.close()
     plain = train(merged, SCALED, "--no-load-optim --metrics-jsonl", tmp_path / "m")
     assert plain.statuses == (2,)
-    assert "holds no low-rank adapters, which --lora-rank trains; add --finetune" in plain.errors[0]
-    with pytest.raises(InputError, match=r"holds low-rank adapters, for which Hugging Face's format has no place; add"):
+    assert "contains no LoRA adapters, which --lora-rank trains; add --finetune" in plain.errors[0]
+    with pytest.raises(InputError, match=r"contains LoRA adapters, which Hugging Face's format cannot store; add"):
         run_converter(folder / "run", tmp_path / "hf", "--saver hf")
-    with pytest.raises(InputError, match=r"^--merge-lora: .* holds no low-rank adapters; leave it out$"):
+    with pytest.raises(InputError, match=r"^--merge-lora: .* contains no LoRA adapters; omit it$"):
         run_converter(folder / "hf", tmp_path / "hf", "--loader hf --merge-lora")
 
 

@@ -117,5 +117,5 @@ def test_the_converter_writes_the_average_in_place_of_the_weights(
         assert torch.equal(result.read(name), average)
         assert not torch.equal(average, source.read(name))
     words[1] = str(tmp_path / "native")
-    with pytest.raises(ConfigurationError, match="holds no averages of weights; leave --ema out"):
+    with pytest.raises(ConfigurationError, match="contains no averages of weights; omit --ema"):
         convert(parse_arguments([*words, str(tmp_path / "again")])[0], print)

@@ -336,7 +336,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path) -> None:
     spoil_a_weight(shard)
     run = fork_training([*args, "--no-verify-checkpoint"]).check()
     assert "iter_0000008 is damaged (checkpoint" in run.stdout
-    assert "holds values that are not finite, in " in run.stdout
+    assert "contains values that are not finite, in " in run.stdout
     assert run.iterations()[-1]["iteration"] == 14
     named = fork_training([*args, "--no-verify-checkpoint", "--ckpt-step", "8"])
     assert named.statuses == (0,) or "not finite" in named.errors[0]

@@ -115,7 +115,7 @@ def test_bad_files_are_refused_by_name_and_never_run(tmp_path: Path) -> None:
     assert f"{path}: not a whole file" in refusal()
     path.write_bytes(kept)
     assert "num_layers: 4 -> 2" in refusal("--num-layers 2")
-    assert "is of another tokenizer" in refusal("--vocab-size 300")
+    assert "is from a different tokenizer" in refusal("--vocab-size 300")
 
     values = torch.load(path, weights_only=False)
     del values["model"]["decoder.layers.2.mlp.linear_fc1.bias"]
@@ -123,7 +123,7 @@ def test_bad_files_are_refused_by_name_and_never_run(tmp_path: Path) -> None:
     assert "decoder.layers.2.mlp.linear_fc1.bias" in refusal()
     values["model"]["extra"] = Malicious(tmp_path / "mark")
     torch.save(values, path)
-    assert f"{path}: the file asks for posix.mkdir" in refusal()
+    assert f"{path}: the file requests posix.mkdir" in refusal()
     assert not (tmp_path / "mark").exists()
     shutil.rmtree(path.parent)
     assert refusal()
@@ -153,7 +153,7 @@ def test_files_of_different_iterations_are_refused(gathers: str, tmp_path: Path)
     shutil.copy(second, first)
     torn = fork_training([*args, "--ckpt-step", "2", "--exit-interval", "3"], 2)
     assert set(torn.statuses) != {0}
-    assert "do not lie as Megatron lays out" in torn.errors[0]
+    assert "do not match Megatron's layout" in torn.errors[0]
 
 
 TORCH_DIST_FLAGS = "--num-layers 4 --train-iters 8 --save-interval 4 --eval-interval 1000"
@@ -262,7 +262,7 @@ def test_damaged_files_fall_back_or_end_the_run_in_one_line(tmp_path: Path) -> N
     shard.unlink()
     assert f"{shard}: No such file or directory" in refusal()
     shard.write_bytes(kept)
-    assert "is of another tokenizer" in refusal("--vocab-size", "300")
+    assert "is from a different tokenizer" in refusal("--vocab-size", "300")
     metadata.write_bytes(metadata.read_bytes()[:-100])
     assert f"{metadata}: not the metadata of a checkpoint" in refusal()
     metadata.unlink()

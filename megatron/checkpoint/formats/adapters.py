@@ -180,7 +180,7 @@ class MergedSource:
         for adapter in stored_adapters(source, config):
             self._adapters.setdefault(adapter.weight, []).append(adapter)
         if not self._adapters:
-            raise ConfigurationError(f"--merge-lora: {source.folder} holds no low-rank adapters; leave it out")
+            raise ConfigurationError(f"--merge-lora: {source.folder} contains no LoRA adapters; omit it")
         values = source.common["config"]
         self.common: Mapping[str, Any] = {
             **source.common,
@@ -275,7 +275,7 @@ class PeftSource:
         if stored:
             more = " ..." if len(stored) > _MOST_NAMED else ""
             raise CheckpointError(
-                f"{self.folder / ADAPTER_WEIGHTS}: {', '.join(sorted(stored)[:_MOST_NAMED])}{more} are no adapters of "
+                f"{self.folder / ADAPTER_WEIGHTS}: {', '.join(sorted(stored)[:_MOST_NAMED])}{more} are not adapters of "
                 f"the linear layers of {base.folder} ({family.architecture})"
             )
         self._refuse_missing_experts(base)
@@ -337,8 +337,8 @@ class PeftSource:
             if None not in origins and len(origins) < weight.global_shape[0]:
                 missing = min(set(range(weight.global_shape[0])) - set(origins.keys()))
                 raise CheckpointError(
-                    f"{self.folder}: expert {missing} lacks what other experts have of {name}; all experts of a layer "
-                    "have the same here: merge them with the peft package"
+                    f"{self.folder}: expert {missing} lacks {name}, which other experts have; all experts of a layer "
+                    "must have the same adapters: merge them with the peft package"
                 )
 
     def _common_parts(
@@ -355,8 +355,8 @@ class PeftSource:
         for linear, found in by_linear.items():
             if len(found) != num_weights[linear] or any(parts != found[0] for parts in found):
                 raise CheckpointError(
-                    f"{self.folder}: some layers have adapters of {linear} that others lack; all layers have the same "
-                    "here: merge them with the peft package"
+                    f"{self.folder}: some layers have adapters of {linear} that others lack; all layers must have the "
+                    "same adapters: merge them with the peft package"
                 )
         return {
             linear: tuple(part for part in (WHOLE, *PART_OF.get(linear, ())) if part in found[0])
@@ -390,13 +390,13 @@ class AdapterExport:
         self._family, _ = choose_family(self._config, decode_record(source.common))
         adapters = list(stored_adapters(source, self._config))
         if not adapters:
-            raise ConfigurationError(f"--saver peft: {source.folder} holds no low-rank adapters; use --saver hf")
+            raise ConfigurationError(f"--saver peft: {source.folder} contains no LoRA adapters; use --saver hf")
         modules = foreign_modules(self._family, self._config)
         without = {adapter.weight for adapter in adapters}.difference(module.weight for module in modules)
         if without:
             raise ConfigurationError(
-                f"--saver peft: {self._family.architecture} has the experts of {min(without)} in one tensor, for which "
-                "the format of linear layers has no place; use --merge-lora --saver hf"
+                f"--saver peft: {self._family.architecture} stores the experts of {min(without)} in one tensor, and "
+                "PEFT stores adapters of linear layers only; use --merge-lora --saver hf"
             )
         self._adapters = {module: adapter for module in modules if (adapter := _adapter_of(module, adapters))}
         self._all_modules = modules
@@ -481,8 +481,8 @@ def _adapter_of(module: ForeignModule, adapters: list[StoredAdapter]) -> StoredA
         linear = module.weight.split(".")[-2]
         parts = " ".join(f"{adapter.part}_proj" for adapter in found)
         raise ConfigurationError(
-            f"--saver peft: {module.name} is one layer of the Hugging Face model, and {parts} have adapters of their "
-            f"own here; train with {linear} in --lora-target-modules, or use --merge-lora --saver hf"
+            f"--saver peft: {module.name} is one layer of the Hugging Face model, but {parts} have separate adapters "
+            f"here; train with {linear} in --lora-target-modules, or use --merge-lora --saver hf"
         )
     return found[0]
 

@@ -68,8 +68,8 @@ def find_weights(metadata: StoredMetadata) -> dict[str, str]:
     if EMBEDDING not in found:
         named = f"it names {_listed(sorted(keys))}" if keys else "it names no tensor"
         raise CheckpointError(
-            f"{metadata.path}: without a common.pt in its folder this is no checkpoint of Megatron, and without "
-            f"{EMBEDDING} none of torchtitan's Llama ({named}); save the model as a Hugging Face folder"
+            f"{metadata.path}: without a common.pt in its folder this is not a Megatron checkpoint, and without "
+            f"{EMBEDDING} it is not a torchtitan checkpoint of Llama ({named}); save the model as a Hugging Face folder"
         )
     return found
 
@@ -92,7 +92,7 @@ def read_model(entries: Mapping[str, StoredEntry], told: Mapping[str, Any], plac
     head_dim = query // heads
     if heads < 1 or query % heads or head_dim % 2 or key % head_dim:
         raise CheckpointError(
-            f"{place}: {query} rows of queries and {key} rows of keys are not those of {heads} heads; change "
+            f"{place}: {query} rows of queries and {key} rows of keys do not match {heads} heads; change "
             "--num-attention-heads"
         )
     layers = [int(found[1]) for name in shapes if (found := _THEIR_LAYER.match(name)) is not None]

@@ -36,8 +36,9 @@ def require_told(values: Mapping[str, Any] | None, folder: Path) -> dict[str, An
     missing = [spec.flags[0] for spec in told_specs() if spec.name in NEEDED and spec.name not in told]
     if missing:
         raise CheckpointError(
-            f"{folder} is of torchtitan, whose files do not say {', '.join(missing)}; give what the model was trained "
-            "with (Llama 3: --rotary-base 500000 --norm-epsilon 1e-5), and --use-rope-scaling if positions are scaled"
+            f"{folder} is a torchtitan checkpoint, which does not record {', '.join(missing)}; pass the values "
+            "of its training (Llama 3: --rotary-base 500000 --norm-epsilon 1e-5), and --use-rope-scaling "
+            "if the model scales positions"
         )
     wrong = [spec.typed(told[spec.name]) for spec in told_specs() if spec.name in NEEDED and not told[spec.name] > 0]
     if wrong:

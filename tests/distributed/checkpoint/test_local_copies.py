@@ -100,7 +100,7 @@ def refuse_other_tensors(folder: Path) -> None:
     save_iterations(copies, state.rank, 1)
     found = copies.find()
     assert found is not None
-    with pytest.raises(CheckpointError, match="is of another model; remove the folder"):
+    with pytest.raises(CheckpointError, match="is from a different model; remove the folder"):
         copies.load(found, [torch.zeros(1000)])
 
 

@@ -215,7 +215,7 @@ def test_nothing_is_left_of_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write into --save-dir .*/file/deeper: Not a directory; give"):
+    with pytest.raises(CheckpointError, match=r"cannot write into --save-dir .*/file/deeper: Not a directory; use"):
         publish_checked(tmp_path / "file" / "deeper", 3, write, accept, print)
 
 

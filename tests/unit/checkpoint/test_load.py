@@ -79,7 +79,7 @@ def test_parts_are_left_out_when_asked(tmp_path: Path, lines: list[str]) -> None
 
 def test_parts_that_were_not_saved(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 50, lines, no_save_optim=True, no_save_rng=True)
-    with pytest.raises(CheckpointError, match="holds no optimizer state; add --no-load-optim"):
+    with pytest.raises(CheckpointError, match="contains no optimizer state; add --no-load-optim"):
         load(tmp_path, lines)
     _, loaded = load(tmp_path, lines, no_load_optim=True)
     assert loaded is not None
@@ -383,7 +383,7 @@ def test_values_of_a_damaged_checkpoint_do_not_pass_for_initial_ones(tmp_path: P
     flip_byte(tmp_path / "iter_0000020")
     options = {"dist_ckpt_strictness": "log_all", "no_load_optim": True}
     with pytest.raises(
-        CheckpointError, match=r"iter_0000010 lacks model\.new\.weight, which the damaged one"
+        CheckpointError, match=r"iter_0000010 lacks model\.new\.weight, and loading the damaged"
     ) as caught:
         load_checkpoint(tmp_path, larger(), STATE, CheckpointConfig(**options), CONFIG, lines.append)
     assert "--ckpt-step" in str(caught.value)

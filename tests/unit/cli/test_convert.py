@@ -99,7 +99,7 @@ def test_a_flag_that_the_formats_leave_idle_is_said(found: str, saver: str, idle
     ("command", "words", "line"),
     [
         (inspect_checkpoint.main, "s3:///x", "argument DIR: s3:///x names no bucket; write s3://BUCKET/FOLDER"),
-        (inspect_checkpoint.main, "memory://x", "memory://x is not a folder; name one that holds a checkpoint"),
+        (inspect_checkpoint.main, "memory://x", "memory://x is not a folder; name one that contains a checkpoint"),
         (diff_checkpoints.main, "memory://x ftp://host/x", "argument B: ftp:// is not a store that can be used"),
         (diff_checkpoints.main, "memory://x memory://y", "memory://x is not a folder"),
         (convert.main, "--load-dir memory://x --save-dir y", "memory://x is not a folder"),

@@ -126,7 +126,7 @@ def test_memory_is_bounded_by_what_was_read() -> None:
     budget = PickleBudget()
     budget.spend((600 << 20) + 32 * 1000, 1000)
     budget.spend(32, 1001)
-    with pytest.raises(ValueError, match="its first 1001 bytes ask for 629177633 bytes of memory"):
+    with pytest.raises(ValueError, match="its first 1001 bytes need 629177633 bytes of memory"):
         budget.spend(1, 1001)
 
 
@@ -171,9 +171,9 @@ def test_values_nest_100_deep_at_most() -> None:
     # Parts that are done already count with their depth.
     deep = nested(99)
     check_value([deep, [[], deep][1]], Record)
-    with pytest.raises(ValueError, match="values nest more than 100 deep"):
+    with pytest.raises(ValueError, match="values are nested more than 100 deep"):
         check_value(nested(101), Record)
-    with pytest.raises(ValueError, match="values nest more than 100 deep"):
+    with pytest.raises(ValueError, match="values are nested more than 100 deep"):
         check_value([[[deep]], deep], Record)
 
 

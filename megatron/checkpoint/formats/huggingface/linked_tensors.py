@@ -65,7 +65,7 @@ def _common_dtype(links: list[TensorLink], dtypes: Mapping[str, torch.dtype], fo
     first, *others = set(found.values())
     if others:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
-        raise CheckpointError(f"{folder}: these tensors make up one of ours and must share a dtype: {listed}")
+        raise CheckpointError(f"{folder}: these tensors are stored as one here and must have the same dtype: {listed}")
     return first
 
 
@@ -148,7 +148,7 @@ class LinkedTensors:
             (link,) = self._table.links_of(copy.native)
             if not self._are_equal(link, copy.foreign):
                 raise CheckpointError(
-                    f"{self.weights.folder}: {copy.foreign} differs from {link.foreign}, of which it is to be a copy"
+                    f"{self.weights.folder}: {copy.foreign} differs from {link.foreign}, but must be a copy of it"
                 )
 
     def _are_equal(self, link: TensorLink, other: str) -> bool:

@@ -114,8 +114,8 @@ class ModelExport:
         copies = {name for name, links in self._links.items() if links[0].is_copy}
         if set(names.values()) | copies != set(self._links):
             raise CheckpointError(
-                f"checkpoint {self._source.folder}: its record of a Hugging Face folder lists other tensors than those "
-                "of its model"
+                f"checkpoint {self._source.folder}: its record of a Hugging Face folder lists different tensors "
+                "from those of its model"
             )
         return names
 
@@ -165,7 +165,7 @@ def _check_tensors(source: CheckpointSource, links: Iterable[TensorLink]) -> Non
         name: info.global_shape for name, info in source.tensors.items() if name.startswith(_WEIGHTS)
     }
     problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} has no place in the model" for name in found if name not in wanted]
+    problems += [f"{name} does not belong to the model" for name in found if name not in wanted]
     problems += [
         f"{name} is {list(found[name])}, expected {list(shape)}"
         for name, shape in wanted.items()

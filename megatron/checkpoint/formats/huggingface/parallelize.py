@@ -101,7 +101,7 @@ class SpawnedModel:
             MegatronError: a process has died.
         """
         if do_sample and num_beams > 1:
-            raise ConfigurationError("do_sample=True and num_beams are two ways to choose tokens; leave one out")
+            raise ConfigurationError("do_sample=True and num_beams are two ways to choose tokens; omit one")
         ids = torch.as_tensor(input_ids).cpu()
         kept = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).cpu()
         if ids.dim() != 2 or kept.shape != ids.shape:
@@ -267,11 +267,11 @@ def parallelize(
             differs from ``num_gpus``; or ``fp16`` is combined with another ``params_dtype``.
     """
     if fp16 and params_dtype not in (None, "float16"):
-        raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" are two precisions; leave one out')
+        raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" are two precisions; omit one')
     if not isinstance(model, str | Path | LoadedModel):
         raise ConfigurationError(f"a {type(model).__name__} is neither a model folder nor a model of transformers")
     if num_gpus is not None and num_gpus < 1:
-        raise ConfigurationError(f"num_gpus={num_gpus} is not positive; give 1 or more, or leave it out")
+        raise ConfigurationError(f"num_gpus={num_gpus} is not positive; use 1 or more, or omit it")
     is_alone = state is None and not dist.is_initialized() and not dist.is_torchelastic_launched()
     if is_alone and num_gpus is not None and num_gpus > 1:
         with contextlib.closing(_source_of(model)) as source:
@@ -292,7 +292,7 @@ def _check_world_size(num_gpus: int | None, world_size: int) -> None:
     if num_gpus not in (None, world_size):
         raise ConfigurationError(
             f"num_gpus={num_gpus}, but the number of processes is {world_size}; start one for each GPU: "
-            f"torchrun --nproc-per-node {num_gpus} SCRIPT, or leave num_gpus out"
+            f"torchrun --nproc-per-node {num_gpus} SCRIPT, or omit num_gpus"
         )
 
 

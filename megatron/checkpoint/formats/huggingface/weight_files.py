@@ -150,7 +150,7 @@ class WeightFiles:
     def _compare_index(self, weight_map: Mapping[str, str]) -> None:
         for name, file in weight_map.items():
             if name not in self.entries or self.entries[name].file != file:
-                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX_FILE} says it holds")
+                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX_FILE} lists for it")
         extra = [name for name in self.entries if name not in weight_map]
         if extra:
             raise CheckpointError(f"{self.folder}: {INDEX_FILE} does not list {', '.join(extra[:5])}")

@@ -107,7 +107,7 @@ def check_expert_places(model: GPTConfig) -> None:
     if model.moe.num_experts is not None and (tp % etp or ep * etp < tp):
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
-            f"--expert-model-parallel-size {ep}: folders of --ckpt-format torch have no place for such experts; use "
+            f"--expert-model-parallel-size {ep}: --ckpt-format torch cannot store such experts; use "
             f"--ckpt-format torch_dist, or an expert-tensor-parallel size of {tp}"
         )
 

@@ -176,7 +176,7 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
             values[field] = value
     position = stored.get("num_steps", stored.get("num_iters"))
     if position is None or "max_lr" not in values or "lr_decay_steps" not in values:
-        raise CheckpointError(f"opt_param_scheduler is not understood: it has {', '.join(map(str, stored))}")
+        raise CheckpointError(f"opt_param_scheduler has unsupported fields: {', '.join(map(str, stored))}")
     weight_decay = arguments.get("weight_decay")
     if weight_decay is not None:
         values.setdefault("start_wd", weight_decay)

@@ -244,7 +244,7 @@ def named_tensors(state: Mapping[str, Any], where: str, num_experts: int | None 
         if name is not None:
             found[name] = value
     if unknown:
-        raise CheckpointError(f"{where} holds tensors of another kind of model: {', '.join(sorted(unknown))}")
+        raise CheckpointError(f"{where} contains tensors of a different kind of model: {', '.join(sorted(unknown))}")
     return found
 
 

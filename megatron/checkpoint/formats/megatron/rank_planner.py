@@ -456,8 +456,8 @@ class RankPlanner:
         config = config_from_dict(OptimizerConfig, self.common["config"]["optimizer"])
         if config.optimizer not in ("adam", "sgd"):
             raise ConfigurationError(
-                f"Megatron's files have no place for the state of --optimizer {config.optimizer}; use the native "
-                "format, or leave the state out with --no-save-optim"
+                f"Megatron's files cannot store the state of --optimizer {config.optimizer}; use the native "
+                "format, or omit the state with --no-save-optim"
             )
         scheduler, state = self.common["scheduler"], self.common["optimizer"]
         rate, decay = config.lr, config.weight_decay

@@ -285,7 +285,7 @@ def _find_layout(
             if _puts_weights_right(rank, file, number, parameters, tensors, layout, in_float8=in_float8):
                 return layout
     raise CheckpointError(
-        f"{file.path}: buffer {number} has {length} elements, which do not lie as Megatron lays out the "
+        f"{file.path}: buffer {number} has {length} elements, which do not match Megatron's layout of the "
         f"{sum(sizes)} parameters of {rank.file.path}"
     )
 

@@ -141,7 +141,7 @@ def _no_storage(description: Any) -> StorageKey:
 
 def _attributes(value: Any, *kinds: str) -> dict[str, Any]:
     if not isinstance(value, Record) or value.kind.name not in kinds:
-        raise ValueError(f"{value!r} in the place of {' or '.join(kinds)}")
+        raise ValueError(f"{value!r} instead of {' or '.join(kinds)}")
     return value.attributes
 
 
@@ -195,20 +195,20 @@ def _dtype(properties: Any) -> torch.dtype:
     attributes = _attributes(properties, "TensorProperties")
     dtype = attributes["state"][0] if "state" in attributes else attributes["dtype"]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} in the place of a dtype")
+        raise ValueError(f"{dtype!r} instead of a dtype")
     return dtype
 
 
 def _file_name(name: Any) -> str:
     if not isinstance(name, str) or Path(name).name != name:
-        raise ValueError(f"{name!r} in the place of a file's name")
+        raise ValueError(f"{name!r} instead of a file's name")
     return name
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
     sizes = tuple(values)
     if not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError(f"{sizes} in the place of sizes")
+        raise ValueError(f"{sizes} instead of sizes")
     return sizes
 
 

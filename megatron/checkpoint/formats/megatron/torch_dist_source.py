@@ -187,7 +187,7 @@ class BucketStates:
         needed = sum(parameter.num_elements for parameter in parameters)
         raise CheckpointError(
             f"{self.metadata.path}: the optimizer's buffer {number} of pipeline rank {pp_rank} has {buffer.length} "
-            f"elements, which do not lie as Megatron lays out the {needed} of its parameters"
+            f"elements, which do not match Megatron's layout of the {needed} of its parameters"
         )
 
     def _layouts(self, parameters: Sequence[LocalParameter], pp_rank: int, number: int) -> Iterator[FlatBuffer]:
@@ -316,7 +316,7 @@ def read_common(folder: Path) -> dict[str, Any]:
     finally:
         file.close()
     if not isinstance(values, dict) or not isinstance(values.get("args"), Record) or values["args"].kind != NAMESPACE:
-        raise CheckpointError(f"{file.path} records no args: what model was saved cannot be told")
+        raise CheckpointError(f"{file.path} records no args, so the model that was saved is unknown")
     return values
 
 
@@ -480,7 +480,7 @@ class TorchDistSource:
         if unknown:
             names = f"{', '.join(sorted(unknown)[:4])}{' ...' if len(unknown) > 4 else ''}"
             raise CheckpointError(
-                f"{self.metadata.path} names tensors of another kind of model, or of its optimizer: {names}"
+                f"{self.metadata.path} contains tensors of a different kind of model, or of its optimizer: {names}"
             )
         return found
 
@@ -531,7 +531,7 @@ class TorchDistSource:
         if is_other or expected > self.padded_vocab_size:
             raise CheckpointError(
                 f"checkpoint {self.folder} has a vocabulary of {self.padded_vocab_size} rows, padding included; "
-                f"{self.model.vocab_size} tokens would have been padded to {expected}: it is of another tokenizer"
+                f"{self.model.vocab_size} tokens are padded to {expected}: it is from a different tokenizer"
             )
 
     def _add_parameters(self) -> None:

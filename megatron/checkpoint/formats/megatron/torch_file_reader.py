@@ -68,7 +68,7 @@ class PickleBudget:
         """
         self.spent += num_bytes
         if self.spent > _FREE_BYTES + _BYTES_A_BYTE * num_read:
-            raise ValueError(f"its first {num_read} bytes ask for {self.spent} bytes of memory")
+            raise ValueError(f"its first {num_read} bytes need {self.spent} bytes of memory")
 
     def spend_items(self, values: Iterable[Any], num_read: int) -> None:
         """Count the items of strings and containers that are copied.
@@ -140,7 +140,7 @@ def check_value(value: Any, record: type[Any]) -> None:
         if id(item) not in is_open:
             is_open.add(id(item))
             if len(is_open) > _MOST_DEPTH:
-                raise ValueError(f"values nest more than {_MOST_DEPTH} deep")
+                raise ValueError(f"values are nested more than {_MOST_DEPTH} deep")
             inner = [part for part in parts if isinstance(part, kinds) and id(part) not in done]
             if any(id(part) in is_open for part in inner):
                 raise ValueError("a value that holds itself")
@@ -151,7 +151,7 @@ def check_value(value: Any, record: type[Any]) -> None:
         depth = 1 + max((entry % 256 for entry in found), default=0)
         count = 1 + len(parts) + sum(entry // 256 for entry in found)
         if depth > _MOST_DEPTH:
-            raise ValueError(f"values nest more than {_MOST_DEPTH} deep")
+            raise ValueError(f"values are nested more than {_MOST_DEPTH} deep")
         if count > _FREE_PARTS + _MOST_REPEATS * (len(done) + len(parts)):
             raise ValueError("values repeat each other without end")
         done[id(item)] = 256 * count + depth
@@ -376,14 +376,14 @@ class _Interpreter:
             elif name not in ("PROTO", "FRAME"):
                 handler = _HANDLERS.get(name)
                 if handler is None:
-                    raise CheckpointError(f"{self.path}: a checkpoint has no use for the pickle operation {name}")
+                    raise CheckpointError(f"{self.path}: a checkpoint does not need the pickle operation {name}")
                 handler(self, argument)
         raise ValueError("the pickle ends before its end")
 
     def refuse(self, what: object) -> CheckpointError:
         """Return the error for a name that is not allowed."""
         return CheckpointError(
-            f"{self.path}: the file asks for {str(what)[:200]}, which no checkpoint needs; it was not run, and nothing "
+            f"{self.path}: the file requests {str(what)[:200]}, which no checkpoint needs; it was not run, and nothing "
             "is loaded from this file"
         )
 
@@ -776,7 +776,7 @@ class TorchFile:
                 if entry.header_offset + entry.file_size > size:
                     raise ValueError(f"it ends within {name}")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-                raise CheckpointError(f"{self.path}: written on a big-endian machine, which is not supported")
+                raise CheckpointError(f"{self.path}: written on a big-endian host, which is not supported")
             for name, entry in entries.items():
                 if name.startswith("data/"):
                     start = _data_start(file, entry)
@@ -800,12 +800,12 @@ class TorchFile:
             raise ValueError("a storage in the header")
 
         if read_pickle(file, self.path, nothing_stored) != _LEGACY_MAGIC:
-            raise ValueError("it begins with another number")
+            raise ValueError("its magic number is wrong")
         if read_pickle(file, self.path, nothing_stored) != _LEGACY_VERSION:
-            raise ValueError("it is of another version")
+            raise ValueError("its version is not supported")
         system = read_pickle(file, self.path, nothing_stored)
         if not system.get("little_endian", False):
-            raise CheckpointError(f"{self.path}: written on a big-endian machine, which is not supported")
+            raise CheckpointError(f"{self.path}: written on a big-endian host, which is not supported")
         dtypes: dict[str, torch.dtype] = {}
 
         def stored(description: Any) -> StorageKey:
@@ -845,7 +845,7 @@ class FileSection(io.RawIOBase):
         self._file, self._start, self._num_bytes, self._position = file, start, num_bytes, 0
         size = os.fstat(file.fileno()).st_size
         if start < 0 or num_bytes < 0 or start + num_bytes > size:
-            raise ValueError(f"it has {size} bytes, and {num_bytes} at {start} are asked for")
+            raise ValueError(f"it has {size} bytes, but {num_bytes} at {start} are needed")
 
     def readable(self) -> bool:
         return True

@@ -179,7 +179,7 @@ class MegatronTorchSource:
         if expected != self.padded_vocab_size:
             raise CheckpointError(
                 f"checkpoint {self.folder} has a vocabulary of {self.padded_vocab_size} rows, padding included; "
-                f"{vocab_size} tokens would have been padded to {expected}: it is of another tokenizer"
+                f"{vocab_size} tokens are padded to {expected}: it is from a different tokenizer"
             )
 
     def _add_rank(self, rank: RankFile) -> None:

@@ -99,14 +99,14 @@ def test_shards_of_several_ranks_are_put_together(folder: Path, tmp_path: Path) 
     [
         (
             {"rotary_base": None, "norm_epsilon": None},
-            "whose files do not say --rotary-base, --norm-epsilon; give what",
+            "which does not record --rotary-base, --norm-epsilon; pass the values",
         ),
         (
             {"num_attention_heads": 7},
-            "48 rows of queries and 16 rows of keys are not those of 7 heads; change --num-att",
+            "48 rows of queries and 16 rows of keys do not match 7 heads; change --num-att",
         ),
-        ({"num_attention_heads": 48}, "are not those of 48 heads"),
-        ({"num_attention_heads": 2}, "16 rows of keys are not those of 2 heads"),
+        ({"num_attention_heads": 48}, "do not match 48 heads"),
+        ({"num_attention_heads": 2}, "16 rows of keys do not match 2 heads"),
         ({"rotary_base": -1}, "--rotary-base -1: a number above 0"),
     ],
 )
@@ -117,7 +117,7 @@ def test_what_is_not_told_or_told_wrongly_is_named(folder: Path, change: dict[st
 
 def test_another_kind_of_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"none of torchtitan's Llama \(it names encoder.weight\); save the model"
+        CheckpointError, match=r"it is not a torchtitan checkpoint of Llama \(it names encoder.weight\); save the model"
     ):
         TorchtitanSource(save_weights(tmp_path / "other", {"encoder.weight": torch.ones(2)}), TOLD)
     weights = make_weights()

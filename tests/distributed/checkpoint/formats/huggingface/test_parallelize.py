@@ -214,7 +214,7 @@ def test_what_cannot_be_parallelized_is_refused_in_one_line(expected: Any) -> No
     state = describe_parallel_state(0, 1)
     with pytest.raises(ConfigurationError, match=r"^num_gpus=4, but the number of processes is 1; start one .* out$"):
         parallelize(folder, state, num_gpus=4)
-    with pytest.raises(ConfigurationError, match=r"^num_gpus=0 is not positive; give 1 or more, or leave it out$"):
+    with pytest.raises(ConfigurationError, match=r"^num_gpus=0 is not positive; use 1 or more, or omit it$"):
         parallelize(folder, num_gpus=0)
     with pytest.raises(ConfigurationError, match=r"attention heads are not divisible by tensor-parallel size 5; .*"):
         parallelize(folder, num_gpus=5)

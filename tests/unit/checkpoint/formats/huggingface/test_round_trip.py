@@ -173,7 +173,7 @@ def test_parts_of_one_tensor_must_share_a_dtype(own: Any) -> None:
     folder = own("llama31")
     name = "model.layers.2.self_attn.k_proj.weight"
     rewrite(folder, lambda values: values.update({name: values[name].half()}))
-    with pytest.raises(CheckpointError, match=rf"must share a dtype: .*{name} torch\.float16"):
+    with pytest.raises(CheckpointError, match=rf"must have the same dtype: .*{name} torch\.float16"):
         HuggingFaceSource(folder)
 
 

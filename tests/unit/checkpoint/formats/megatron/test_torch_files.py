@@ -92,7 +92,7 @@ class Malicious:
 def test_a_file_that_would_run_something_is_refused_by_name(is_zip: bool, tmp_path: Path) -> None:
     path = tmp_path / "values.pt"
     torch.save({"model": VALUES, "args": Malicious()}, path, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(CheckpointError, match=rf"{path}: the file asks for posix.system"):
+    with pytest.raises(CheckpointError, match=rf"{path}: the file requests posix.system"):
         TorchFile(path)
 
 
@@ -172,7 +172,7 @@ class Reduced:
 @pytest.mark.parametrize("protocol", [0, 1, 2, 4])
 def test_a_call_of_a_function_is_refused_and_not_made(protocol: int, tmp_path: Path) -> None:
     victim = tmp_path / "made"
-    with pytest.raises(CheckpointError, match=r"some/model_optim_rng.pt: the file asks for posix.mkdir"):
+    with pytest.raises(CheckpointError, match=r"some/model_optim_rng.pt: the file requests posix.mkdir"):
         read(pickle.dumps({"model": Reduced(os.mkdir, str(victim))}, protocol))
     assert not victim.exists()
 
@@ -182,7 +182,7 @@ def test_a_call_of_a_function_is_refused_and_not_made(protocol: int, tmp_path: P
     [eval, getattr, __import__, open, pickle.loads, torch.load, np.load, OrderedDict.fromkeys, torch.nn.Linear],
 )
 def test_nothing_else_is_on_the_list(function: Any) -> None:
-    with pytest.raises(CheckpointError, match="the file asks for"):
+    with pytest.raises(CheckpointError, match="the file requests"):
         read(pickle.dumps(Reduced(function, "x"), 2))
 
 
@@ -296,7 +296,7 @@ HOSTILE = {
     "tuples doubled as a key of an ordered dictionary": (DOUBLED_IN_ORDER, "a key of more than 64 parts"),
     "lists doubled": (DOUBLED_LISTS, "repeat each other without end"),
     "a list in itself": (IN_ITSELF, "a value that holds itself"),
-    "deep lists": (DEEP, "nest more than 100 deep"),
+    "deep lists": (DEEP, "nested more than 100 deep"),
     "a million sets": (SETS, " operations"),
     "400,000 objects": (OBJECTS, " operations"),
     "a text copied 3000 times": (COPIES, "bytes of memory"),
