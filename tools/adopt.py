@@ -1,4 +1,4 @@
-"""Print this project's command for another trainer's launch script or settings file."""
+"""Convert another trainer's launch script or configuration file to a command of this project."""
 
 from __future__ import annotations
 

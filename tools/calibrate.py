@@ -1,4 +1,4 @@
-"""Measure this machine for tools/plan.py."""
+"""Measure the performance of this node for tools/plan.py."""
 
 from __future__ import annotations
 

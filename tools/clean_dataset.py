@@ -1,4 +1,4 @@
-"""Merge text files and jsonl into one jsonl of clean documents, and say what was dropped and why."""
+"""Clean text and JSONL files into one JSONL file, and report which documents were dropped and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look a machine over before a run, and say what to mend."""
+"""Check a node before a run, and report what to fix."""
 
 from __future__ import annotations
 

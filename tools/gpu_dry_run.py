@@ -1,4 +1,4 @@
-"""Run a training step on a simulated GPU: its kernels, memory, waits and communication, and an estimate."""
+"""Run a training step on a simulated GPU; report kernels, memory, waits and communication, and estimate its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure one GPU in ten minutes, and report what works, what is right, and how fast it is against the predictions."""
+"""Test one GPU in ten minutes, and report support, correctness, and speed compared with the predictions."""
 
 from __future__ import annotations
 

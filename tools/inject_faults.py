@@ -1,4 +1,4 @@
-"""Kill, stop, slow, corrupt and cut off a training run, and see that nothing was lost."""
+"""Inject faults (kill, stop, slow, corrupt, cut off) into a training run, and check that nothing was lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show the samples that a step of a run trains on: text, document, file, offset and place in the blend."""
+"""Show the samples that a step of a run trains on: text, document, file, offset and data set of the blend."""
 
 from __future__ import annotations
 

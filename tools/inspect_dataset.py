@@ -1,4 +1,4 @@
-"""Print what a data set (.bin/.idx) holds: documents, lengths with a histogram, tokens, samples; or verify it."""
+"""Print statistics of a data set (.bin/.idx): documents, lengths with a histogram, tokens, samples; or verify it."""
 
 from __future__ import annotations
 

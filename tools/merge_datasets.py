@@ -1,4 +1,4 @@
-"""Merge all data sets (.bin/.idx pairs) of a folder into one, in the order of their names, streaming."""
+"""Merge all data sets (.bin/.idx pairs) of a folder into one, in the order of their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict memory and time of training runs without a GPU."""
+"""Predict the memory and step time of training runs without a GPU."""
 
 from __future__ import annotations
 

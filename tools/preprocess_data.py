@@ -1,4 +1,4 @@
-"""Tokenize jsonl into the data sets that training reads: PREFIX_KEY_document.bin and .idx for each key."""
+"""Tokenize JSONL into data sets for training: PREFIX_KEY_document.bin and .idx for each key."""
 
 from __future__ import annotations
 

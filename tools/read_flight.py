@@ -1,4 +1,4 @@
-"""Print and draw the report of a hang: who held up whom, and the last communications of every rank."""
+"""Print and plot a hang report: the ranks that block others, and the last collectives of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print how many parameters a model has and how much memory training it takes."""
+"""Print the number of parameters of a model and the memory that training takes."""
 
 from __future__ import annotations
 

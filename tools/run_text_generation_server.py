@@ -1,4 +1,4 @@
-"""Answer Megatron's PUT /api with the model of a checkpoint."""
+"""Serve Megatron-LM's PUT /api with the model of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continue a text with the model of a checkpoint."""
+"""Generate text with the model of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prove on this machine that parallel layouts compute what one process computes."""
+"""Verify on this node that parallel configurations give the results of a single process."""
 
 from __future__ import annotations
 

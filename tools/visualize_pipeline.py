@@ -1,4 +1,4 @@
-"""Draw a pipeline schedule, planned or recorded, as text, SVG or PNG, with its bubble and its memory."""
+"""Plot a planned or recorded pipeline schedule as text, SVG or PNG, with its bubble and memory."""
 
 from __future__ import annotations
 

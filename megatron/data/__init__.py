@@ -1,4 +1,4 @@
-"""Text before training: cleaned, tokenized, merged and inspected."""
+"""Data preparation before training: cleaning, tokenization, merging and inspection."""
 
 from __future__ import annotations
 

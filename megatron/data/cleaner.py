@@ -1,4 +1,4 @@
-"""Clean a corpus in one pass: read, filter, deduplicate, count, write."""
+"""Clean a corpus in one pass that reads, filters, deduplicates, counts and writes documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NEAR_DUPLICATE: Final = "near duplicate"
 
 @dataclass
 class Tally:
-    """Count documents and bytes (of texts in UTF-8, of lines in the output)."""
+    """Counts of documents, bytes of UTF-8 text, and bytes of output lines."""
 
     files: int = 0
     unknown_files: int = 0
@@ -54,7 +54,7 @@ class Tally:
     dropped_bytes: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """Return the counts as lines; dropped documents by reason, in the order of the filters."""
+        """Return the counts as report lines. Dropped documents are listed by reason, in the order of the filters."""
         total = max(self.documents, 1)
         lines = [f"Read {self.documents} documents ({self.text_bytes / 1e6:.2f} MB of text) of {self.files} files"]
         lines += [
@@ -99,10 +99,10 @@ class Tally:
 
 
 class OutputFile:
-    """Write under a temporary name; `publish` gives the file its name, and leaving without it removes the file.
+    """Output file with a temporary name. `publish` renames it; leaving the context without `publish` removes it.
 
     Raises:
-        DataError: the file cannot be written (a full disk, for example).
+        DataError: the file cannot be written, for example because the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,13 +127,13 @@ class OutputFile:
         try:
             self._file.close()
         except OSError:
-            if kind is None:  # else the same fault is on its way already
+            if kind is None:  # otherwise the original error is already propagating
                 raise
         finally:
             self._temporary.unlink(missing_ok=True)
 
     def write(self, line: bytes) -> int:
-        """Append a line and return where it begins."""
+        """Append a line and return its start offset."""
         begin = self._position
         try:
             self._file.write(line)
@@ -143,7 +143,7 @@ class OutputFile:
         return begin
 
     def read(self, begin: int, num_bytes: int) -> bytes:
-        """Return what was written at a place."""
+        """Return bytes that were written at an offset."""
         try:
             if begin + num_bytes > self._flushed:
                 self._file.flush()
@@ -153,7 +153,7 @@ class OutputFile:
             raise DataError(f"{self.path} cannot be written: {error}") from error
 
     def publish(self) -> None:
-        """Give the file its name."""
+        """Sync the file and rename it to its final name."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -167,12 +167,12 @@ MAX_REPORTED: Final = 20
 
 @dataclass(frozen=True)
 class CleaningPlan:
-    """Describe a cleaning: the input, the rules and the outputs.
+    """Configuration of a cleaning run: the input, the rules and the outputs.
 
     Attributes:
-        dropped_output: where to list the documents that were dropped, and why.
-        stop_on_error: whether a document that cannot be read ends the work.
-        log_interval: documents between two reports.
+        dropped_output: file that lists the dropped documents and the reasons.
+        stop_on_error: whether an unreadable document ends the work.
+        log_interval: documents between two progress reports.
     """
 
     inputs: Sequence[str]
@@ -196,9 +196,9 @@ class _Drop(NamedTuple):
 
 
 class Cleaner:
-    """Do what a plan says; the output is a function of the input and the plan alone.
+    """Cleaner that executes a plan. The output is a function of the input and the plan only.
 
-    One document of each batch under way is in memory; what was kept is on disk.
+    Only the documents of batches in flight are in memory. Kept documents are on disk.
     """
 
     def __init__(self, plan: CleaningPlan, report: Callable[[str], None]) -> None:
@@ -219,10 +219,10 @@ class Cleaner:
                 self._tally.dropped[reason] = self._tally.dropped_bytes[reason] = 0
 
     def run(self) -> Tally:
-        """Write the output and, where asked for, the list of what was dropped; nothing is left behind by a failure.
+        """Write the output and, if configured, the list of dropped documents. A failure leaves no files.
 
         Raises:
-            InputError: the input cannot be used, or the output not be written.
+            InputError: the input cannot be used, or the output cannot be written.
         """
         plan = self._plan
         with ExitStack() as stack:
@@ -260,7 +260,7 @@ class Cleaner:
         self._bar.clear()
 
     def _total_bytes(self) -> int | None:
-        """Return the size of the input on disk, None where it is not known."""
+        """Return the size of the input on disk, None if it is unknown."""
         if STDIN in self._plan.inputs:
             return None
         sources = walk_sources(self._plan.inputs, self._plan.input_format, lambda path: None)
@@ -274,7 +274,7 @@ class Cleaner:
             self._bar.show("cleaning", done_bytes, total_bytes, counts)
 
     def _read(self) -> Iterator[Item]:
-        """Read all documents and decide on their URLs."""
+        """Yield all documents, with the result of the URL blacklist."""
         plan = self._plan
         reader = DocumentReader(
             text_key=plan.text_key,
@@ -331,7 +331,7 @@ class Cleaner:
         self._tally.repaired += finding.text != document.text
 
     def _find_original(self, finding: Finding) -> _Drop | None:
-        """Compare with what was kept before."""
+        """Find an exact or near duplicate among the kept documents."""
         if self._index is None:
             return None
         original = self._index.find_digest(finding.digest)

@@ -25,11 +25,11 @@ from megatron.core.errors import DataError
 
 @dataclass(frozen=True)
 class Verification:
-    """Hold what was found.
+    """Result of the verification of a data set.
 
     Attributes:
-        faults: one line each; empty for a data set that is as it was written.
-        has_checksums: whether every byte was compared, or the structure alone.
+        faults: one line per fault; empty for an intact data set.
+        has_checksums: whether every byte was verified, rather than only the structure.
     """
 
     faults: list[str]
@@ -37,10 +37,10 @@ class Verification:
 
 
 def verify_dataset(prefix: str, read: Read = ignore_bytes_read) -> Verification:
-    """Compare both files with their checksums, where there are some, and with each other.
+    """Verify both files against their checksums, if there are any, and against each other.
 
     Raises:
-        DataError: a file is missing, or the checksum file itself is damaged.
+        DataError: a file is missing, or the checksum file is damaged.
     """
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
@@ -60,7 +60,7 @@ def verify_dataset(prefix: str, read: Read = ignore_bytes_read) -> Verification:
 
 
 def _contents(dataset: IndexedDataset | None, damage: Damage) -> str:
-    """Name the documents in a stretch of ``.bin``, where the index can be trusted."""
+    """Describe the documents in a damaged range of ``.bin``, if the index is valid."""
     if dataset is None or damage.path != bin_path(dataset.prefix) or not len(dataset):
         return ""
     ends = dataset.sequence_pointers + dataset.sequence_lengths.astype(np.int64) * dataset.dtype.itemsize
@@ -74,7 +74,7 @@ def intact_dataset(prefix: str) -> IndexedDataset:
     """Open a data set and check that its index is consistent.
 
     Raises:
-        DataError: it is not.
+        DataError: the index is inconsistent.
     """
     dataset = IndexedDataset(prefix)
     dataset.verify_structure()
@@ -82,26 +82,26 @@ def intact_dataset(prefix: str) -> IndexedDataset:
 
 
 def without_suffix(prefix: str) -> str:
-    """Return the prefix of a data set that was named by one of its files."""
+    """Return the prefix of a data set, given the prefix or one of its files."""
     path = Path(prefix)
     return str(path.with_suffix("")) if path.suffix in (".bin", ".idx") and path.is_file() else prefix
 
 
 def faults_in_vocabulary(num_outside: int, prefix: str, vocab_size: int) -> Iterator[str]:
-    """Yield what is wrong where tokens are not in the vocabulary."""
+    """Yield a fault if tokens are outside the vocabulary."""
     if num_outside:
         yield f"{bin_path(prefix)}: {num_outside} tokens are not among the {vocab_size} ids of the tokenizer"
 
 
 PERCENTILES: Final = (1, 5, 25, 50, 75, 95, 99)
 _BLOCK_TOKENS: Final = 1 << 20
-# No vocabulary is as large; an id beyond is damage, and must not size an array.
+# Larger than any vocabulary. A larger id indicates damage and must not determine the size of an array.
 _MAX_COUNTED_ID: Final = 1 << 24
 
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Count the documents whose lengths lie from ``low`` to ``high``, both included."""
+    """Histogram bin of documents with lengths from ``low`` to ``high``, inclusive."""
 
     low: int
     high: int
@@ -111,7 +111,7 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Describe the lengths of all documents, in tokens."""
+    """Statistics of the document lengths, in tokens."""
 
     documents: int
     empty: int
@@ -124,12 +124,12 @@ class LengthStatistics:
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Describe which tokens there are.
+    """Statistics of the tokens.
 
     Attributes:
-        counts: of each id from 0 to the largest one, int64.
-        outside: tokens that are negative or above 2**24, hence no ids.
-        entropy_bits: of a token, by its frequency alone.
+        counts: count of each id from 0 to the largest one, int64.
+        outside: number of tokens that are negative or at least 2**24, and therefore invalid.
+        entropy_bits: unigram entropy, in bits per token.
     """
 
     tokens: int
@@ -143,13 +143,13 @@ class TokenStatistics:
         return [(int(token), int(self.counts[token])) for token in order if self.counts[token]]
 
     def num_from(self, vocab_size: int) -> int:
-        """Count the tokens that a vocabulary of this size does not have."""
+        """Count the tokens outside a vocabulary of this size."""
         return int(self.counts[vocab_size:].sum()) + self.outside
 
 
 @dataclass(frozen=True)
 class EndStatistics:
-    """Hold the token that most documents end with, how many of them do, and how many have tokens."""
+    """Most frequent last token of documents, its number of documents, and the number of non-empty documents."""
 
     token: int
     documents: int
@@ -157,16 +157,16 @@ class EndStatistics:
 
 
 def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
-    """Return the tokens of each document, all its sequences together, as int64 ``[num_documents]``."""
+    """Return the number of tokens of each document, over all its sequences, as int64 ``[num_documents]``."""
     ends = np.concatenate(([0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)))
     return np.diff(ends[dataset.document_indices])
 
 
 def describe_lengths(lengths: NDArray[np.int64]) -> LengthStatistics:
-    """Compute the statistics of documents, with a histogram over powers of two."""
+    """Compute statistics of document lengths, with a histogram over powers of two."""
     if not len(lengths):
         return LengthStatistics(0, 0, 0.0, 0, 0, {}, [])
-    # The bin of a length is the number of its binary digits: 0, 1, 2 to 3, 4 to 7, …
+    # The bin of a length is its number of bits: 0, 1, 2 to 3, 4 to 7, …
     bins = np.searchsorted(1 << np.arange(62, dtype=np.int64), lengths, side="right")
     documents = np.bincount(bins)
     histogram = []
@@ -187,7 +187,7 @@ def describe_lengths(lengths: NDArray[np.int64]) -> LengthStatistics:
 
 
 def count_tokens(dataset: IndexedDataset, read: Read = ignore_bytes_read) -> TokenStatistics:
-    """Read all tokens, a block at a time, and count each id."""
+    """Read all tokens in blocks, and count each id."""
     counts = np.zeros(0, np.int64)
     outside = 0
     for block in token_blocks(dataset):
@@ -203,14 +203,14 @@ def count_tokens(dataset: IndexedDataset, read: Read = ignore_bytes_read) -> Tok
 
 
 def token_blocks(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
-    """Yield all tokens of ``.bin`` in order, as they lie in the file."""
+    """Yield all tokens of ``.bin`` in file order, in blocks."""
     with open(f"{dataset.prefix}.bin", "rb", buffering=0) as file:
         while data := file.read(_BLOCK_TOKENS * dataset.dtype.itemsize):
             yield np.frombuffer(data[: len(data) // dataset.dtype.itemsize * dataset.dtype.itemsize], dataset.dtype)
 
 
 def describe_ends(dataset: IndexedDataset) -> EndStatistics | None:
-    """Find the token that most documents end with, or None where all are empty."""
+    """Find the token that most documents end with; None if all documents are empty."""
     lengths = document_lengths(dataset)
     last = (np.cumsum(lengths) - 1)[lengths > 0]
     if not len(last):

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers import load_package
 
-# Scripts that put no space between words count each character as one: Thai, Lao, Burmese, Khmer; kana and CJK, of
-# which the punctuation is left out.
+# Scripts without spaces between words, in which each character counts as a word: Thai, Lao, Burmese, Khmer, kana and
+# CJK without punctuation.
 _UNSPACED: Final = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
     "\u2e80-\u2fff\u3005-\u3007\u3021-\u3029\u3031-\u3035\u3041-\u30fa\u30fc-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -31,12 +31,12 @@ _BATCH: Final = 1024
 
 
 def shingles(text: str, num_words: int) -> NDArray[np.uint64]:
-    """Hash each run of ``num_words`` words, without repetitions and in rising order.
+    """Hash each n-gram of ``num_words`` words; return the unique hashes in ascending order.
 
-    Case, punctuation and spaces do not count. A shorter text is one run of all its words; one without any words has
-    none.
+    Case, punctuation and white space are ignored. A shorter text is a single n-gram of all its words. A text without
+    words has no n-grams.
     """
-    # A CRC per word and not Python's hash, which differs from run to run.
+    # Use a CRC per word, because Python's hash differs between runs.
     words = np.fromiter(
         (zlib.crc32(word.group().encode("utf-8", "surrogatepass")) for word in _WORD.finditer(text.lower())), np.uint64
     )
@@ -50,22 +50,22 @@ def shingles(text: str, num_words: int) -> NDArray[np.uint64]:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread values over all 64 bits, reversibly; the sum of what is mixed and a word depends on the words' order."""
+    """Mix values bijectively over all 64 bits, so that a chain of additions and mixes depends on the word order."""
     values = (values ^ (values >> np.uint64(32))) * _MULTIPLIER
     return values ^ (values >> np.uint64(29))
 
 
 def similarity(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> float:
-    """Return the Jaccard similarity of two sets of shingles: the share of what either has that both have."""
+    """Return the Jaccard similarity of two sets of shingles: intersection over union."""
     common = len(np.intersect1d(a, b, assume_unique=True))
     return common / max(len(a) + len(b) - common, 1)
 
 
 class SignatureMaker:
-    """Turn sets of shingles into keys that similar sets are likely to share, by MinHash and banding.
+    """MinHash with LSH banding, which maps sets of shingles to keys that similar sets are likely to share.
 
-    Two sets of similarity s share one key or more with probability ``1 - (1 - s**rows)**bands``. The candidates so
-    found are compared exactly, so that a needless candidate costs time alone; bands and rows are chosen accordingly.
+    Two sets of similarity s share at least one key with probability ``1 - (1 - s**rows)**bands``. Candidates are then
+    compared exactly, so false positives only cost time. Bands and rows are chosen accordingly.
 
     Paper: Broder, "On the resemblance and containment of documents", 1997.
 
@@ -80,7 +80,7 @@ class SignatureMaker:
         self._empty: Any = datasketch.MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")
 
     def keys(self, hashes: NDArray[np.uint64]) -> list[int]:
-        """Return one 64-bit key for each band; a set without shingles has none."""
+        """Return one 64-bit key per band; none for an empty set."""
         if not len(hashes):
             return []
         signature = self._empty.copy()
@@ -95,8 +95,8 @@ class SignatureMaker:
         return result
 
 
-# What holds memory and time down where very many documents share a key without being duplicates, such as pages of
-# one template: the first so many documents of a key are found, and the most promising of all are compared.
+# Limits on memory and time if very many documents share a key without being duplicates, such as pages of one template:
+# documents found per key, and candidates compared per document.
 MAX_DOCUMENTS_OF_A_KEY: Final = 256
 MAX_CANDIDATES: Final = 64
 _CACHE_KIB: Final = 128 << 10
@@ -112,7 +112,7 @@ CREATE TABLE keys (key INTEGER, number INTEGER, PRIMARY KEY (key, number)) WITHO
 
 
 class KeptDocument(NamedTuple):
-    """Name a kept document: where its line lies in the output, and where it came from."""
+    """Kept document: the position of its line in the output, and its origin."""
 
     begin: int
     num_bytes: int
@@ -120,9 +120,9 @@ class KeptDocument(NamedTuple):
 
 
 class DuplicateIndex:
-    """Remember documents in a temporary SQLite file, through a cache of fixed size.
+    """Index of kept documents in a temporary SQLite file, with a cache of fixed size.
 
-    The file loses its name as soon as it is open, so that a killed process leaves nothing behind.
+    The file is unlinked as soon as it is open, so that a killed process leaves no file.
 
     Raises:
         DataError: the folder cannot be written.
@@ -154,7 +154,7 @@ class DuplicateIndex:
         """Add a document that is not a duplicate."""
         number = self._num_kept
         self._num_kept += 1
-        place = document.place.encode("utf-8", "backslashreplace").decode("utf-8")  # a file's name may be any bytes
+        place = document.place.encode("utf-8", "backslashreplace").decode("utf-8")  # a file name may hold any bytes
         self._database.execute(
             "INSERT INTO kept VALUES (?, ?, ?, ?)", (number, document.begin, document.num_bytes, place)
         )
@@ -167,7 +167,7 @@ class DuplicateIndex:
         return self._kept(rows[0][0]) if rows else None
 
     def find_candidates(self, keys: Sequence[int]) -> list[KeptDocument]:
-        """Return kept documents that share keys, those that share most first, then by their order."""
+        """Return kept documents that share keys, sorted by the number of shared keys, then by their order."""
         shared: Counter[int] = Counter()
         for key in keys:
             rows = self._database.execute(

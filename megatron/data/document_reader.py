@@ -1,4 +1,4 @@
-"""Find the files that --input names and read their documents one at a time."""
+"""Find the files of ``--input`` and read their documents one at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT_SUFFIXES: Final = (".txt", ".text", ".md")
 JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
 COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
 
-# The longer marks first: that of UTF-32 starts like that of UTF-16.
+# UTF-32 comes before UTF-16, because its byte-order mark starts with that of UTF-16.
 _BYTE_ORDER_MARKS: Final = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -38,12 +38,12 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Source:
-    """Name one input file.
+    """One input file.
 
     Attributes:
         path: the file, or ``-`` for standard input.
-        name: what a document of text alone remembers of where it came from: the path within the folder given.
-        is_jsonl: whether each line is a document, or the whole file is one.
+        name: path relative to the input folder, recorded as the source of a plain-text document.
+        is_jsonl: whether each line is a document, rather than the whole file.
     """
 
     path: str
@@ -53,11 +53,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Document:
-    """Hold one document and where it stands.
+    """One document and its location.
 
     Attributes:
-        line: the line of jsonl that it was read from, without its end; None for a file of text.
-        source_bytes: how much of all input files was read with it, in bytes on disk.
+        line: JSONL line of the document, without its line end. None for a plain-text file.
+        source_bytes: bytes on disk read from all input files, up to and including this document.
     """
 
     place: str
@@ -68,24 +68,24 @@ class Document:
     source_bytes: int
 
     def to_line(self, text: str, text_key: str) -> bytes:
-        """Return the line of jsonl that holds this document with another text.
+        """Return the JSONL line of this document with another text.
 
-        A line whose text did not change is copied as it was.
+        A line with unchanged text is copied verbatim.
         """
         if self.line is not None and text == self.text:
             return self.line + b"\n"
         record = {**self.record, text_key: text}
         try:
             return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
-        except UnicodeEncodeError:  # half a surrogate pair under another key, which only an escape can spell
+        except UnicodeEncodeError:  # a lone surrogate under another key needs an escape
             return json.dumps(record).encode("ascii") + b"\n"
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """List the files and folders that paths and patterns name: in the order given, those of one pattern by path.
+    """List the files and folders of paths and glob patterns, in order; matches of one pattern are sorted by path.
 
     Raises:
-        DataError: something does not exist, or is named twice.
+        DataError: a path does not exist or occurs twice.
     """
     inputs: list[str] = []
     for pattern in patterns:
@@ -112,7 +112,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def is_read(path: str, inputs: Sequence[str]) -> bool:
-    """Return whether a file that exists is one of the inputs, or lies in a folder of them and is of a known kind."""
+    """Return whether an existing file is an input, or a file of a known type in an input folder."""
     if not os.path.exists(path):
         return False
     real = os.path.realpath(path)
@@ -125,8 +125,8 @@ def is_read(path: str, inputs: Sequence[str]) -> bool:
 def walk_sources(inputs: Sequence[str], input_format: str, on_unknown: Callable[[str], None]) -> Iterator[Source]:
     """Yield the files of all inputs, with the names of one folder in memory at a time.
 
-    The files of a folder come by name, then those of its subfolders; hidden ones are left out. ``on_unknown`` is called
-    with each file of a folder that is of no known kind, which is left out too.
+    The files of a folder are sorted by name and come before those of its subfolders. Hidden files are skipped. Files of
+    unknown types in a folder are skipped after a call of ``on_unknown``.
     """
     for path in inputs:
         if path == STDIN:
@@ -146,7 +146,7 @@ def walk_sources(inputs: Sequence[str], input_format: str, on_unknown: Callable[
 
 
 def no_source(inputs: Sequence[str]) -> DataError:
-    """Return the error that says that folders hold nothing to read."""
+    """Return the error for folders without readable files."""
     kinds = ", ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES))
     return DataError(
         f"{' '.join(inputs)} holds no file that ends in {kinds} (or these with {' or '.join(COMPRESSED_SUFFIXES)}); "
@@ -168,7 +168,7 @@ def _is_jsonl(path: str, input_format: str) -> bool:
 
 
 class InputPosition:
-    """Know how much of the input files has been read, in bytes on disk."""
+    """Number of bytes on disk that have been read from the input files."""
 
     def __init__(self) -> None:
         self._closed_bytes = 0
@@ -176,7 +176,7 @@ class InputPosition:
 
     @contextlib.contextmanager
     def within(self, file: IO[bytes]) -> Iterator[None]:
-        """Follow a file that is open, until its end counts as read."""
+        """Track the position of an open file within the context."""
         self._file = file
         try:
             yield
@@ -185,20 +185,20 @@ class InputPosition:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the files before, and of this one until where it is read."""
+        """Bytes read from the closed files and the current file."""
         return self._closed_bytes + (0 if self._file is None else self._file.tell())
 
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Read documents, one in memory at a time.
+    """Reader that holds one document in memory at a time.
 
     Attributes:
-        max_document_bytes: what is longer is refused, so that memory stays bounded.
-        allow_surrogates: whether a text may hold half a surrogate pair, which no UTF-8 can spell.
-        on_bad_document: called with a one-line report of each document that cannot be read, which is left out;
-            it raises where bad documents are to end the work.
-        position: what follows the files as they are read.
+        max_document_bytes: limit on a document's size, which bounds the memory. Longer documents are rejected.
+        allow_surrogates: whether a text may hold lone surrogates, which UTF-8 cannot encode.
+        on_bad_document: called with a one-line report of each unreadable document, which is skipped. It may raise
+            to end the work.
+        position: tracks the bytes read from the files.
     """
 
     text_key: str
@@ -296,7 +296,7 @@ def _has_surrogates(text: str) -> bool:
 
 
 def _decompressed(path: str, file: IO[bytes]) -> AbstractContextManager[IO[bytes] | gzip.GzipFile]:
-    """Give what a file holds; the file itself stays open."""
+    """Return a decompressed stream of a file, which does not close the file."""
     if path.endswith(".gz"):
         return gzip.open(file, "rb")
     if path.endswith(".zst"):

@@ -1,6 +1,6 @@
 """Split the input into chunks of whole lines, and sample it.
 
-The boundaries of the chunks depend on the input alone. The sample serves to compare encoders.
+The chunk boundaries depend only on the input. The sample is used to compare encoders.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _SEARCH_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True)
 class Chunk:
-    """Name a stretch of one input: some whole lines, 2 MiB of them or one longer line.
+    """Whole lines of one input, about 2 MiB or one longer line.
 
     Attributes:
-        file: which of the inputs.
-        begin: where the text starts in it, decompressed.
-        num_bytes: how long the text is.
-        data: the text itself where only one process can read it: of standard input and of all files but plain jsonl.
-        crc32: of all text of the input up to the chunk's end, where only one process can read it, so that a pipe that
-            is read again is known to give the same.
-        source_bytes: how much of the input on disk that is.
+        file: index of the input.
+        begin: start offset in the decompressed text.
+        num_bytes: length of the text.
+        data: the text of inputs that only one process can read: standard input and all files except plain JSONL.
+        crc32: for these inputs, checksum of the text up to the end of the chunk, which detects a changed input
+            on resume.
+        source_bytes: size of the chunk in the input on disk.
     """
 
     number: int
@@ -45,17 +45,17 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Return where the next chunk of the file starts."""
+        """Start offset of the next chunk of the file."""
         return self.begin + self.num_bytes
 
 
 def cut_input(files: Sequence[InputFile], first: int = 0, done: Chunk | None = None) -> Iterator[Chunk]:
-    """Yield the chunks from number ``first`` on, which follows ``done``.
+    """Yield the chunks from number ``first``, which follows the chunk ``done``.
 
-    Of pipes and of all files but plain jsonl, what was done is read again, but is not yielded.
+    Inputs other than plain JSONL files are read again from the start, but finished chunks are not yielded.
 
     Raises:
-        DataError: a file cannot be read, or what is read again is not what was done.
+        DataError: a file cannot be read, or the finished part of an input has changed.
     """
     number = first
     for index, file in enumerate(files):
@@ -85,7 +85,7 @@ def read_chunk(chunk: Chunk, file: InputFile) -> bytes:
     """Return the text of a chunk.
 
     Raises:
-        DataError: the file cannot be read, or has become shorter.
+        DataError: the file cannot be read, or it was truncated.
     """
     if chunk.data is not None:
         return chunk.data
@@ -103,7 +103,7 @@ def read_chunk(chunk: Chunk, file: InputFile) -> bytes:
 
 
 def _cut_plain(file: InputFile, begin: int) -> Iterator[Chunk]:
-    """Find line ends near the places where chunks should end; nothing else is read."""
+    """Yield chunks of a plain file; read only around the chunk boundaries, to find line ends."""
     try:
         with open(file.path, "rb", buffering=0) as source:
             while begin < file.num_bytes:
@@ -118,7 +118,7 @@ def _cut_plain(file: InputFile, begin: int) -> Iterator[Chunk]:
 
 
 def _next_line(source: IO[bytes], position: int, num_bytes: int) -> int:
-    """Return the place behind the first line end at ``position`` or later."""
+    """Return the offset after the first line end at or after ``position``."""
     while position < num_bytes:
         part = os.pread(source.fileno(), _SEARCH_BYTES, position)
         if not part:
@@ -154,10 +154,10 @@ _TEXT_BYTES: Final = 4 << 10
 
 
 def take_sample(files: Sequence[InputFile], keys: Sequence[str], first: Chunk | None) -> list[bytes]:
-    """Return parts of texts: from evenly spread places of plain files, and from the beginnings of others.
+    """Sample texts at evenly spaced offsets of plain files, and at the start of other files.
 
-    A thousandth of the input, 64 KiB at least and 2 MiB at most. ``first`` is the first chunk of the input. Lines that
-    hold no text are passed over here.
+    The sample is a thousandth of the input, between 64 KiB and 2 MiB. ``first`` is the first chunk of the input. Lines
+    without text are ignored.
     """
     blocks = [first.data] if first is not None and first.data is not None else []
     blocks += _spread([file for file in files if file.is_plain])
@@ -177,7 +177,7 @@ def take_sample(files: Sequence[InputFile], keys: Sequence[str], first: Chunk | 
 
 
 def first_keys(files: Sequence[InputFile]) -> list[str]:
-    """Return the keys of the first line that has any, as far as the beginning of each file goes."""
+    """Return the keys of the first JSON object near the start of a file."""
     for file in files:
         blocks = [_lines_at(file, file.begin)] if file.is_plain else _beginning(file) if file.path != STDIN else []
         for line in b"".join(blocks).splitlines():
@@ -191,7 +191,7 @@ def first_keys(files: Sequence[InputFile]) -> list[str]:
 
 
 def _spread(files: Sequence[InputFile]) -> list[bytes]:
-    """Read some whole lines at evenly spread places of files laid behind each other."""
+    """Read some whole lines at evenly spaced offsets of the concatenated files."""
     step = max(sum(file.num_bytes for file in files) // _PLACES, 1)
     blocks = []
     position = 0
@@ -203,7 +203,7 @@ def _spread(files: Sequence[InputFile]) -> list[bytes]:
 
 
 def _lines_at(file: InputFile, place: int) -> bytes:
-    """Read the whole lines that start near a place; all of a long one."""
+    """Read the whole lines that start after an offset, including a long line completely."""
     with open(file.path, "rb") as source:
         source.seek(place)
         if place:
@@ -218,11 +218,11 @@ def _beginning(file: InputFile) -> list[bytes]:
         with contextlib.closing(open_stream(file)) as stream:
             return [stream.text.read(_PART_BYTES) + stream.text.readline(_MAX_BYTES)]
     except errors:
-        return []  # reading the whole file will say what is wrong with it, and where
+        return []  # reading the whole file will report the error and its position
 
 
 def _beginning_of_text(text: bytes) -> bytes:
-    """Cut a text behind a whole character."""
+    """Truncate a text at a character boundary."""
     end = min(len(text), _TEXT_BYTES)
     while end < len(text) and text[end] & 0xC0 == 0x80:
         end -= 1

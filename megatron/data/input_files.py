@@ -1,6 +1,6 @@
-"""Find and open the input files of preprocessing: jsonl, text, Parquet, Arrow and WebDataset tars.
+"""Find and open the input files of preprocessing: JSONL, text, Parquet, Arrow and WebDataset tars.
 
-The format is detected from a file's name and its first bytes. Files that are not jsonl are read as JSON lines.
+The format is detected from a file's name and its first bytes. Files of other formats are converted to JSON lines.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _ENCODINGS: Final = {
 
 @dataclass(frozen=True)
 class FileFormat:
-    """Name what a file holds, one of `KINDS`, how it is compressed, and the bytes before its text."""
+    """Format of a file: one of `KINDS`, its compression, and the size of its byte-order mark."""
 
     kind: str
     compression: str | None
@@ -80,10 +80,10 @@ def has_known_suffix(path: str) -> bool:
 
 
 def detect_format(path: str, wanted: str | None = None) -> FileFormat:
-    """Return what a file holds: ``wanted``, or what its first bytes say, or its name; jsonl where neither does.
+    """Detect the format of a file from ``wanted``, its first bytes, or its name, in this order; JSONL by default.
 
     Raises:
-        DataError: it cannot be read, its encoding is not UTF-8, or it is of a kind that is not read.
+        DataError: the file cannot be read, its encoding is not UTF-8, or its format is not supported.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -105,7 +105,7 @@ def detect_format(path: str, wanted: str | None = None) -> FileFormat:
 
 
 def advice(line: bytes) -> str | None:
-    """Say how a line that is no JSON object can be read after all; None where it was meant to be one."""
+    """Return advice on a line that is not a JSON object; None if it looks like a damaged JSON object."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -142,11 +142,11 @@ def _check_encoding(path: str, beginning: bytes) -> None:
 
 _ROWS: Final = 64
 _TEXT_MEMBERS: Final = ("txt", "md")
-"""Members of a tar that hold a sample's ``text`` where none has that name."""
+"""Suffixes of tar members that hold a sample's ``text`` if there is no member of that name."""
 
 
 class LineStream(io.RawIOBase):
-    """Give lines as one stream of bytes, each made when it is read."""
+    """Byte stream over an iterator of lines, which are generated on demand."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self._lines = iter(lines)
@@ -156,7 +156,7 @@ class LineStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with the next bytes and return how many there are; 0 at the end."""
+        """Read the next bytes into a buffer and return their number; 0 at the end."""
         if not self._rest:
             self._rest = memoryview(next(self._lines, b""))
         count = min(len(buffer), len(self._rest))
@@ -166,19 +166,19 @@ class LineStream(io.RawIOBase):
 
 
 def read_texts(paths: Iterable[str], keys: Sequence[str], open_file: Callable[[str], IO[bytes]]) -> Iterator[bytes]:
-    """Yield a line for each file: all of it is one document. A byte-order mark is left out."""
+    """Yield one JSON line per file, with the whole file as one document, without a byte-order mark."""
     for path in paths:
         with open_file(path) as file:
             yield _line({keys[0]: _decode(file.read()).removeprefix("\ufeff")})
 
 
 def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
-    """Yield a line for each sample: members that follow each other and share their name up to its first dot.
+    """Yield one JSON line per sample: consecutive members whose names are equal up to the first dot.
 
-    A key is a member of that suffix, or is in the sample's ``.json``; ``text`` may also be its ``.txt`` or ``.md``.
+    A key is the suffix of a member or a key in the sample's ``.json``. ``text`` may also be its ``.txt`` or ``.md``.
 
     Raises:
-        tarfile.TarError: it is damaged or cut short.
+        tarfile.TarError: the archive is damaged or truncated.
     """
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         members = (member for member in _each_member(archive) if member.isfile())
@@ -189,23 +189,23 @@ def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
                 assert content is not None  # of a file
                 sample[posixpath.basename(member.name).partition(".")[2]] = content.read()
             yield _line(_sample_values(sample, keys))
-        # An archive ends with empty blocks, of which the first one was read; the package does not ask for them.
+        # An archive ends with empty blocks, of which the first was read. The package does not require them.
         if archive.fileobj is not None and archive.fileobj.tell() == archive.offset:
             raise tarfile.ReadError("it ends without the mark of its end; copy it again")
 
 
 def _each_member(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an archive, which would remember all of them."""
+    """Yield the members of an archive, without the archive's list of all members, which would grow in memory."""
     while (member := archive.next()) is not None:
         archive.members.clear()  # type: ignore[attr-defined]
         yield member
 
 
 def read_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[bytes]:
-    """Yield a line for each row of a Parquet or an Arrow file; a value that is null is an empty text.
+    """Yield one JSON line per row of a Parquet or Arrow file. A null value becomes an empty text.
 
     Raises:
-        DataError: pyarrow is missing, the file is damaged, or a column is not there.
+        DataError: pyarrow or a column is missing, or the file is damaged.
     """
     arrow = load_pyarrow(path)
     try:
@@ -217,10 +217,10 @@ def read_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[bytes]:
 
 
 def load_pyarrow(path: str) -> Any:
-    """Return the package.
+    """Import pyarrow.
 
     Raises:
-        DataError: it cannot be imported.
+        DataError: the package cannot be imported.
     """
     try:
         return importlib.import_module("pyarrow")
@@ -233,7 +233,7 @@ def load_pyarrow(path: str) -> Any:
 
 def _parquet_batches(path: str, keys: Sequence[str]) -> Iterator[Any]:
     parquet = importlib.import_module("pyarrow.parquet")
-    # Buffered ahead, all columns of a file would stay in memory to its end.
+    # With ``pre_buffer``, all columns of a file would stay in memory until its end.
     with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         _check_columns(path, file.schema_arrow.names, keys)
         yield from file.iter_batches(_ROWS, columns=list(keys), use_threads=False)
@@ -263,7 +263,7 @@ def _sample_name(path: str) -> str:
 
 
 def _sample_values(sample: dict[str, bytes], keys: Sequence[str]) -> dict[str, Any]:
-    """Return what a sample has under each key; where it lacks one, all names that it has, to be named."""
+    """Return the value of each key of a sample; if one is missing, all names of the sample for the error message."""
     try:
         described = json.loads(sample.get("json", b"{}"))
     except ValueError:
@@ -282,7 +282,7 @@ def _text(value: Any) -> Any:
 
 
 def _decode(content: bytes) -> str:
-    """Keep bytes that are not UTF-8, so that the line is refused for them."""
+    """Decode UTF-8 and preserve invalid bytes, so that the parser rejects the line."""
     return content.decode("utf-8", "surrogateescape")
 
 
@@ -291,20 +291,20 @@ def _line(values: dict[str, Any]) -> bytes:
 
 
 STDIN: Final = "-"
-"""The path that stands for standard input."""
+"""The path that denotes standard input."""
 _STREAM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """Name one input with what tells whether it changed; sizes are those on disk, 0 for standard input.
+    """One input with its size on disk (0 for standard input) and modification time, which detect changes.
 
     Attributes:
-        kind: what it holds, one of `file_format.KINDS`.
-        compression: how it is compressed, or None.
-        begin: where its text begins.
-        keys: the keys under which documents that are not jsonl get their text.
-        members: files of which each is a document, the first of them ``path``; none for other kinds.
+        kind: its format, one of `KINDS`.
+        compression: its compression, or None.
+        begin: start offset of its text.
+        keys: JSON keys for the texts of formats other than JSONL.
+        members: text files, each of which is a document; the first is ``path``. Empty for other formats.
     """
 
     path: str
@@ -318,32 +318,32 @@ class InputFile:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether any part of the text can be read without what stands before it."""
+        """Whether the text supports random access: an uncompressed JSONL file."""
         return self.path != STDIN and self.kind == "jsonl" and self.compression is None
 
     @property
     def name(self) -> str:
-        """Give the name that messages use."""
+        """Name in messages."""
         return "standard input" if self.path == STDIN else self.path
 
     def line_name(self, line: int) -> str:
-        """Name a line or a document, counted from 0."""
+        """Return the name of a line or document, counted from 0."""
         return self.members[line] if self.members else f"{self.name}:{line + 1}"
 
     def identity(self) -> list[Any]:
-        """Return what tells whether it is the same input again, as JSON values."""
+        """Return JSON values that identify an unchanged input."""
         plain: list[Any] = [self.path, self.num_bytes, self.modified_ns]
         names = zlib.crc32("\0".join(self.members).encode("utf-8", "surrogateescape"))
         return plain if self.kind == "jsonl" else [*plain, self.kind, len(self.members), names]
 
 
 def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: str | None = None) -> list[InputFile]:
-    """List the files that paths, folders and patterns name: in the order given, those of one sorted by name.
+    """List the files of paths, folders and glob patterns, in order; the files of one folder or pattern are sorted.
 
-    ``kind`` says what all files hold; without it each file does.
+    ``kind`` is the format of all files. Without it, the format of each file is detected.
 
     Raises:
-        DataError: a pattern matches nothing, or what a file holds cannot be read here.
+        DataError: a pattern matches nothing, or the format of a file is not supported.
     """
     files: list[InputFile] = []
     for pattern in patterns:
@@ -373,12 +373,12 @@ def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: s
 
 
 def _files_of_folder(folder: str, kind: str | None) -> list[str]:
-    """List the files of a folder and those below it; of a data set that Hugging Face's datasets saved, its parts.
+    """List the files of a folder, recursively, or the parts of a data set saved by Hugging Face's datasets.
 
-    Texts beside data (a README.md beside Parquet files) are left out.
+    Text files in a folder of data files, such as a README.md next to Parquet files, are skipped.
 
     Raises:
-        DataError: it holds nothing that can be read, or several splits.
+        DataError: the folder holds no readable files, or several splits.
     """
     entries = set(os.listdir(folder))
     if "dataset_dict.json" in entries:
@@ -407,7 +407,7 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
 
 
 def _files_below(folder: str) -> list[str]:
-    """List the files of a folder and those below it by name, through links too, each folder once; no hidden ones."""
+    """List the files of a folder recursively, sorted. Follow links, visit each folder once, and skip hidden files."""
     found, seen = [], set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         place = os.path.realpath(parent)
@@ -432,7 +432,7 @@ def _saved_parts(path: str) -> list[str]:
 
 
 def _add(files: list[InputFile], path: str, found: FileFormat, keys: tuple[str, ...]) -> None:
-    """Append a file; texts that follow each other become one input, since each may be small."""
+    """Append a file. Consecutive text files become one input, because each may be small."""
     if not os.path.isfile(path):
         raise DataError(f"{path} is not a file; change --input")
     status = os.stat(path)
@@ -449,13 +449,13 @@ def _add(files: list[InputFile], path: str, found: FileFormat, keys: tuple[str, 
 
 @dataclass(frozen=True)
 class TextStream:
-    """Hold jsonl, to be read from its beginning, and the file that it comes from."""
+    """JSONL stream that is read sequentially, and the file that it comes from."""
 
     text: IO[bytes]
     source: IO[bytes] | None
 
     def source_position(self, text_position: int) -> int:
-        """Return how many bytes of the file on disk were read for this much text."""
+        """Return the bytes on disk that were read for this position in the text."""
         return text_position if self.source is None else self.source.tell()
 
     def close(self) -> None:
@@ -466,7 +466,7 @@ class TextStream:
 
 
 def open_stream(file: InputFile) -> TextStream:
-    """Open compressed jsonl or standard input, or the documents of another kind of file as jsonl."""
+    """Open compressed JSONL, standard input, or a file of another format as a JSONL stream."""
     if file.path == STDIN:
         _skip_mark(sys.stdin.buffer)
         return TextStream(sys.stdin.buffer, None)
@@ -486,7 +486,7 @@ def _as_stream(lines: Iterator[bytes]) -> io.BufferedReader:
 
 
 def _open(file: InputFile, path: str) -> tuple[io.BufferedReader, IO[bytes]]:
-    """Return what a file holds, decompressed, and the file."""
+    """Return the decompressed stream of a file, and the file."""
     source = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with the stream
     if file.compression is None:
         plain: Any = io.BufferedReader(source, _STREAM_BYTES)
@@ -505,7 +505,7 @@ def _skip_mark(text: Any) -> None:
 
 
 def reading_errors() -> tuple[type[Exception], ...]:
-    """List what damaged files raise."""
+    """Return the exception classes that reading damaged files may raise."""
     known: list[type[Exception]] = [OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError]
     with contextlib.suppress(ImportError):
         known.append(importlib.import_module("zstandard").ZstdError)

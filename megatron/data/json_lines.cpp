@@ -1,5 +1,5 @@
-// The fast half of json_lines.py: texts out of well-formed jsonl, as UTF-8. A line that is not plainly what Python's json
-// module would accept, with one string under each key, is left to Python, which finds what is wrong with it.
+// The fast path of json_lines.py, which extracts UTF-8 texts from well-formed JSONL. Lines that are not clearly valid,
+// with one string under each key, are left to Python's json module, which also reports errors.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -20,14 +20,14 @@ namespace py = pybind11;
 namespace {
 
 constexpr int kMaxDepth = 64;
-constexpr int kMaxNumberBytes = 300;  // Python refuses integers of thousands of digits
-constexpr size_t kSlack = 16;         // a block of 16 bytes may be stored past the end of what it holds
+constexpr int kMaxNumberBytes = 300;  // Python rejects integers of thousands of digits
+constexpr size_t kSlack = 16;         // a 16-byte store may exceed the end of the text
 
 bool is_json_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
 bool is_blank(char c) { return is_json_space(c) || c == '\v' || c == '\f'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// A growing buffer that is never filled before it is written.
+// A growing buffer whose content is not initialized for each use.
 class Buffer {
  public:
   void reserve(size_t size) {
@@ -41,7 +41,7 @@ class Buffer {
   std::vector<char> bytes_;
 };
 
-// Give the length of the UTF-8 character at p (two bytes or more), or 0 where there is none.
+// Return the length of the UTF-8 character of two or more bytes at p, or 0 if it is invalid.
 int utf8_length(const char* p, const char* end) {
   const auto byte = [&](int i) { return static_cast<unsigned char>(p[i]); };
   const auto follows = [&](int i) { return (byte(i) & 0xC0) == 0x80; };
@@ -49,8 +49,8 @@ int utf8_length(const char* p, const char* end) {
   if (lead >= 0xC2 && lead <= 0xDF) return end - p >= 2 && follows(1) ? 2 : 0;
   if (lead >= 0xE0 && lead <= 0xEF) {
     if (end - p < 3 || !follows(1) || !follows(2)) return 0;
-    if (lead == 0xE0 && byte(1) < 0xA0) return 0;   // longer than need be
-    if (lead == 0xED && byte(1) >= 0xA0) return 0;  // half a character
+    if (lead == 0xE0 && byte(1) < 0xA0) return 0;   // overlong encoding
+    if (lead == 0xED && byte(1) >= 0xA0) return 0;  // surrogate
     return 3;
   }
   if (lead >= 0xF0 && lead <= 0xF4) {
@@ -92,7 +92,7 @@ char* write_utf8(char* out, uint32_t code) {
   return out;
 }
 
-// Read one line. Every function moves `p_` behind what it read and returns false where Python has to look.
+// Parser of one line. Every function advances `p_` and returns false if Python must parse the line.
 class Line {
  public:
   Line(const char* begin, const char* end) : p_(begin), end_(end) {}
@@ -142,7 +142,7 @@ class Line {
       while (end_ - p_ >= 16) {
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p_));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
-        // As signed numbers, control characters and the bytes of longer characters alike are below 0x20.
+        // As signed bytes, control characters and the bytes of multi-byte characters are below 0x20.
         const __m128i special = _mm_or_si128(
             _mm_cmplt_epi8(bytes, _mm_set1_epi8(0x20)),
             _mm_or_si128(_mm_cmpeq_epi8(bytes, _mm_set1_epi8('"')), _mm_cmpeq_epi8(bytes, _mm_set1_epi8('\\'))));

@@ -1,4 +1,4 @@
-"""Read the texts of jsonl: one JSON object a line, under each key a text or a list of texts."""
+"""Read the texts of JSONL: one JSON object per line, with a text or a list of texts under each key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.core.errors import DataError, TokenizerError
 from megatron.core.tokenizers import require_unicode
 
 ExtractTexts = Callable[[bytes, Sequence[bytes]], tuple[list[bytes | None], NDArray[np.int64], int]]
-"""From a block and keys to the text of each document and key (None: left to `parse_line`), the (line, begin, end) of
-each document, and the number of lines."""
+"""Function from a block and keys to the text of each document and key (None: `parse_line` must parse it), the (line,
+begin, end) of each document, and the number of lines."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold a line's number, counted from 0, and what is wrong with it."""
+    """Number of a line, counted from 0, and the problem with it."""
 
     line: int
     message: str
@@ -28,14 +28,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Hold the documents of a block of lines.
+    """Documents of a block of lines.
 
     Attributes:
         texts: for each key, the UTF-8 texts of all documents, in order.
-        num_texts: for each key, how many of them each document has, int64 ``[documents]``.
-        lines: the line of each document, counted from 0, int64 ``[documents]``.
-        num_lines: how many lines the block has, blank ones included.
-        problems: the lines that hold no document.
+        num_texts: for each key, the number of texts of each document, int64 ``[documents]``.
+        lines: line of each document, counted from 0, int64 ``[documents]``.
+        num_lines: number of lines in the block, including blank ones.
+        problems: lines without a valid document.
     """
 
     texts: tuple[list[bytes], ...]
@@ -46,10 +46,10 @@ class JsonLines:
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[list[bytes]]:
-    """Read the texts of one line, a list of them for each key.
+    """Parse the texts of one line; return a list of texts for each key.
 
     Raises:
-        DataError: the line is not UTF-8, not a JSON object, lacks a key or holds no text there.
+        DataError: the line is not UTF-8 or not a JSON object, or a key is missing or holds no text.
     """
     try:
         content = json.loads(line.decode("utf-8"))
@@ -75,7 +75,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[bytes]]:
 
 
 def list_lines(block: bytes, keys: Sequence[bytes]) -> tuple[list[bytes | None], NDArray[np.int64], int]:
-    """Find the lines of a block that are not blank and leave all to `parse_line`: the twin of the compiled reader."""
+    """Find the non-blank lines of a block for `parse_line`; the Python counterpart of the compiled reader."""
     places = []
     begin = number = 0
     while begin < len(block):
@@ -90,7 +90,7 @@ def list_lines(block: bytes, keys: Sequence[bytes]) -> tuple[list[bytes | None],
 
 
 def find_compiled_reader() -> ExtractTexts | None:
-    """Return the compiled reader, or None where it was not built."""
+    """Return the compiled reader, or None if it was not built."""
     try:
         from megatron.data import _json_lines
     except ImportError:
@@ -102,7 +102,7 @@ _PYTHON: Final[ExtractTexts] = list_lines
 
 
 def read_json_lines(block: bytes, keys: Sequence[str], extract_texts: ExtractTexts | None = None) -> JsonLines:
-    """Read a block of whole lines, the slow way without ``extract_texts``; the result is the same."""
+    """Read a block of whole lines. Without ``extract_texts``, reading is slower but gives the same result."""
     extracted, places, num_lines = (extract_texts or _PYTHON)(block, [key.encode("utf-8") for key in keys])
     stride = len(keys)
     if None not in extracted:
@@ -120,7 +120,7 @@ def _read_some_slowly(
     places: NDArray[np.int64],
     num_lines: int,
 ) -> JsonLines:
-    """Parse the lines that the reader left out, between the others."""
+    """Parse the lines that the reader did not parse, and merge them with the others."""
     stride = len(keys)
     texts: tuple[list[bytes], ...] = tuple([] for _ in keys)
     counts: tuple[list[int], ...] = tuple([] for _ in keys)

@@ -1,4 +1,4 @@
-"""Hand chunks to workers, write their results in the order of the input, and report the progress."""
+"""Distribute chunks to workers, write their results in the order of the input, and report the progress."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.data.worker_pool import Tally, Worker, WorkerPool
 
 
 class Progress:
-    """Print rates and the time left, every so many documents, and not more than once a second.
+    """Progress report with rates and the time left, every ``log_interval`` documents but at most once per second.
 
-    On a terminal a bar shows the same between two lines.
+    On a terminal, a progress bar shows the same between the lines.
 
-    ``total_bytes`` is the size of the input on disk, None where it is not known, and ``source_bytes`` what is done
-    of it; ``num_bytes`` counts text, which rates are of.
+    ``total_bytes`` is the size of the input on disk, None if it is unknown, and ``source_bytes`` the part of it that is
+    done. ``num_bytes`` counts the bytes of text, from which the rates are computed.
     """
 
     def __init__(self, total_bytes: int | None, log_interval: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,11 +34,11 @@ class Progress:
         self.start()
 
     def start(self) -> None:
-        """Let the time begin now."""
+        """Start the clock."""
         self._start = self._last_report = self._clock()
 
     def add(self, num_documents: int, num_bytes: int, source_bytes: int) -> None:
-        """Count what was finished, and print a line where one is due."""
+        """Add finished work, and print a line if one is due."""
         self.num_documents += num_documents
         self.num_bytes += num_bytes
         self._source_bytes += source_bytes
@@ -52,7 +52,7 @@ class Progress:
             self._draw()
 
     def finish(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         self._bar.clear()
 
     def _draw(self) -> None:
@@ -67,7 +67,7 @@ class Progress:
         return max(self._clock() - self._start, 1e-9)
 
     def rates(self) -> str:
-        """Return the number of documents that are done, and the rates."""
+        """Return the number of finished documents and the rates as text."""
         elapsed_s = self.elapsed_s
         documents_s, megabytes_s = self.num_documents / elapsed_s, self.num_bytes / 1e6 / elapsed_s
         return f"{self.num_documents} documents ({documents_s:.1f} docs/s, {megabytes_s:.2f} MB/s)"
@@ -82,10 +82,9 @@ class Progress:
 
 
 class Leader:
-    """Drive workers over chunks until all are written and recorded.
+    """Coordinator of the workers, until all chunks are written and recorded.
 
-    A chunk is tokenized by any worker at any time, and written as soon as all before it are. So the result does not
-    depend on the workers.
+    Any worker may tokenize any chunk, but chunks are written in order, so the result does not depend on the workers.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Leader:
         """Tokenize and write all chunks.
 
         Raises:
-            InputError: the input cannot be used, or the output not written; what was written before is recorded.
+            InputError: the input cannot be used, or the output cannot be written; earlier chunks stay recorded.
             WorkerError: a worker died.
         """
         upcoming = next(chunks, None)
@@ -127,7 +126,7 @@ class Leader:
                 self._write(*self._tallies.pop(self._folder.num_chunks))
 
     def _write(self, worker: Worker, tally: Tally) -> None:
-        """Write the chunk whose turn it is."""
+        """Write the next chunk in order."""
         if tally.problems and not self._skip_errors:
             self._refuse(tally)
         chunk = self._chunks.pop(tally.chunk)
@@ -145,12 +144,12 @@ class Leader:
         self._progress.add(tally.num_documents, chunk.num_bytes, chunk.source_bytes)
 
     def _stream(self, index: int) -> int:
-        """Turn the partition of a document within its chunk into that within the input."""
+        """Convert a stream index within the chunk to the stream index within the input."""
         key, partition = divmod(index, self._num_partitions)
         return key * self._num_partitions + (partition + self._folder.num_lines) % self._num_partitions
 
     def _line_name(self, chunk: Chunk, line: int) -> str:
-        """Name a line of the next chunk to be recorded."""
+        """Return the name of a line of the next chunk to be recorded."""
         last = self._folder.last
         before = self._folder.num_lines_before if last is not None and last.file == chunk.file else 0
         return self._files[chunk.file].line_name(before + line)

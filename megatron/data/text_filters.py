@@ -1,6 +1,6 @@
 """Filter documents by URL, length and language, in several processes and in the order of the input.
 
-A text is judged by itself: its encoding is repaired, and the keys of its duplicates are computed.
+Texts are examined independently. The examination also repairs the encoding and computes the keys for deduplication.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class _Address(NamedTuple):
 
 
 class UrlBlacklist:
-    """Match URLs against lists with one entry a line.
+    """URL blacklist from files with one entry per line.
 
-    ``example.com`` covers the host and its subdomains; ``example.com/members`` covers that path and all below it;
-    ``example.com/page?id=3`` covers that page alone. Scheme, port, ``www.`` before a path, case of the host, fragment
-    and a slash at the end do not matter. Empty lines and lines that start with ``#`` are comments.
+    ``example.com`` matches the host and its subdomains. ``example.com/members`` matches that path and all paths below.
+    ``example.com/page?id=3`` matches only that page. Scheme, port, ``www.`` before a path, case of the host, fragment
+    and a trailing slash are ignored. Empty lines and lines that start with ``#`` are comments.
 
     Raises:
-        DataError: a list cannot be read, or a line is no entry; the error names the line.
+        DataError: a list cannot be read, or a line is not a valid entry; the error names the line.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ class UrlBlacklist:
             self._hosts.add(address.host)
 
     def entry_for(self, url: str) -> str | None:
-        """Return the entry that covers a URL, or None; a URL without a host is covered by ``malformed``."""
+        """Return the entry that matches a URL, or None. A URL without a host matches ``malformed``."""
         address = _parse(url)
         if address is None:
             return "malformed"
@@ -102,7 +102,7 @@ def _parse(url: str) -> _Address | None:
         return None
     try:
         host = host.encode("idna").decode("ascii")
-    except UnicodeError:  # a label that is too long, or empty: compared as it is
+    except UnicodeError:  # a label is too long or empty: compare it unchanged
         host = host.lower()
     return _Address(host, parts.path.rstrip("/"), parts.query)
 
@@ -111,17 +111,17 @@ SAMPLE_CHARACTERS: Final = 4096
 
 
 class Guess(NamedTuple):
-    """Hold an ISO 639-1 code and how likely it is."""
+    """ISO 639-1 language code and its probability."""
 
     language: str
     probability: float
 
 
 class LanguageDetector:
-    """Guess from the beginning of a text; the model comes with the package, and the same text gives the same guess.
+    """Deterministic language detector for the start of a text, with the model that the package includes.
 
     Raises:
-        ConfigurationError: the package cannot be imported, or does not know a language that is asked for.
+        ConfigurationError: the package cannot be imported, or does not support a requested language.
     """
 
     def __init__(self, wanted: Sequence[str]) -> None:
@@ -142,18 +142,18 @@ NO_TEXT: Final = "no text"
 TOO_SHORT: Final = "too short"
 OTHER_LANGUAGE: Final = "other language"
 
-# A text is long enough without reading on where its beginning has this many times the tokens asked for.
+# The start of a text is sufficient if it has this multiple of the minimum number of tokens.
 _LENGTH_MARGIN: Final = 2
 _CHARACTERS_PER_TOKEN: Final = 16
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """Hold the rules for a text. A rule that is None, 0 or empty is off.
+    """Rules for texts. A rule that is None, 0 or empty is disabled.
 
     Attributes:
-        tokenizer: the keywords of `build_tokenizer`, where ``min_tokens`` is not 0.
-        similarity: near duplicates share at least this part of their runs of ``shingle_words`` words.
+        tokenizer: keyword arguments of `build_tokenizer`, needed if ``min_tokens`` is not 0.
+        similarity: minimum Jaccard similarity of near duplicates, over n-grams of ``shingle_words`` words.
     """
 
     fix_encoding: bool
@@ -168,13 +168,13 @@ class TextRules:
 
 
 class Finding(NamedTuple):
-    """Hold the verdict on a text.
+    """Result of examining a text.
 
     Attributes:
-        text: after repair.
-        reason: why it is dropped, or None; ``detail`` has the values.
-        digest: what texts have in common that are equal but for spaces at their ends.
-        keys: of which near duplicates are likely to share one.
+        text: text with repaired encoding.
+        reason: reason to drop the text, or None. ``detail`` has the values.
+        digest: hash of the text without leading and trailing white space.
+        keys: LSH keys. Near duplicates are likely to share one.
     """
 
     text: str
@@ -185,10 +185,10 @@ class Finding(NamedTuple):
 
 
 class TextExaminer:
-    """Apply rules to texts, each for itself, so that any process may do any of them.
+    """Examiner that applies the rules to each text independently, so that any process may examine any text.
 
     Raises:
-        InputError: a rule needs a package, a tokenizer file or a language that there is not.
+        InputError: a package, tokenizer file or language that a rule needs is not available.
     """
 
     def __init__(self, rules: TextRules) -> None:
@@ -201,10 +201,10 @@ class TextExaminer:
         )
 
     def examine(self, text: str) -> Finding:
-        """Repair a text and decide on it.
+        """Repair a text and apply the rules to it.
 
         Raises:
-            TokenizerError: the tokenizer refuses the text.
+            TokenizerError: the tokenizer cannot encode the text.
         """
         rules = self._rules
         if self._ftfy is not None:
@@ -227,7 +227,7 @@ class TextExaminer:
         return Finding(text, digest=digest, keys=keys)
 
     def _count_tokens(self, text: str) -> int:
-        """Count the tokens of a text, or of a beginning that has more than enough."""
+        """Count the tokens of a text, or of its start if that has more than enough tokens."""
         assert self._tokenizer is not None
         enough = self._rules.min_tokens * _LENGTH_MARGIN
         begin = text[: enough * _CHARACTERS_PER_TOKEN]
@@ -236,10 +236,10 @@ class TextExaminer:
 
 
 def examine_batch(examiner: TextExaminer, texts: Sequence[tuple[str, str]]) -> list[Finding]:
-    """Examine texts, each given after its place.
+    """Examine (place, text) pairs.
 
     Raises:
-        TokenizerError: naming the place of the text that the tokenizer refuses.
+        TokenizerError: the tokenizer cannot encode a text; the message names its place.
     """
     findings = []
     for place, text in texts:
@@ -255,23 +255,23 @@ BATCH_DOCUMENTS: Final = 1024
 
 
 Item = tuple[Document, Finding | None]
-"""A document, and what is known about it already; None where its text is to be examined."""
+"""A document and its finding, which is None if the text has yet to be examined."""
 
 
 def examine_all(items: Iterator[Item], rules: TextRules, workers: int) -> Iterator[tuple[Document, Finding]]:
-    """Yield each document with what was found, in the order of the input.
+    """Yield each document with its finding, in the order of the input.
 
     Raises:
-        InputError: a rule cannot be applied, here or to one of the texts.
+        InputError: a rule cannot be applied, in general or to one of the texts.
         MegatronError: a worker died.
     """
-    examiner = TextExaminer(rules)  # also with workers, so that what is missing is said once and at once
+    examiner = TextExaminer(rules)  # also with workers, so that missing dependencies are reported once and early
     batches = _gather(items)
     if workers == 1:
         for batch in batches:
             yield from _join(batch, examine_batch(examiner, _texts(batch)))
         return
-    # Not forked: the tokenizer's and NumPy's threads do not survive a fork.
+    # Spawn instead of fork, because the threads of the tokenizer and NumPy do not survive a fork.
     executor = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start_worker, (rules,)
     )
@@ -315,7 +315,7 @@ def _join(batch: list[Item], findings: list[Finding]) -> Iterator[tuple[Document
 
 
 class _WorkerState:
-    """Hold the examiner of this process; a process pool has no other way to hand one to its calls."""
+    """Examiner of this worker process. A process pool offers no other way to pass state to its calls."""
 
     examiner: TextExaminer
 

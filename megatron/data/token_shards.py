@@ -1,4 +1,4 @@
-"""Read the token files of other programs as one stream: nanoGPT's and llm.c's .bin, OLMo's .npy, litdata's shards."""
+"""Read token files of other frameworks as one stream: nanoGPT's and llm.c's .bin, OLMo's .npy, litdata's shards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.core.errors import DataError
 
 _PIECE_TOKENS: Final = 1 << 20
 _HEADER_BYTES: Final = 256 * 4
-# The first number of llm.c's header, of 256 int32, and the type of the tokens behind it.
+# Magic number of llm.c's header, which has 256 int32 values, and the dtype of the tokens that follow.
 _HEADERS: Final = {20240520: "<u2", 20240801: "<u4"}
 _NUMPY_MAGIC: Final = b"\x93NUMPY"
 _LITDATA_INDEX: Final = "index.json"
-# What litdata's "no_header_numpy:N" and "no_header_tensor:N" number, as far as tokens may be of it.
+# Integer dtypes of litdata's codes N in "no_header_numpy:N" and "no_header_tensor:N".
 _LITDATA_TYPES: Final = {
     "no_header_numpy": {"1": "<i2", "2": "<i4", "3": "<i8", "5": "<u2", "6": "<u4", "7": "<u8"},
     "no_header_tensor": {"13": "<i2", "14": "<i2", "15": "<i4", "16": "<i4", "17": "<i8", "18": "<i8"},
@@ -30,7 +30,7 @@ _LITDATA_TYPES: Final = {
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Name tokens that lie back to back in a file: from which byte on, how many, and their type."""
+    """Contiguous tokens in a file: their byte offset, number and dtype."""
 
     path: Path
     begin: int
@@ -55,12 +55,12 @@ class TokenShard:
 
 
 def find_token_shards(path: Path, dtype: str) -> list[TokenShard]:
-    """List the shards that a file is, or that a folder holds, by name; none where they are Megatron's own pairs.
+    """List the token shards of a file or folder, sorted by name; empty for Megatron's ``.bin``/``.idx`` pairs.
 
-    ``dtype`` is the type of tokens in files that do not say it.
+    ``dtype`` is the token dtype of files that do not specify it.
 
     Raises:
-        DataError: a file is of another format, or cut short.
+        DataError: a file is of another format or truncated.
     """
     index = path / _LITDATA_INDEX
     if index.is_file():
@@ -117,7 +117,7 @@ def _litdata_shards(index: Path) -> list[TokenShard]:
 
 
 def _litdata_shard(path: Path, dtype: np.dtype[Any]) -> TokenShard:
-    """Read where the first item begins and the last one ends; they lie back to back."""
+    """Read the start of the first item and the end of the last. The items are contiguous."""
     try:
         with open(path, "rb") as file:
             (num_items,) = np.fromfile(file, "<u4", 1).tolist()

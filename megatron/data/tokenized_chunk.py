@@ -1,4 +1,4 @@
-"""Tokenize the documents of one chunk into the arrays that the output files hold."""
+"""Tokenize the documents of one chunk into the arrays of the output files."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SplitSentences = Callable[[str], list[str]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hold all that the output depends on, the input apart.
+    """Everything that the output depends on, except the input.
 
     Attributes:
-        encoder: text to ids.
-        keys: the JSON keys, each of which makes a data set.
-        eod_id: what ends a document, or None.
-        dtype: the type of a token on disk.
-        num_partitions: document n goes to partition n modulo this; the data set is one partition after the other.
-        split_sentences: cuts a text into the sequences of a document, or None.
-        extract_texts: the compiled jsonl reader, or None.
-        conversations: encodes conversations in place of texts, to a stream of tokens and one of loss masks; or None.
+        encoder: encodes text to ids.
+        keys: JSON keys. Each key gives a data set.
+        eod_id: end-of-document token, or None.
+        dtype: dtype of a token on disk.
+        num_partitions: document n goes to partition n modulo this. The data set is the concatenation of the partitions.
+        split_sentences: splits a text into the sequences of a document, or None.
+        extract_texts: the compiled JSONL reader, or None.
+        conversations: encodes conversations instead of texts, to a stream of tokens and one of loss masks; or None.
     """
 
     encoder: TextEncoder
@@ -46,13 +46,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Stream:
-    """Hold what a chunk adds to one data set, or to one partition of one.
+    """Data that a chunk adds to one data set or partition.
 
     Attributes:
-        tokens: back to back.
-        begin: where the tokens begin in the room that was given for them; None if they did not fit into it.
-        lengths: int32, of each sequence.
-        counts: int32, the sequences of each document.
+        tokens: tokens of all sequences, contiguous.
+        begin: start index of the tokens in the buffer that was passed in. None if they did not fit.
+        lengths: int32, length of each sequence.
+        counts: int32, number of sequences of each document.
     """
 
     tokens: NDArray[Any]
@@ -63,7 +63,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class TokenizedChunk:
-    """Hold the streams of a chunk (keys, and within a key partitions), and what was met in it."""
+    """Streams of a chunk, ordered by key and partition, with its counts and problems."""
 
     streams: list[Stream]
     num_lines: int
@@ -72,9 +72,9 @@ class TokenizedChunk:
 
 
 def tokenize_block(block: bytes, recipe: Recipe, room: NDArray[Any]) -> TokenizedChunk:
-    """Parse and encode a block of lines; lines that cannot be used become problems, in order.
+    """Parse and encode a block of lines. Invalid lines become problems, in order.
 
-    Tokens are laid into ``room``, an array of their type, as far as it reaches.
+    Tokens are written to the buffer ``room``, which has their dtype, as far as they fit.
     """
     if recipe.conversations is not None:
         return _encode_conversations(block, recipe.conversations, recipe.dtype)
@@ -126,10 +126,10 @@ def _streams(documents: JsonLines, recipe: Recipe, room: NDArray[Any]) -> list[S
 def pack(
     ids: Iterable[NDArray[Any]], num_texts: NDArray[np.int64], eod_id: int | None, room: NDArray[Any], begin: int
 ) -> Stream:
-    """Lay the ids of texts behind each other, each as soon as it is there, and end each document.
+    """Concatenate the ids of texts as they become available, and append ``eod_id`` to each document.
 
-    They go to ``room`` from ``begin`` on, or to an array of their own if they do not fit there. A text without tokens
-    is no sequence. A document without any keeps its place, and gets no end.
+    The ids go to ``room``, starting at ``begin``, or to a new array if they do not fit. A text without tokens is not a
+    sequence. A document without tokens is kept, without ``eod_id``.
     """
     tokens, fits = room[begin:], True
     end = 0
@@ -142,7 +142,7 @@ def pack(
             size = len(values)
             if size:
                 start, end = end, end + size
-                if end >= len(tokens):  # an end of the document must fit, too
+                if end >= len(tokens):  # leave space for the end-of-document token
                     tokens, fits = np.concatenate([tokens, np.empty(end + 1, room.dtype)]), False
                 tokens[start:end] = values
                 lengths.append(size)
@@ -156,7 +156,7 @@ def pack(
 
 
 def _split(documents: JsonLines, split_sentences: SplitSentences) -> JsonLines:
-    """Cut each text into sentences, which become the texts of its document."""
+    """Split each text into sentences, which become the texts of its document."""
     texts, num_texts = [], []
     for key_texts, counts in zip(documents.texts, documents.num_texts):
         sentences = [split_sentences(str(text, "utf-8")) for text in key_texts]
@@ -168,7 +168,7 @@ def _split(documents: JsonLines, split_sentences: SplitSentences) -> JsonLines:
 
 
 def _without_refused(documents: JsonLines, encoder: TextEncoder) -> JsonLines:
-    """Encode the documents one by one, to learn which of them the tokenizer refuses."""
+    """Encode the documents one by one, and turn those that the tokenizer cannot encode into problems."""
     starts = [np.concatenate([[0], np.cumsum(counts)]).tolist() for counts in documents.num_texts]
     problems = list(documents.problems)
     kept = []
@@ -193,12 +193,12 @@ def _without_refused(documents: JsonLines, encoder: TextEncoder) -> JsonLines:
 
 
 def load_splitter(language: str, keep_newlines: bool) -> SplitSentences:
-    """Return nltk's sentence splitter of a language.
+    """Return nltk's sentence splitter for a language.
 
-    With ``keep_newlines``, the white space behind a sentence stays with it, as in Megatron.
+    With ``keep_newlines``, the white space after a sentence is kept with it, as in Megatron-LM.
 
     Raises:
-        DataError: nltk, or its data of that language, is not on this machine.
+        DataError: nltk or its data for the language is not installed.
     """
     try:
         punkt = importlib.import_module("nltk.tokenize.punkt")
@@ -223,7 +223,7 @@ def load_splitter(language: str, keep_newlines: bool) -> SplitSentences:
 
 
 def _keep_white_space(punkt: Any) -> Any:
-    """Make a sentence's end take the white space that follows, which Punkt otherwise drops between sentences."""
+    """Return Punkt language variables that keep the white space after a sentence, which Punkt drops by default."""
     plain = punkt.PunktLanguageVars._period_context_fmt
     before, following = r"(?=(?P<after_tok>", r"\s+(?P<next_tok>\S+)"
     assert plain.count(before) == plain.count(following) == 1, "nltk changed how it finds the ends of sentences"

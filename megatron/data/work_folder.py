@@ -1,9 +1,9 @@
-"""The folder of unfinished preprocessing, ``PREFIX.preprocessing``: it grows chunk by chunk into the data sets.
+"""The folder of unfinished preprocessing, ``PREFIX.preprocessing``, which collects the data sets chunk by chunk.
 
 ``manifest.jsonl`` has one line that describes the work, then one line for each finished chunk. Each stream (a key, or
-a partition of one) has the files that `stream_paths` names. A chunk counts once its line is in the manifest, so a
-process that is killed at any point leaves a folder that can be resumed. The lines are compared with the files before
-they are trusted.
+a partition of a key) has the files of `stream_paths`. A chunk is finished once its line is in the manifest, so a
+process that is killed at any point leaves a folder from which the work can resume. On resume, the lines are verified
+against the files.
 
 ``PREFIX.preprocessing.json`` records the finished work: the description of the command, and its output.
 """
@@ -41,23 +41,23 @@ from megatron.core.errors import DataError
 from megatron.data.input_chunks import Chunk
 
 ALIGNMENT: Final = 4096
-"""What the place and the size of a direct write are multiples of, in bytes."""
+"""Alignment of the offset and the size of direct I/O, in bytes."""
 
-_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)  # Linux has it
+_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)  # Linux only
 _BUFFER_BYTES: Final = 2 << 20
 
 
 def aligned_buffer() -> NDArray[np.uint8]:
-    """Return memory for direct writes, which the files of one thread can share."""
+    """Allocate a page-aligned buffer for direct I/O, which the files of one thread can share."""
     return np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8)
 
 
 class PlacedFile:
-    """Write parts of a file that exists: with a ``buffer``, past the system's page cache where that can be done.
+    """Writer of parts of an existing file. With a ``buffer``, it uses direct I/O if possible.
 
-    The page cache would copy the bytes once more and keep the copy where nobody reads it; finding the memory for that
-    can cost several times what the disk needs. Whole pages of the file are written directly, by way of the buffer; what
-    a part has of its first and last page goes through the cache, since other parts have the rest of them.
+    The page cache would make another copy that is never read, and allocating its memory can take several times as long
+    as the disk. Whole pages of the file are written directly from the buffer. Partial pages at both ends of a part are
+    written through the page cache, because other parts share these pages.
     """
 
     def __init__(self, path: Path, buffer: NDArray[np.uint8] | None = None) -> None:
@@ -66,10 +66,10 @@ class PlacedFile:
         self._direct = None if buffer is None else _open_direct(path)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write a part.
+        """Write a part at an offset.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the part cannot be written.
         """
         to_page = -offset % ALIGNMENT
         num_direct = (len(data) - to_page) // ALIGNMENT * ALIGNMENT
@@ -79,13 +79,13 @@ class PlacedFile:
         begin, end = to_page, to_page + num_direct
         while begin < end and self._direct is not None:
             piece = self._buffer[: min(end - begin, len(self._buffer))]
-            # NumPy lets other threads work while it copies.
+            # NumPy releases the GIL while it copies.
             np.copyto(piece, np.frombuffer(data[begin : begin + len(piece)], np.uint8))
             begin += self._write_directly(self._direct, piece.data, offset + begin)
         return _write_all_at(self._cached, data[begin:], offset + begin)
 
     def _write_directly(self, descriptor: int, piece: memoryview, offset: int) -> int:
-        """Return how much was written; nothing where the file system, or this place, only takes ordinary writes."""
+        """Write directly and return the bytes written; 0 if the file system or offset does not support direct I/O."""
         try:
             written = os.pwrite(descriptor, piece, offset)
         except OSError as failure:
@@ -98,7 +98,7 @@ class PlacedFile:
         return written
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._cached)
         if self._direct is not None:
             os.close(self._direct)
@@ -123,12 +123,12 @@ def _write_all_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 FORMAT: Final = 2
 COMPLETE: Final = b'{"complete": true}\n'
-"""The last line, when only moving the files to their places is left."""
+"""Last line of the manifest, after which only publishing the files is left."""
 
 
 @dataclass(frozen=True)
 class StreamTally:
-    """Hold what a chunk adds to one stream: bytes and checksums of tokens, lengths and counts."""
+    """Sizes and checksums of the tokens, lengths and counts that a chunk adds to one stream."""
 
     num_bytes: tuple[int, int, int]
     token_blocks: list[Block]
@@ -137,18 +137,18 @@ class StreamTally:
 
     @classmethod
     def of(cls, tokens: bytes | memoryview, lengths: bytes, counts: bytes) -> StreamTally:
-        """Count and sum up what is added."""
+        """Compute the sizes and checksums of the added parts."""
         num_bytes = (len(tokens), len(lengths), len(counts))
         return cls(num_bytes, checksum_blocks(tokens), zlib.crc32(lengths), zlib.crc32(counts))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Record that a chunk is written, after all chunks before it.
+    """Record of a chunk that was written after all earlier chunks.
 
     Attributes:
-        streams: which file each tally went to, and the tally.
-        num_skipped: lines that --on-error skip left out.
+        streams: index and tally of each stream.
+        num_skipped: lines that ``--on-error skip`` skipped.
     """
 
     chunk: Chunk
@@ -158,7 +158,7 @@ class Entry:
     streams: list[tuple[int, StreamTally]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of a line."""
+        """Return the entry as the JSON object of a manifest line."""
         chunk = self.chunk
         return {
             "chunk": chunk.number,
@@ -184,10 +184,10 @@ class Entry:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Entry:
-        """Read the content of a line.
+        """Read the JSON object of a manifest line.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not one.
+            KeyError, TypeError, ValueError: the object is not a valid entry.
         """
         chunk = Chunk(
             line["chunk"],
@@ -207,7 +207,7 @@ class Entry:
 
 
 def read_description(path: Path) -> dict[str, Any] | None:
-    """Return the description of the work, or None where there is no usable one."""
+    """Return the description of the work, or None if there is no valid one."""
     try:
         with open(path, "rb") as file:
             line = file.readline()
@@ -218,7 +218,7 @@ def read_description(path: Path) -> dict[str, Any] | None:
 
 
 def ends_complete(path: Path) -> bool:
-    """Return whether the last line says that the work is complete."""
+    """Return whether the manifest ends with the line `COMPLETE`."""
     with open(path, "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - len(COMPLETE) - 1))
@@ -226,7 +226,7 @@ def ends_complete(path: Path) -> bool:
 
 
 def read_entries(path: Path) -> Iterator[tuple[int, Entry]]:
-    """Yield each chunk's entry and where its line ends, up to the first line that is not whole."""
+    """Yield the end offset and the entry of each manifest line, up to the first incomplete line."""
     with open(path, "rb") as file:
         position = len(file.readline())
         for number, line in enumerate(file):
@@ -246,10 +246,10 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def write_record(path: Path, folder: Path, description: dict[str, Any], prefixes: Sequence[str]) -> None:
-    """Record that the data sets of the prefixes are whole; ``folder`` holds the record until it is.
+    """Write the record of complete data sets atomically, with a temporary file in ``folder``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the record cannot be written.
     """
     unfinished = folder / "record.json"
     unfinished.write_text(json.dumps({"description": description, "bytes": _sizes(prefixes)}) + "\n", encoding="utf-8")
@@ -257,7 +257,7 @@ def write_record(path: Path, folder: Path, description: dict[str, Any], prefixes
 
 
 def differences(path: Path, description: dict[str, Any], prefixes: Sequence[str]) -> list[str] | None:
-    """Name what differs between a command and the one that made the data sets; None where that is not known."""
+    """Name the settings in which a command differs from the one that wrote the data sets; None if that is unknown."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         found: dict[str, Any] = record["description"]
@@ -274,7 +274,7 @@ def _sizes(prefixes: Sequence[str]) -> dict[str, list[int]]:
 
 
 PARTS: Final = ("tokens", "lengths", "counts")
-"""The files of a stream, each an array of which every chunk adds a part."""
+"""The files of a stream. Each is an array to which every chunk appends a part."""
 
 _LOCK_WAIT_S: Final = 10.0
 _READ_BYTES: Final = 1 << 20
@@ -296,13 +296,13 @@ def record_path(prefix: str) -> Path:
 
 
 class WorkFolder:
-    """Hold the folder open, locked, and positioned behind the last chunk that is done.
+    """The locked work folder, positioned after the last finished chunk.
 
     Attributes:
-        num_chunks: how many chunks are done.
-        last: the last of them, or None.
-        is_complete: whether no chunk is missing and only publishing is left.
-        num_lines_before: lines of the chunks of ``last``'s file that are done.
+        num_chunks: number of finished chunks.
+        last: last finished chunk, or None.
+        is_complete: whether all chunks are finished and only publishing is left.
+        num_lines_before: lines in the finished chunks of ``last``'s file.
 
     Raises:
         DataError: the folder cannot be written, is in use, or holds the work of another command.
@@ -333,7 +333,7 @@ class WorkFolder:
             raise DataError(f"{self.path} cannot be written: {error}") from error
 
     def _lock(self) -> None:
-        """Wait a little: workers of a run that was killed may need a moment to notice."""
+        """Lock the manifest; wait briefly, because workers of a killed run may take a moment to exit."""
         parent = self.path.parent
         if not parent.is_dir():
             raise DataError(f"{self.path} cannot be written: there is no folder {parent}; make it: mkdir -p {parent}")
@@ -352,7 +352,7 @@ class WorkFolder:
             raise DataError(f"another process just finished {self.path}; run again to do it again")
 
     def _continues(self, found: dict[str, Any]) -> bool:
-        """Return whether the unfinished work is this command's. Work on an input that changed is dropped."""
+        """Return whether the unfinished work belongs to this command. Work on a changed input is dropped."""
         different = sorted(
             name for name in {*found, *self._description} if found.get(name) != self._description.get(name)
         )
@@ -377,7 +377,7 @@ class WorkFolder:
         self._append(self._description)
 
     def _resume(self) -> None:
-        """Take what is done and intact, and cut off the rest."""
+        """Keep the finished chunks that are intact, and truncate the rest."""
         end = len(json.dumps(self._description)) + 1
         self.is_complete = ends_complete(self._manifest_path)
         if self.is_complete:
@@ -433,10 +433,10 @@ class WorkFolder:
                 self.offsets[stream][part] += num_bytes
 
     def commit(self, entry: Entry, contents: Sequence[tuple[bytes | memoryview, bytes, bytes]]) -> None:
-        """Write the next chunk, the `PARTS` of each of its streams, and record it.
+        """Write the `PARTS` of each stream of the next chunk, and record the chunk.
 
         Raises:
-            DataError: it cannot be written; what was recorded before stays.
+            DataError: the chunk cannot be written; earlier chunks stay recorded.
         """
         try:
             for (stream, _), parts in zip(entry.streams, contents):
@@ -454,7 +454,7 @@ class WorkFolder:
                 self._start_writing_back(stream, pieces * _WRITE_BACK_BYTES)
 
     def _start_writing_back(self, stream: int, offset: int) -> None:
-        """Let the disk begin, so that little is left when the whole file has to be on it."""
+        """Start write-back to disk, so that the final sync has little left to write."""
         if hasattr(os, "posix_fadvise"):
             descriptor = os.open(stream_paths(self.path, stream)[0], os.O_RDONLY)
             os.posix_fadvise(descriptor, offset, self.offsets[stream][0] - offset, os.POSIX_FADV_DONTNEED)
@@ -462,13 +462,13 @@ class WorkFolder:
 
     @property
     def token_bytes(self) -> int:
-        """Count the bytes of tokens so far, over all streams."""
+        """Bytes of tokens so far, over all streams."""
         return sum(offsets[0] for offsets in self.offsets)
 
     def complete(self, groups: Sequence[range], dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Join the streams of each data set in its first one and write the index files, ``dtypes`` their tokens' types.
+        """Append the streams of each data set to its first stream, and write the index files for token ``dtypes``.
 
-        Doing it again, after a kill in the middle of it, gives the same files.
+        Repeating the call after an interruption gives the same files.
         """
         self._close_outputs()
         for group, dtype in zip(groups, dtypes, strict=True):
@@ -490,7 +490,7 @@ class WorkFolder:
         return self.path / f"{group[0]}.idx"
 
     def publish(self, groups: Sequence[range], prefixes: Sequence[str], with_checksums: bool) -> None:
-        """Move the files to their places, record that, and remove the folder; after a kill, do what is left.
+        """Move the files to their final paths, write the record, and remove the folder. Resumes if interrupted.
 
         Raises:
             DataError: a file cannot be moved.
@@ -518,7 +518,7 @@ class WorkFolder:
         return [block for stream in group for block in blocks[stream]]
 
     def discard(self) -> None:
-        """Remove the folder, the manifest last: it says what is there, and others lock it."""
+        """Remove the folder, the manifest last, because it describes the content and holds the lock."""
         rest = [path for path in self.path.iterdir() if path != self._manifest_path]
         for path in rest:
             path.unlink()
@@ -526,11 +526,11 @@ class WorkFolder:
         self.path.rmdir()
 
     def forget(self) -> None:
-        """Let `close` remove the folder, whatever was done in it."""
+        """Mark the folder for removal by `close`, even if it has finished chunks."""
         self._is_wanted = False
 
     def close(self) -> None:
-        """Let go of the folder; one in which nothing is done is removed."""
+        """Close and unlock the folder. Remove it if it has no finished chunk."""
         self._close_outputs()
         if self._manifest_path.exists() and not (self._is_wanted and self.num_chunks):
             self.discard()
@@ -543,7 +543,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _pieces(files: Sequence[Path]) -> Iterator[NDArray[np.int32]]:
-    """Read int32 values that are in several files, one after the other."""
+    """Yield the int32 values of several files in pieces."""
     for path in files:
         with open(path, "rb", buffering=0) as file:
             while data := file.read(4 * PIECE_LENGTH):
@@ -551,7 +551,7 @@ def _pieces(files: Sequence[Path]) -> Iterator[NDArray[np.int32]]:
 
 
 def _is_intact(files: Sequence[Any], tally: Any) -> bool:
-    """Compare the next bytes of a stream's files with what was recorded of them."""
+    """Verify the next bytes of a stream's files against their recorded checksums."""
     tokens, lengths, counts = files
     parts = [(tokens, block.num_bytes, block.crc32) for block in tally.token_blocks]
     parts += [(lengths, tally.num_bytes[1], tally.lengths_crc32), (counts, tally.num_bytes[2], tally.counts_crc32)]

@@ -26,10 +26,10 @@ from megatron.data.tokenized_chunk import Recipe, TokenizedChunk, tokenize_block
 
 @dataclass(frozen=True)
 class Content:
-    """Hold what a chunk adds to one stream.
+    """Data that a chunk adds to one stream.
 
     Attributes:
-        place: where in the shared memory the tokens are, begin and end in bytes; None where they are ``tokens``.
+        place: byte range of the tokens in shared memory. None if they are in ``tokens``.
         lengths, counts: the bytes of the arrays.
     """
 
@@ -41,7 +41,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Tally:
-    """Hold the result of a chunk and the slot that its tokens are in."""
+    """Result of a chunk, and the slot that holds its tokens."""
 
     chunk: int
     slot: int
@@ -53,7 +53,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Failure:
-    """Report why a worker gives up: input that cannot be used, or a fault of the program with its traceback."""
+    """Error that ends a worker: unusable input, or a bug with its traceback."""
 
     error: InputError | None
     traceback: str
@@ -66,11 +66,11 @@ def work(
     recipe: Recipe,
     max_growth_bytes: int,
 ) -> None:
-    """Tokenize the chunks that come, each into the slot that comes with it, until the connection is closed.
+    """Tokenize the chunks from the connection, each into its slot, until the connection is closed.
 
-    The slots are memory that is shared with the leader. This process grows by about ``max_growth_bytes`` at most.
+    The slots are shared memory with the leader. The process grows by at most about ``max_growth_bytes``.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's interrupt is the leader's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles a keyboard interrupt
     try:
         rooms = [np.frombuffer(slot, recipe.dtype) for slot in slots]
         start_bytes = _memory_bytes()
@@ -82,10 +82,10 @@ def work(
                 recipe.encoder.renew()
                 start_bytes = _memory_bytes()
     except (EOFError, ConnectionError):
-        return  # the leader is gone, or has what it needs
+        return  # the leader has died, or has all results
     except InputError as error:
         connection.send(Failure(error, ""))
-    except Exception:  # noqa: BLE001 - it is reported by the leader, with its traceback
+    except Exception:  # noqa: BLE001 - the leader reports the error with its traceback
         connection.send(Failure(None, traceback.format_exc()))
 
 
@@ -103,7 +103,7 @@ def _tally(number: int, slot: int, chunk: TokenizedChunk) -> Tally:
 
 
 def _memory_bytes() -> int:
-    """Measure what this process holds for itself now; 0 where the system does not tell."""
+    """Return the private resident memory of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             _, resident, shared, *_ = file.read().split()
@@ -116,19 +116,19 @@ _FEW_WORKERS: Final = 4
 
 
 def num_slots(num_workers: int) -> int:
-    """Return how many chunks each worker may be ahead of what is written."""
+    """Return how many unwritten chunks each worker may have."""
     return 4 if num_workers <= _FEW_WORKERS else 2
 
 
 class WorkerError(MegatronError):
-    """Report a worker that died or failed; what was written until then is kept."""
+    """A worker died or failed. Chunks written before are kept."""
 
 
 @dataclass
 class Worker:
-    """Hold one process, what it was given and has not tallied, and the memory that is shared with it.
+    """Worker process with its pending chunks and its shared memory.
 
-    A slot holds the tokens of one chunk, from when it is given to the worker until they are written.
+    A slot holds the tokens of one chunk, from the submission of the chunk until the tokens are written.
     """
 
     process: ForkProcess
@@ -139,9 +139,9 @@ class Worker:
 
 
 class WorkerPool:
-    """Run workers forked from this process, so that they share the tokenizer that it loaded.
+    """Pool of workers that are forked from this process, so that they share its tokenizer.
 
-    ``work`` is called in each with its connection and its slots of ``slot_bytes``, then ``arguments``.
+    ``work`` is called in each worker with its connection, its slots of ``slot_bytes`` each, and ``arguments``.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class WorkerPool:
         for _ in range(num_workers):
             ours, theirs = context.Pipe()
             inherited = [worker.connection for worker in self._workers] + [ours]
-            # Memory that nobody has written to costs nothing: a slot can be as large as the worst chunk needs it.
+            # Untouched memory is free, so a slot can have the size of the worst case.
             slots = [memoryview(mmap.mmap(-1, slot_bytes)) for _ in range(num_slots(num_workers))]
             process = context.Process(target=_run, args=(inherited, work, theirs, slots, arguments), daemon=True)
             process.start()
@@ -168,7 +168,7 @@ class WorkerPool:
         self.close(wait_for_them=kind is None)
 
     def close(self, wait_for_them: bool) -> None:
-        """End the workers: at their next message, or at once."""
+        """Stop the workers, after their current chunk or immediately."""
         for worker in self._workers:
             worker.connection.close()
             if not wait_for_them:
@@ -177,31 +177,31 @@ class WorkerPool:
             worker.process.join()
 
     def free_worker(self, needs_idle: bool) -> Worker | None:
-        """Return the worker with the least to do, or None while all have enough.
+        """Return the worker with the fewest pending chunks, or None if no worker has a free slot.
 
-        A worker has several chunks before it (none when it must be idle), so that it goes on while this process waits
-        for its turn or writes.
+        A worker queues several chunks, so that it stays busy while this process waits or writes. With ``needs_idle``,
+        only a worker without pending chunks is returned.
         """
         free = [worker for worker in self._workers if worker.free_slots and not (needs_idle and worker.chunks)]
         return min(free, key=lambda worker: len(worker.chunks), default=None)
 
     def submit(self, worker: Worker, chunk: Chunk) -> None:
-        """Give a worker a chunk to tokenize, and a slot for it."""
+        """Send a chunk and a free slot to a worker."""
         worker.chunks.append(chunk)
         try:
             worker.connection.send((chunk, worker.free_slots.pop()))
         except ConnectionError as error:
-            # It may have said why before it went.
+            # The worker may have reported an error before it died.
             while worker.connection.poll(0):
                 self._read(worker)
             raise self._death(worker) from error
 
     def receive(self) -> list[tuple[Worker, Tally]]:
-        """Wait for reports.
+        """Wait for results of the workers.
 
         Raises:
-            WorkerError: a worker died, or met a fault of the program.
-            InputError: a worker met input that cannot be used.
+            WorkerError: a worker died or hit a bug.
+            InputError: a worker read unusable input.
         """
         by_connection = {worker.connection: worker for worker in self._workers}
         reports = []
@@ -245,7 +245,7 @@ def _run(
     slots: list[memoryview],
     arguments: tuple[Any, ...],
 ) -> None:
-    # The leader's ends of all pipes came along; a worker must see its own end when the leader is gone.
+    # Close the inherited leader ends of all pipes, so that the worker gets an EOF when the leader dies.
     for other in inherited:
         other.close()
     work(connection, slots, *arguments)

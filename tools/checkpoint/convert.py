@@ -1,11 +1,11 @@
-"""Convert a checkpoint between layouts and formats, one tensor at a time, and check the result."""
+"""Convert a checkpoint between parallel configurations and formats, one tensor at a time, and verify the result."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.pop(0)  # this folder's inspect.py must not be found in place of Python's own
+sys.path.pop(0)  # this folder's inspect.py must not shadow Python's
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.cli.convert import main

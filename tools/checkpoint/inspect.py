@@ -1,11 +1,11 @@
-"""List what a checkpoint of any format holds: tensors, layout, progress and configuration."""
+"""List the content of a checkpoint of any format: tensors, sharding, progress and configuration."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.pop(0)  # this folder's inspect.py must not be found in place of Python's own
+sys.path.pop(0)  # this folder's inspect.py must not shadow Python's
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.cli.inspect_checkpoint import main

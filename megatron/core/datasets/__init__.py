@@ -1,4 +1,4 @@
-"""Token files, their indices, and the samples and batches that are read through them."""
+"""Tokenized data sets, their sample indices, and the samples and batches that a run reads from them."""
 
 from __future__ import annotations
 

@@ -21,22 +21,22 @@ _NUM_TOKENS_BYTES = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold a rank's part of a micro-batch; None is what its pipeline stage has no use for.
+    """One rank's part of a micro-batch. A field is None if the rank's pipeline stage does not need it.
 
-    ``s/cp`` are the positions of each sequence that the rank holds under context parallelism, all without it.
+    ``s/cp`` is the number of positions of each sequence that the rank holds under context parallelism.
 
     Attributes:
         tokens: int64 ``[b, s/cp]``, the input.
-        labels: int64 ``[b, s/cp]``, the token that follows each.
-        loss_mask: float32 ``[b, s/cp]``, 0 where a position does not count and 1 where it does.
+        labels: int64 ``[b, s/cp]``, the next token of each position.
+        loss_mask: float32 ``[b, s/cp]``, 1 for positions that contribute to the loss, else 0.
         position_ids: int64 ``[b, s/cp]``.
-        document_ids: int64 ``[b, s]`` of the whole sequences, or None where a sample is attended to as a whole.
+        document_ids: int64 ``[b, s]`` of the whole sequences, or None if attention crosses document boundaries.
             Positions with different ids must not attend to each other.
-        num_tokens: int64 ``[]``, how many positions of the whole micro-batch count, on all context-parallel ranks.
-        dropout_samples: what dropout and routing at random know of the samples; None where neither is.
-        data_sets: int64 ``[b]``, the place in the blend of each sample's data set; None where it is not asked for.
-        padding_mask: bool ``[b, s]`` of the whole sequences, True where a position is padding, or None where nothing
-            depends on it. A token with loss mask 0 is not padding.
+        num_tokens: int64 ``[]``, positions of the whole micro-batch with loss mask 1, over all context-parallel ranks.
+        dropout_samples: sample identities for dropout and random routing. None if the model uses neither.
+        data_sets: int64 ``[b]``, the index in the blend of each sample's data set. None if it was not requested.
+        padding_mask: bool ``[b, s]`` of the whole sequences, True for padding positions. None if nothing depends on
+            it. A token with loss mask 0 is not padding.
     """
 
     tokens: torch.Tensor | None = None
@@ -52,10 +52,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchContents:
-    """Name the parts of the samples that a rank needs. The loss mask and the number of tokens come with the labels.
+    """Fields of a batch that a rank needs. ``labels`` includes the loss mask and the number of tokens.
 
-    Without ``position_ids`` the positions are 0, 1, …, which need not be read. ``data_sets`` are asked for where the
-    losses of a blend's data sets are told apart.
+    Without ``position_ids`` the positions are 0, 1, …, which need not be read. ``data_sets`` is needed to log the loss
+    of each data set of a blend separately.
     """
 
     tokens: bool = True
@@ -68,7 +68,7 @@ class BatchContents:
 
 @dataclass(frozen=True)
 class _Field:
-    """Place an array in the memory."""
+    """Dtype, shape and byte offset of one array in the buffer."""
 
     name: str
     dtype: np.dtype[Any]
@@ -81,10 +81,11 @@ class _Field:
 
 
 class BatchLayout:
-    """Lay the part of a micro-batch that a rank needs out in ``num_bytes`` bytes, so that one transfer moves it.
+    """Layout of a rank's part of a micro-batch in one buffer of ``num_bytes`` bytes, so that one transfer moves it.
 
-    Integers are of the smallest type that holds them (``vocab_size`` bounds the tokens; None does not), the mask is one
-    byte a position. ``parts`` are the stretches of a sequence that the rank holds, in its order; None is all of it.
+    Integers use the smallest dtype that holds them: ``vocab_size`` bounds the token ids, unless it is None. A mask
+    takes one byte per position. ``parts`` are the slices of a sequence that the rank holds, in the rank's order. None
+    means the whole sequence.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class BatchLayout:
         )
         fields = []
         end = _NUM_TOKENS_BYTES if contents.labels else 0
-        # The widest type first: every field then begins at a multiple of its own.
+        # The widest dtype comes first, so that every field is aligned to its item size.
         for name, _, dtype, length in sorted((w for w in wanted if w[1]), key=lambda w: -w[2].itemsize):
             fields.append(_Field(name, dtype, (micro_batch_size, length), end))
             end = fields[-1].end
@@ -120,7 +121,7 @@ class BatchLayout:
         self.num_bytes = end
 
     def writer(self, memory: NDArray[np.uint8]) -> BatchWriter:
-        """Return what writes the samples of a micro-batch to ``num_bytes`` of memory."""
+        """Return a writer that packs the samples of a micro-batch into ``num_bytes`` bytes of memory."""
         arrays = {
             field.name: memory[field.offset : field.end].view(field.dtype).reshape(field.shape)
             for field in self._fields
@@ -129,7 +130,7 @@ class BatchLayout:
         return BatchWriter(arrays, count, self._parts, self.sequence_length)
 
     def unpack(self, memory: torch.Tensor, position_ids: torch.Tensor | None = None) -> Batch:
-        """Return what was packed, wide again; ``position_ids`` stand in where none were."""
+        """Unpack the buffer into tensors of the full dtypes; use ``position_ids`` if the buffer holds none."""
         tensors: dict[str, Any] = {}
         for field in self._fields:
             small = memory[field.offset : field.end].view(_TORCH_DTYPES[field.dtype]).view(field.shape)
@@ -143,7 +144,7 @@ class BatchLayout:
 
 
 class BatchWriter:
-    """Write samples to the rows of a micro-batch; see `BatchLayout.writer`."""
+    """Writer of samples to the rows of a micro-batch; see `BatchLayout.writer`."""
 
     def __init__(
         self, arrays: dict[str, NDArray[Any]], num_tokens: NDArray[np.int64], parts: Sequence[slice], length: int
@@ -156,10 +157,10 @@ class BatchWriter:
         self._length = length
 
     def write(self, row: int, sample: GPTSample) -> None:
-        """Write a sample to a row that was not written before.
+        """Write a sample to a row that has not been written yet.
 
         Raises:
-            DataError: a mask has other values than 0 and 1, or a position or document is out of range.
+            DataError: a mask has values other than 0 and 1, or a position or document id is out of range.
         """
         for name, row_of in self._arrays.items():
             if name == "loss_mask":
@@ -176,7 +177,7 @@ class BatchWriter:
                 self._cut(sample["tokens"] if name == "tokens" else sample["labels"], row_of[row])
 
     def write_data_sets(self, numbers: NDArray[np.int64]) -> None:
-        """Write the place in the blend of each row's data set, where that is wanted.
+        """Write the index in the blend of each row's data set, if the layout includes it.
 
         Shapes: ``numbers: [b]``.
         """
@@ -205,5 +206,5 @@ class BatchWriter:
 
 
 def _smallest_dtype(count: int | None) -> np.dtype[Any]:
-    """Return the type for numbers below ``count``."""
+    """Return the smallest dtype that holds the integers below ``count``."""
     return np.dtype(np.uint16 if count is not None and count <= 1 << 16 else np.int32)

@@ -1,4 +1,4 @@
-// Decide the order in which the data sets of a blend are taken.
+// Compute the order in which a blend takes samples from its data sets.
 
 #pragma once
 
@@ -13,25 +13,25 @@
 
 namespace megatron {
 
-// Data sets of equal weight and size take turns by number, so that one entry stands for all of them.
+// Data sets of equal weight and size take turns in order of their number, so that one entry represents all of them.
 struct BlendEntry {
   double weight;
-  double taken;  // of the member whose turn is next
-  double size;   // of each member; -1 if there is no end to it
+  double taken;  // samples taken from the next member
+  double size;   // samples of each member; -1 if unlimited
   uint16_t first_member;
   uint16_t end_member;
   uint16_t turn;
 };
 
-enum class Turn { kFalls, kStays, kSpends };  // what taking does to the error of an entry
+enum class Turn { kFalls, kStays, kSpends };  // effect of taking a sample on the error of an entry
 
-// The state of a blend between two steps. Errors are kept as integers, because many of those are compared at a time.
+// The state of a blend between two steps. Errors are integers, because SIMD instructions compare many of them at once.
 class BlendState {
  public:
-  static constexpr int64_t kBlock = 128;  // steps for which one conversion to integers is good
+  static constexpr int64_t kBlock = 128;  // steps for which one conversion to integers is valid
   static constexpr int32_t kNever = std::numeric_limits<int32_t>::min() / 2;
 
-  // Without sizes no data set is ever spent.
+  // Without sizes, no data set is ever exhausted.
   BlendState(const double* weights, const int64_t* sizes, std::size_t num_datasets) {
     std::vector<int16_t> order(num_datasets);
     std::iota(order.begin(), order.end(), static_cast<int16_t>(0));
@@ -61,11 +61,11 @@ class BlendState {
 
   bool has_one_entry() const { return entries_.size() == 1; }
 
-  // Convert the errors at ``step``, relative to the largest.
+  // Convert the errors at ``step``, relative to the largest, to integers.
   //
-  // An integer is off by its rounding, by that of its growth at each step, and by what floating point rounds away,
-  // which grows with the position. An error far below the largest is raised to a limit that stays out of reach for the
-  // block.
+  // An integer deviates by its own rounding, by the rounding of its growth at each step, and by the floating-point
+  // rounding error, which grows with the position. An error far below the largest is clamped to a limit that cannot
+  // become the largest within the block.
   void convert_errors(int64_t step) {
     double largest_error = -std::numeric_limits<double>::infinity();
     double largest_weight = 0.0;
@@ -90,7 +90,7 @@ class BlendState {
     }
   }
 
-  // Compare in floating point the entries whose integers are above ``close``; ties to the lowest data set.
+  // Compare the entries whose integers are above ``close`` in floating point; ties go to the lowest data set.
   std::size_t find_largest_error(int64_t step, int32_t close) const {
     std::size_t best = entries_.size();
     double best_error = 0.0;
@@ -105,7 +105,7 @@ class BlendState {
     return best;
   }
 
-  // Write down that ``step`` takes from an entry.
+  // Take the next sample from an entry, and write its data set and index.
   Turn take(std::size_t e, int16_t* dataset, int64_t* sample) {
     BlendEntry& entry = entries_[e];
     *dataset = members_[entry.turn];
@@ -117,8 +117,8 @@ class BlendState {
     return entry.taken == entry.size ? Turn::kSpends : Turn::kFalls;
   }
 
-  // Put right the next errors where others than the entry that was taken fell, or that one should not have fallen.
-  // Return the largest of them.
+  // Correct the next errors if entries other than the chosen one were decremented, or if the chosen one should not
+  // have been. Return the largest error.
   int32_t correct_next_errors(std::size_t e, Turn turn, bool is_clear, int32_t best) {
     if (is_clear) {
       next_errors[e] += one;
@@ -135,13 +135,13 @@ class BlendState {
   std::size_t num_errors;
   int32_t* errors;
   int32_t* next_errors;
-  int32_t* growth;      // what a step adds to each error
+  int32_t* growth;      // increment of each error per step
   int32_t one = 0;      // an error of 1
-  int32_t margin = 0;   // integers that differ by more differ in floating point too, and in the same direction
-  int32_t lowest = 0;   // a largest error below this one asks for a conversion
+  int32_t margin = 0;   // a larger difference between integers has the same sign in floating point
+  int32_t lowest = 0;   // if the largest error is lower, the errors must be converted again
 
  private:
-  static constexpr std::size_t kAligned = 16;  // integers that the widest vectors hold
+  static constexpr std::size_t kAligned = 16;  // integers per vector of the widest instruction set
 
   static double position_of(int64_t step) { return static_cast<double>(std::max<int64_t>(step, 1)); }
   static double error_of(const BlendEntry& entry, int64_t step) {
@@ -150,18 +150,18 @@ class BlendState {
   int16_t next_of(std::size_t e) const { return members_[entries_[e].turn]; }
 
   std::vector<BlendEntry> entries_;
-  std::vector<int16_t> members_;  // data sets, entry after entry
+  std::vector<int16_t> members_;  // data sets, grouped by entry
   std::vector<int32_t> storage_;
 };
 
-// Fills the steps from ``begin`` on and returns the first one that needs a conversion, or ``end``.
+// Fills the steps from ``begin`` and returns the first step that needs a conversion, or ``end``.
 using FillBlendBlock = int64_t (*)(BlendState& state, int64_t begin, int64_t end, int16_t* dataset, int64_t* sample);
 
-// The plain one; blend_x86.h has the same for wide vectors.
+// Portable implementation; blend_x86.h has the SIMD versions.
 //
-// One pass finds the entries close to the largest error and makes the errors of the next step as if there were one such
-// entry, which is then the one to take. ``found`` counts them in its upper half and sums their places in its lower one:
-// of one entry, its place.
+// One pass finds the entries close to the largest error and computes the errors of the next step as if there were only
+// one such entry, which is then the entry to take. ``found`` counts these entries in its upper half and sums their
+// indices in its lower half, which is the index if there is only one.
 inline int64_t fill_blend_block(BlendState& state, int64_t begin, int64_t end, int16_t* dataset, int64_t* sample) {
   const auto num_errors = static_cast<uint32_t>(state.num_errors);
   const int32_t one = state.one;
@@ -191,12 +191,12 @@ inline int64_t fill_blend_block(BlendState& state, int64_t begin, int64_t end, i
   return end;
 }
 
-// Give, step after step, the data set with the largest error, weight * max(step, 1) - taken; ties to the lowest one.
+// For each step, take the data set with the largest error, weight * max(step, 1) - taken; ties go to the lowest one.
 //
-// A scan over all data sets in floating point is the definition. Here the scan is over integers, and floating point
-// decides where they are too close to call: the result is the same to the last tie.
+// The reference is a scan over all data sets in floating point. Here the scan is over integers, and floating point
+// decides if they are too close. The result is identical, including ties.
 //
-// Weights are from 0 to 1, and there are fewer than 2**50 steps; with sizes there are as many steps as samples.
+// Weights are from 0 to 1, and there are fewer than 2**50 steps. With sizes, the number of steps is the sum of sizes.
 inline void fill_blend(FillBlendBlock fill_block, const double* weights, const int64_t* sizes, std::size_t num_datasets,
                        int64_t num_steps, int16_t* dataset, int64_t* sample) {
   BlendState state(weights, sizes, num_datasets);
@@ -206,7 +206,7 @@ inline void fill_blend(FillBlendBlock fill_block, const double* weights, const i
   }
   for (int64_t step = 0; step < num_steps;) {
     state.convert_errors(step);
-    // Steps 0 and 1 have the same position: nothing grows between them.
+    // Steps 0 and 1 have the same position, so the errors do not grow between them.
     const int64_t end = step == 0 ? 1 : std::min(step + BlendState::kBlock, num_steps);
     step = fill_block(state, step, end, dataset, sample);
   }

@@ -1,4 +1,4 @@
-// fill_blend_block of blend.h with the wide vectors of x86 processors, chosen when the library runs.
+// SIMD versions of fill_blend_block of blend.h for x86 processors, selected at run time.
 
 #pragma once
 
@@ -7,14 +7,14 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #if !defined(__clang__)
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // wrong, in the compiler's own header
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false positive in a compiler header
 #endif
 #include <immintrin.h>
 
 namespace megatron {
 
-// From step to step the largest error stays in a vector, all lanes alike: moving it out and back would take as long as
-// all the rest.
+// The largest error stays in a vector, broadcast to all lanes, between steps: moving it to a scalar register and back
+// would take as long as everything else.
 __attribute__((target("avx2"))) inline int64_t fill_blend_block_avx2(BlendState& state, int64_t begin, int64_t end,
                                                                      int16_t* dataset, int64_t* sample) {
   const auto num_errors = static_cast<int>(state.num_errors);
@@ -63,7 +63,7 @@ __attribute__((target("avx2"))) inline int64_t fill_blend_block_avx2(BlendState&
   return end;
 }
 
-// Better than the other one from some hundred errors on.
+// Faster than AVX2 from a few hundred errors.
 __attribute__((target("avx512f"))) inline int64_t fill_blend_block_avx512(BlendState& state, int64_t begin, int64_t end,
                                                                           int16_t* dataset, int64_t* sample) {
   const auto num_errors = static_cast<int>(state.num_errors);
@@ -113,7 +113,7 @@ __attribute__((target("avx512f"))) inline int64_t fill_blend_block_avx512(BlendS
 #pragma GCC diagnostic pop
 #endif
 
-// Return the function for vectors of ``bits`` (32 for none; 0 for what is best here), or nullptr for ones not there.
+// Return the function for vectors of ``bits`` (32: scalar, 0: the fastest on this CPU), or nullptr if unsupported.
 inline FillBlendBlock choose_fill_blend_block(std::size_t num_datasets, int bits) {
   const bool has_256 = __builtin_cpu_supports("avx2");
   const bool has_512 = __builtin_cpu_supports("avx512f");

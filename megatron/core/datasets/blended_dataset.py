@@ -1,4 +1,4 @@
-"""Data sets made of others: a weighted blend, a chain of segments, and a blend that starts in mid-run."""
+"""Data sets composed of others: a weighted blend, a chain of segments, and a blend that starts in mid-run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron.core.errors import DataError
 
 
 class BlendedDataset:
-    """Give sample i from data set ``dataset_index[i]``, of which it is sample ``dataset_sample_index[i]``.
+    """Weighted blend of data sets: sample i is sample ``dataset_sample_index[i]`` of data set ``dataset_index[i]``.
 
     Raises:
-        DataError: the blend asks a data set for more samples than it has.
+        DataError: the blend needs more samples of a data set than the data set has.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], blend: IndexArrays, name: str) -> None:
@@ -35,12 +35,12 @@ class BlendedDataset:
 
     @property
     def dataset_index(self) -> NDArray[np.int16]:
-        """The data set of each sample."""
+        """Index of each sample's data set."""
         return self._blend["dataset_index"]
 
     @property
     def dataset_sample_index(self) -> NDArray[np.int64]:
-        """The number of each sample in its data set."""
+        """Index of each sample within its data set."""
         return self._blend["dataset_sample_index"]
 
     def __len__(self) -> int:
@@ -62,20 +62,20 @@ class BlendedDataset:
         return dataset[sample]
 
     def source_of(self, index: int) -> str:
-        """Name the data set that a sample comes from."""
+        """Return the name of the data set that a sample comes from."""
         dataset, sample = self._place(index)
         return dataset.source_of(sample)
 
 
 def normalize_weights(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Scale weights to a sum of 1; twice, as Megatron does, which matters to the last bit."""
+    """Normalize weights to a sum of 1, twice, as Megatron-LM does, for bitwise equal results."""
     values = np.asarray(weights, np.float64)
     values = values / np.sum(values)
     return np.asarray(values / np.sum(values), np.float64)
 
 
 def samples_per_dataset(weights: Sequence[float], num_samples: int, surplus: float = 0.0) -> list[int]:
-    """Divide ``num_samples`` among the data sets, each part rounded up, then enlarged by ``surplus``."""
+    """Divide ``num_samples`` among the data sets by weight, round up, and add the relative ``surplus``."""
     values = np.asarray(weights, np.float64)
     shares = (values / np.sum(values)).tolist()
     return [math.ceil(math.ceil(num_samples * share) * (1 + surplus)) for share in shares]
@@ -88,10 +88,10 @@ def load_or_build_blend(
     index_builder: IndexBuilder,
     cache: IndexCache,
 ) -> IndexArrays:
-    """Return the indices of a blend of ``size`` samples, or of all samples where the weights are sizes.
+    """Load or build the indices of a blend of ``size`` samples. With size None, the weights are data set sizes.
 
     Raises:
-        DataError: more data sets than the index can number.
+        DataError: there are more data sets than the index dtype can number.
     """
 
     def build() -> dict[str, NDArray[Any]]:
@@ -124,13 +124,13 @@ def load_or_build_blend(
 
 
 def count_taken(blend: IndexArrays) -> list[int]:
-    """Return the number of samples that a blend takes of each data set."""
+    """Return the number of samples that a blend takes from each data set."""
     counts: list[int] = blend["samples_taken"].tolist()
     return counts
 
 
 class SegmentChain:
-    """Give the samples of one data set, segment after segment, those before ``offset`` left out."""
+    """Samples of one data set: the concatenation of its segments, without the first ``offset`` samples."""
 
     def __init__(self, segments: Sequence[FileSamples], offset: int = 0) -> None:
         self.segments = tuple(segments)
@@ -141,10 +141,10 @@ class SegmentChain:
         return max(self.starts[-1] - self.offset, 0)
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the segment of a sample and its number there.
+        """Return the segment of a sample and its index in that segment.
 
         Raises:
-            IndexError: there is no such sample.
+            IndexError: the index is out of range.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -156,14 +156,14 @@ class SegmentChain:
         return self.segments[segment][sample]
 
     def source_of(self, index: int) -> str:
-        """Name the data set; ``index`` does not matter here."""
+        """Return the name of the data set; ``index`` is ignored."""
         return self.segments[0].source_of(0)
 
 
 class LaterPhase:
-    """Number the samples of ``dataset`` from ``start`` on: those before belong to the blends that a run had before.
+    """Samples of ``dataset`` numbered from ``start``. Smaller numbers belong to earlier blends of the run.
 
-    ``length`` leaves out what follows that many samples in all.
+    ``length`` limits the total number of samples, with the earlier blends included.
     """
 
     def __init__(self, dataset: SampleDataset, start: int, length: int | None = None) -> None:
@@ -175,11 +175,11 @@ class LaterPhase:
         return self._length
 
     def place(self, index: int) -> int:
-        """Return the number that a sample has in ``dataset``.
+        """Return the index of a sample in ``dataset``.
 
         Raises:
-            IndexError: there is no such sample.
-            DataError: it was read before this blend.
+            IndexError: the index is out of range.
+            DataError: the sample belongs to an earlier blend.
         """
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
@@ -191,5 +191,5 @@ class LaterPhase:
         return self.dataset[self.place(index)]
 
     def source_of(self, index: int) -> str:
-        """Name the data set that a sample comes from."""
+        """Return the name of the data set that a sample comes from."""
         return self.dataset.source_of(self.place(index))

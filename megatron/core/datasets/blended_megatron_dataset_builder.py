@@ -1,6 +1,6 @@
 """Build the training, validation and test data of a configuration, for a new run or from a data history.
 
-Importing this module imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ if TYPE_CHECKING:
 
 
 def open_data_set(prefix: str, config: GPTDatasetConfig, report: Callable[[str], None]) -> IndexedDataset:
-    """Open what a data path names: token files, or conversations where the configuration asks for them.
+    """Open the data set of a data path: token files, or conversations if the configuration requests them.
 
     Raises:
-        DataError: it cannot be opened.
+        DataError: the data set cannot be opened.
     """
     if config.conversations is None:
         return IndexedDataset(prefix, config.mmap_bin_files)
@@ -85,7 +85,7 @@ def make_samples(
     index_builder: IndexBuilder,
     cache: IndexCache,
 ) -> FileSamples:
-    """Return the samples of some sequences: at least ``num_samples``, or those of one epoch."""
+    """Build samples from some sequences of a data set: at least ``num_samples``, or one epoch if it is None."""
     if isinstance(dataset, ConversationFile):
         return ConversationDataset(dataset, sequences, num_samples, split_name, config, cache)
     return GPTDataset(dataset, sequences, num_samples, split_name, config, index_builder, cache)
@@ -100,7 +100,7 @@ def count_held(
     *,
     drop_last: bool = True,
 ) -> int:
-    """Return how many samples `make_samples` would give, without making them; those of an epoch with None."""
+    """Return the number of samples that `make_samples` would return, without building them."""
     if isinstance(dataset, ConversationFile):
         per_epoch = len(PackedConversations(dataset, sequences, config, cache))
         return per_epoch * count_epochs(per_epoch, num_samples)
@@ -115,13 +115,13 @@ _NUM_SEEDS = 1 << 32
 
 @dataclass(frozen=True)
 class OpenedPart:
-    """Hold the part of a data set that a run trains on."""
+    """Sequences of a data set that a run trains on."""
 
     dataset: IndexedDataset
     sequences: range
 
     def key(self, config: GPTDatasetConfig) -> DataSetKey:
-        """Return what the part is recorded by: all that its samples depend on, order and paths apart."""
+        """Return the key of the data history: everything that the samples depend on, except order and paths."""
         variant = "" if config.conversations is None else config.conversations.variant
         return DataSetKey(
             name=self.dataset.prefix.rpartition("/")[2] + variant,
@@ -133,13 +133,13 @@ class OpenedPart:
 
 
 def segment_of(dataset: FileSamples) -> Segment:
-    """Return the segment that a data set is: what its samples' order depends on, apart from its text."""
+    """Return the segment that a data set represents: the inputs of its sample order, apart from the text."""
     usage = dataset.usage
     return Segment(num_samples=None if usage.num_epochs == 1 else usage.num_samples, seed=dataset.config.random_seed)
 
 
 class ResumedDataset:
-    """Build the last phase of a history from the parts of its data sets, by their number."""
+    """Builder of the last phase of a data history. ``parts`` maps data set numbers to opened data sets."""
 
     def __init__(
         self,
@@ -154,9 +154,9 @@ class ResumedDataset:
         self._report = report
 
     def build(self, history: DataHistory, num_samples: int) -> tuple[SampleDataset, DataHistory]:
-        """Return at least ``num_samples`` samples of the run, those before the phase included in the count.
+        """Return at least ``num_samples`` samples of the run, which includes the samples before the phase.
 
-        The history that is returned has the segments that had to be added.
+        The returned history includes the segments that were added.
 
         Raises:
             DataError: a data set holds no text.
@@ -188,7 +188,7 @@ class ResumedDataset:
     def _data_set(
         self, number: int, record: DataSetRecord, offset: int, needed: int
     ) -> tuple[SampleDataset, DataSetRecord]:
-        """Return the samples of one data set from ``offset`` on, at least ``needed``, and its record."""
+        """Return at least ``needed`` samples of one data set, starting at ``offset``, and its updated record."""
         segments = list(record.segments)
         datasets = [self._segment(number, segment) for segment in segments]
         missing = offset + needed - sum(map(len, datasets))
@@ -222,7 +222,7 @@ class ResumedDataset:
 
 
 def _phase_size(history: DataHistory, phase: Phase, weights: Sequence[float], num_samples: int) -> int:
-    """Return how many samples a phase's blend holds: as many as that of a run that begins with it."""
+    """Return the size of a phase's blend: the same as in a run that starts with this blend."""
     if not weights:
         raise DataError("no data set of the blend has any samples left; give --data-path more text")
     if history.num_samples is not None:
@@ -239,10 +239,10 @@ _PROBED_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class DatasetSplits:
-    """Training, validation and test data; None where there is none, which was reported.
+    """Training, validation and test data; None for a split without data, which was reported.
 
-    ``extra_valid`` holds further validation sets by name. ``history`` is what checkpoints record of the training data;
-    None for data that is not read from files.
+    ``extra_valid`` holds additional validation sets by name. ``history`` is the record of the training data in
+    checkpoints. It is None for data that is not read from files.
     """
 
     train: SampleDataset | ExternalSamples | None
@@ -263,12 +263,12 @@ class _Source:
 
 
 class BlendedDatasetBuilder:
-    """Open every data set of a configuration, check it, and build the samples of each split.
+    """Builder that opens and checks every data set of a configuration and builds the samples of each split.
 
-    ``num_samples`` holds the samples that training, validation and test ask for: 0 asks for none, None for one epoch.
-    ``report`` is called with one line for each thing that the user should know: a split without data, text that is
-    read more than once, a damaged or unwritable cache, a missing compiled index builder. ``position`` says how far the
-    run has come in its training data, which goes on there. What ``told`` is set to learns how far `build` is.
+    ``num_samples`` holds the requested samples of training, validation and test: 0 requests none, None one epoch.
+    ``report`` is called with one line for each event that the user should know about: a split without data, text that
+    is read more than once, a damaged or unwritable cache, a missing compiled index builder. The training data resumes
+    at ``position``. ``told`` is a callback for the progress of `build`.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class BlendedDatasetBuilder:
         self._opened: dict[str, IndexedDataset] = {}
 
     def check(self) -> None:
-        """Find what is wrong with the data without building an index: files, splits, amounts, token ids.
+        """Check the files, splits, sizes and token ids of the data without building an index.
 
         Raises:
             DataError: the first problem found.
@@ -301,13 +301,13 @@ class BlendedDatasetBuilder:
                 builder.check()
 
     def build(self) -> DatasetSplits:
-        """Build the samples of each split, from the index cache where it has them.
+        """Build the samples of each split, or load them from the index cache.
 
-        A test split without enough data is off, which is reported; training and validation must have some.
+        A test split without enough data is disabled and reported. Training and validation must have data.
 
         Raises:
-            DataError: a file that cannot be used, a split without data that is asked for samples, or less text than a
-                single sample needs.
+            DataError: a file cannot be used, a split whose samples were requested has no data, or there is less text
+                than one sample needs.
         """
         if self._index_builder is None and not (self.config.mock and not self.config.extra_valid):
             self._index_builder = select_index_builder(self._report)
@@ -325,7 +325,7 @@ class BlendedDatasetBuilder:
         return DatasetSplits(train, valid, test, extra_valid, history)
 
     def _extra_valid_builders(self) -> Iterator[tuple[str, BlendedDatasetBuilder]]:
-        """Yield the name and the builder of each further validation set, of which only the validation data is asked."""
+        """Yield the name and the builder of each additional validation set. The builders build validation data only."""
         for extra in self.config.extra_valid:
             per_split = (None, extra.blend, None)
             config = dataclasses.replace(self.config, blend=None, blend_per_split=per_split, mock=False, extra_valid=())
@@ -336,7 +336,7 @@ class BlendedDatasetBuilder:
         self._report(f"{line} [validation set {name}]")
 
     def _build_train(self, builder: CountedIndexBuilder | None) -> tuple[SampleDataset | None, DataHistory | None]:
-        """Build the training data, from its beginning or as its history goes on, and return both."""
+        """Build the training data, from the start or continued from its history; return data and history."""
         position, wanted, seed = self.position, self.num_samples[0], self.config.random_seed
         if self.config.mock:
             return self._build_split(0, builder), None
@@ -406,17 +406,17 @@ class BlendedDatasetBuilder:
         return IndexCache(self.config.index_folder(source.dataset.prefix), self._report)
 
     def _held(self, source: _Source, num_samples: int | None, *, drop_last: bool = True) -> int:
-        """Return how many samples a request gives; None asks for an epoch."""
+        """Return the number of samples that a request yields; None requests one epoch."""
         cache = self._cache(source)
         return count_held(source.dataset, source.sequences, num_samples, self.config, cache, drop_last=drop_last)
 
     def _build_blend(
         self, sources: Sequence[_Source], wanted: int | None, split: int, builder: CountedIndexBuilder
     ) -> BlendedDataset:
-        """Build the blend first, then each data set with as many samples as the blend takes from it.
+        """Build the blend first, then each data set with the number of samples that the blend takes from it.
 
-        Without weights, data sets are used up in proportion to their sizes; only where more samples are wanted than
-        one epoch of all of them gives, the sizes become weights and each data set is repeated.
+        Without weights, data sets are read in proportion to their sizes until they are exhausted. If more samples are
+        requested than one epoch of all data sets has, the sizes become weights and each data set is repeated.
         """
         name, cache = SPLIT_NAMES[split], self._cache(sources[0])
         sizes = [self._held(source, None, drop_last=self._drops_last(split)) for source in sources]
@@ -441,7 +441,7 @@ class BlendedDatasetBuilder:
         return SPLIT_NAMES[split] != "valid" or self.config.drop_last_partial_validation_sequence
 
     def _enough(self, source: _Source, request: int | None, needed: int, split: int) -> int | None:
-        """Return the request, or what the blend takes where whole epochs for the request would not hold it."""
+        """Return the request, or ``needed`` if the whole epochs for the request have fewer samples."""
         held = self._held(source, request, drop_last=self._drops_last(split))
         return request if needed <= held else needed
 
@@ -452,11 +452,11 @@ class BlendedDatasetBuilder:
         return blend
 
     def _takes_all(self, split: int) -> bool:
-        """Return whether all of the validation data is read once, whatever the weights."""
+        """Return whether the split is validation data that is read exactly once, regardless of weights."""
         return SPLIT_NAMES[split] == "valid" and self.num_samples[split] is None
 
     def _open_split(self, split: int, report: Callable[[str], None]) -> list[_Source] | None:
-        """Open the data sets of a split; None, after a report, where it has none and needs none."""
+        """Open the data sets of a split; report and return None if it has none and needs none."""
         name, wanted = SPLIT_NAMES[split], self.num_samples[split]
         blend = self._blend_of(split)
         if self.config.mock or wanted == 0:
@@ -494,19 +494,19 @@ class BlendedDatasetBuilder:
             report(f" > no {name} data: {shortage}")
             return None
         if blend.weights is None and len(sources) > 1:
-            # A data set of no samples has no weight; a blend must never choose it.
+            # The weight is the number of samples: drop data sets without samples, so that the blend never picks one.
             sources = [source for source in sources if source.tokens > self._least_tokens] or sources
         return sources
 
     def _open(self, prefix: str) -> IndexedDataset:
-        """Open each data set once, however many splits read it."""
+        """Open a data set, at most once even if several splits read it."""
         if prefix not in self._opened:
             self._opened[prefix] = open_data_set(prefix, self.config, self._report)
         return self._opened[prefix]
 
     @property
     def _least_tokens(self) -> int:
-        """Return how many tokens do not make a sample yet; a conversation of any length does."""
+        """Largest number of tokens that yields no sample. A conversation of any length yields a sample."""
         return self.config.sequence_length if self.config.conversations is None else 0
 
     def _sequences_of(self, dataset: IndexedDataset, split: int) -> range | None:
@@ -524,17 +524,17 @@ class BlendedDatasetBuilder:
         report(f" > no {name} data: --split {self.config.split} gives it no share")
 
     def _may_be_off(self, split: int) -> bool:
-        """Everyday splits leave small data without test samples; a path given for the test split must be good."""
+        """Return whether a split may lack data: only the test share of ``--split``, not an explicit test path."""
         return SPLIT_NAMES[split] == "test" and self.config.blend_per_split is None
 
     def _describe_empty_split(self, dataset: IndexedDataset, split: int) -> str:
-        """Describe a split without sequences, with a ``--split`` that would give it some."""
+        """Describe a split without sequences, and suggest a ``--split`` that assigns it some."""
         name = SPLIT_NAMES[split]
         fact = f"{self._describe_wanted(split)} are asked for, but {dataset.prefix}"
         if self.config.blend_per_split is not None:
             return f"{fact} has no sequences; leave it out or write it again"
         shares = parse_split(self.config.split)
-        # A split that is asked for nothing may stay empty.
+        # A split without requested samples may stay empty.
         shares_wanted = [0.0 if self.num_samples[i] == 0 else share for i, share in enumerate(shares)]
         better = suggest_split(shares_wanted, len(dataset))
         fact += f" has {len(dataset)} sequences, of which --split {self.config.split} leaves none for {name}"
@@ -547,7 +547,7 @@ class BlendedDatasetBuilder:
         return f"{'all' if wanted is None else wanted} {SPLIT_NAMES[split]} samples"
 
     def _find_shortage(self, sources: Sequence[_Source], split: int) -> str | None:
-        """Describe text that does not fill one sample; None where it does. Several epochs are no shortage."""
+        """Describe the shortage if the text does not fill one sample, else return None. Several epochs are fine."""
         wanted, length = self.num_samples[split], self.config.sequence_length
         if wanted is None and not self._takes_all(split):
             return None
@@ -575,7 +575,7 @@ def _named_errors(name: str) -> Iterator[None]:
 
 
 def _probe_vocabulary(source: _Source, vocab_size: int | None) -> None:
-    """Look at the first tokens of a data set, enough to notice another tokenizer's ids."""
+    """Check the first tokens of a data set for ids outside the vocabulary, a sign of a different tokenizer."""
     if vocab_size is None:
         return
     seen = 0

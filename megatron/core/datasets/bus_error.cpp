@@ -1,5 +1,5 @@
-// What is said when a mapped file loses the page that is being read: the system sends SIGBUS, whose default is to end
-// the process without a word. Only functions that are safe in a signal handler are called there.
+// SIGBUS handler that reports a memory-mapped file that was truncated while it was read. The default action of SIGBUS
+// kills the process silently. The handler calls only async-signal-safe functions.
 
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
@@ -43,7 +43,7 @@ uintptr_t read_hex(const char** text) {
     }
 }
 
-// Leave the path of the file that is mapped at an address in a line of /proc/self/maps; null where there is none.
+// Return the path of the mapped file in a line of /proc/self/maps if it contains the address, else null.
 const char* mapped_path(char* line, uintptr_t address) {
     const char* at = line;
     const uintptr_t begin = read_hex(&at);
@@ -82,14 +82,14 @@ void on_bus_error(int, siginfo_t* info, void*) {
     char line[kLongestLine];
     const char* path =
         info->si_code == BUS_ADRERR ? find_file(reinterpret_cast<uintptr_t>(info->si_addr), line) : nullptr;
-    // Shared memory is a file as well, and what it lacks is room.
+    // Shared memory is also a file, but there SIGBUS means that it is full.
     if (path != nullptr && strncmp(path, "/dev/shm/", 9) != 0) {
         put(g_prefix);
         put(path);
         put(" became shorter while it was being read, or its disk failed; bring the whole file back and start again\n");
         _exit(kBadInput);
     }
-    // The access is repeated, and ends the process in the way that it would have.
+    // The access is repeated after the return, now with the previous handler.
     sigaction(SIGBUS, &g_previous, nullptr);
 }
 

@@ -1,6 +1,6 @@
 """Find the chat template of a run, render conversations with it, and locate the answers in the text.
 
-The template is a file, a named template of this module, or the template in the tokenizer's files.
+The template comes from a file, from `NAMED_TEMPLATES`, or from the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from megatron.core.errors import DataError, InputError
 from megatron.core.tokenizers import Tokenizer, load_package, read_json_object, read_text
 
 END_OF_DOCUMENT: Final = "\ufdd2"
-"""Stands in a rendered text for the tokenizer's end-of-document token where no spelling gives it."""
+"""Placeholder in rendered text for the end-of-document token if the tokenizer has no spelling for it."""
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-# None of the three is a character: no text of a conversation may hold them.
+# The three code points are Unicode noncharacters: the text of a conversation must not contain them.
 _RESERVED: Final = re.compile(f"[{_BEGIN}{_END}{END_OF_DOCUMENT}]")
 _GENERATION: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _FILE: Final = "<template>"
 _LONGEST: Final = 2**26
-"""Characters that a template may make of one conversation: more than any context, and little memory."""
+"""Limit on the characters of one rendered conversation: more than any context length, in little memory."""
 
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """Hold a conversation's text, and where its answers begin and end in it."""
+    """Text of a conversation, and the start and end offset of each answer in it."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
 
 
 class ChatTemplate:
-    """Render with a Jinja template in a sandbox, which reads no files, changes no values and makes no endless text.
+    """Jinja chat template in a sandbox that reads no files, modifies no values and limits the output's length.
 
-    A template sees what those of Hugging Face's models see: ``messages``, ``tools``, ``add_generation_prompt``, the
-    special tokens by name, ``raise_exception``, ``strftime_now`` and ``tojson``. What it has between
-    ``{% generation %}`` and ``{% endgeneration %}`` is the answer; a template without these marks is rendered up to
-    each answer, and through it, and the answer is what lies between.
+    A template has the variables of Hugging Face chat templates: ``messages``, ``tools``, ``add_generation_prompt``,
+    the special tokens by name, ``raise_exception``, ``strftime_now`` and ``tojson``. The text between
+    ``{% generation %}`` and ``{% endgeneration %}`` is the answer. A template without these tags is rendered once up to
+    each answer and once including it; the difference is the answer.
 
     Raises:
-        DataError: the package jinja2 is missing, or the template has a mistake; the message names its line.
+        DataError: the package jinja2 is missing, or the template has a syntax error; the message names the line.
     """
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
@@ -64,7 +64,7 @@ class ChatTemplate:
         environment.binop_table.update({"*": _product, "**": _power})
         environment.globals.update(raise_exception=_refuse, strftime_now=_now)
         try:
-            # A filter block takes the marks' place, on the same line.
+            # Replace the generation tags by a filter block on the same line.
             marked = _GENERATION.sub(lambda m: f"{m[1]}{'endfilter' if m[2] else 'filter answer'}{m[3]}", source)
             self._template = environment.from_string(marked)
         except Exception as error:
@@ -73,10 +73,10 @@ class ChatTemplate:
             raise DataError(f"{name}, line {error.lineno}: {error}") from error
 
     def render(self, conversation: Conversation) -> RenderedConversation:
-        """Return the text of a conversation and its answers.
+        """Render a conversation to text and locate its answers.
 
         Raises:
-            DataError: the template fails (its line is named), or its text does not show where the answers are.
+            DataError: the template fails (the message names the line), or the answers cannot be located.
         """
         _refuse_reserved(conversation)
         text = self._fill(conversation.messages, conversation)
@@ -90,7 +90,7 @@ class ChatTemplate:
         return RenderedConversation(text, tuple(answers))
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text that the assistant goes on from.
+        """Render messages to a prompt that ends where the assistant's answer starts.
 
         Raises:
             DataError: the template fails.
@@ -101,7 +101,7 @@ class ChatTemplate:
         return _take_marks(text).text
 
     def _begin(self, conversation: Conversation, number: int, text: str) -> int:
-        """Return where an answer begins: behind all that invites it."""
+        """Return the start offset of an answer: the end of the generation prompt."""
         before = conversation.messages[:number]
         begin = _common_length(self._fill(before, conversation, add_generation_prompt=True), text)
         if begin < _common_length(self._fill(before, conversation).rstrip(), text):
@@ -109,7 +109,7 @@ class ChatTemplate:
         return begin
 
     def _end(self, conversation: Conversation, number: int, text: str) -> int:
-        """Return where an answer ends; only the last one has what the template writes at the end of all."""
+        """Return the end offset of an answer. The last answer includes the text at the end of the template."""
         if number == len(conversation.messages) - 1:
             return len(text)
         through = self._fill(conversation.messages[: number + 1], conversation)
@@ -216,7 +216,7 @@ NAMED_TEMPLATES: Final[Mapping[str, str]] = {
     ),
     "identity": "{% for message in messages %}{{ message.content }}{% endfor %}",
 }
-"""Templates that no file is needed for. ``plain`` ends each answer with the end of a document."""
+"""Built-in templates. ``plain`` ends each answer with the end-of-document token."""
 
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _SETTINGS_FILES: Final = ("tokenizer_config.json", "chat_template.json")
@@ -224,12 +224,12 @@ _TOKEN_FILES: Final = ("special_tokens_map.json", "tokenizer_config.json")
 
 
 def choose_template(tokenizer: Tokenizer, choice: str | None, flag: str = "--chat-template") -> ChatTemplate:
-    """Return the template that ``choice`` names, a file or a name; the tokenizer's own without one.
+    """Return the template with the file name or template name ``choice``, or the tokenizer's template if it is None.
 
-    ``flag`` is what the reader of the message can give one with.
+    ``flag`` is the command-line flag that the error message recommends.
 
     Raises:
-        DataError: there is none of that name, or none at all; the message says which there are.
+        DataError: the template does not exist; the message lists the available templates.
     """
     own = _own_templates(tokenizer)
     tokens = _special_tokens(tokenizer)
@@ -251,7 +251,7 @@ def choose_template(tokenizer: Tokenizer, choice: str | None, flag: str = "--cha
 
 
 def _own_templates(tokenizer: Tokenizer) -> dict[str, tuple[str, str]]:
-    """Return the templates in the tokenizer's files by name: what to call each in a message, and its text."""
+    """Return the templates in the tokenizer's files by name: a description for messages, and the source."""
     found: dict[str, tuple[str, str]] = {}
     files = {path.name: path for path in tokenizer.files}
     for name in _SETTINGS_FILES:
@@ -267,9 +267,10 @@ def _own_templates(tokenizer: Tokenizer) -> dict[str, tuple[str, str]]:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens by name, as templates write them.
+    """Return the special tokens by the names that templates use.
 
-    ``eos_token`` always ends a document: where its spelling is only text, or is not told, a sign stands for it.
+    ``eos_token`` always encodes to the end-of-document token. If its spelling is unknown, or does not encode to that
+    token, it is `END_OF_DOCUMENT`.
     """
     tokens: dict[str, str] = {}
     files = {path.name: path for path in tokenizer.files}

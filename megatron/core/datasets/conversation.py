@@ -1,4 +1,4 @@
-"""Read conversations from jsonl: messages, prompt and completion, or instruction, input and output."""
+"""Read conversations from JSONL: messages, prompt and completion, or instruction, input and output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROLES: Final = {
     "observation": "tool",
     "function": "tool",
 }
-"""What the senders of ``conversations`` are called, and their roles."""
+"""Role of each sender name in ``conversations``."""
 _FORMATS: Final = (
     "messages (role and content each), conversations (from and value each), prompt and completion, or instruction, "
     "input and output"
@@ -32,17 +32,17 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Hold the messages of a conversation, each with its ``role`` and ``content``, and the tools that it may call."""
+    """Messages of a conversation, each with its ``role`` and ``content``, and the tools that it may call."""
 
     messages: tuple[Message, ...]
     tools: Any = None
 
 
 def read_conversations(line: bytes) -> list[Conversation]:
-    """Read the conversations of one line: one, or one from each ``system`` message on, as in Megatron.
+    """Read the conversations of one line. Each ``system`` message starts a new conversation, as in Megatron-LM.
 
     Raises:
-        DataError: the line is not such an object, or a conversation has no answer to learn.
+        DataError: the line is not a JSON object of a known format, or a conversation has no answer to learn.
     """
     try:
         content = json.loads(line.decode("utf-8-sig"))
@@ -95,7 +95,7 @@ def _role(sender: str) -> str:
 
 
 def _side(content: Mapping[str, Any], key: str, role: str) -> list[Message]:
-    """Return the messages of a prompt, a completion and so on: a text, or messages already."""
+    """Return a value such as a prompt or a completion, a string or a list of messages, as messages."""
     if isinstance(content[key], list):
         return _checked(content[key], key, "role", "content")
     return [{"role": role, "content": _text(content, key)}]

@@ -1,4 +1,4 @@
-"""Data set for supervised fine-tuning (SFT): pack whole conversations into samples; only answers have a loss."""
+"""Data set for supervised fine-tuning (SFT): pack whole conversations into samples, with a loss on answers only."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from megatron.core.errors import DataError
 def pack_conversations(
     lengths: NDArray[np.int32], room: int, random_state: np.random.RandomState, *, together: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the conversations in the order of their samples, and where each sample begins in that order.
+    """Return the conversations in the order of their samples, and the start of each sample in that order.
 
-    ``together`` packs by best fit, longest first: each goes to the sample that it leaves the least room in. Those of
-    equal length take turns by ``random_state``. Samples that are packed hold nothing of a conversation that holds no
-    tokens.
+    ``together`` packs by best-fit decreasing: in order of length, each conversation goes to the sample with the least
+    free space that fits it. ``random_state`` orders conversations of equal length. Empty conversations are left out.
 
-    Shapes: lengths ``[n]``, each ``room`` at most -> ``[m]``, ``[samples + 1]``; without empty ones ``m = n``.
+    Shapes: lengths ``[n]``, at most ``room`` each -> ``[m]``, ``[samples + 1]``; ``m = n`` if none is empty.
     """
     order = random_state.permutation(len(lengths))
     order = order[lengths[order] > 0]
@@ -34,7 +33,7 @@ def pack_conversations(
     longest_first = order[np.argsort(-lengths[order], kind="stable")]
     samples: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(room + 1)]
-    open_rooms = 0  # bit r stands where a sample with room r is
+    open_rooms = 0  # bit r is set if some sample has r free positions
     for conversation, length in zip(longest_first.tolist(), lengths[longest_first].tolist()):
         fitting = open_rooms >> length
         if fitting:
@@ -60,7 +59,7 @@ def _flatten(samples: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArr
 
 
 class PackedConversations:
-    """Know which conversations make which sample of one epoch; the index cache keeps it.
+    """Assignment of conversations to the samples of one epoch, stored in the index cache.
 
     Raises:
         DataError: the conversations hold no tokens.
@@ -111,7 +110,7 @@ class PackedConversations:
         return len(self.arrays["sample_index"]) - 1
 
     def describe(self) -> str:
-        """Return how full the samples are, and how many conversations are cut."""
+        """Describe how full the samples are, and how many conversations are truncated."""
         tokens = int(np.minimum(self.lengths, self.longest).sum(dtype=np.int64))
         line = f"{len(self.lengths)} conversations in {len(self)} samples, {tokens / (len(self) * self.room):.1%} full"
         num_cut = np.count_nonzero(self.lengths > self.longest)
@@ -121,12 +120,12 @@ class PackedConversations:
 
 
 class ConversationDataset:
-    """Give samples of ``sequence_length`` positions that hold whole conversations, and padding behind them.
+    """Samples of ``sequence_length`` positions that hold whole conversations, followed by padding.
 
-    A conversation is cut where it is longer than a sample, or than ``longest``; none is in two samples of an epoch.
-    The loss counts positions whose label an answer of the same conversation holds. Positions begin anew with each
-    conversation, and each is a document of its own, where the configuration asks for it; the padding is a last one.
-    Each epoch has the same samples in an order of its own.
+    A conversation is truncated if it is longer than a sample or than ``longest``. It is in one sample per epoch.
+    The loss covers positions whose label belongs to an answer of the same conversation. If the configuration requests
+    it, position ids restart with each conversation, and each conversation is a document, as is the padding.
+    Every epoch has the same samples in a different order.
 
     Raises:
         DataError: the conversations hold no tokens, or their index is damaged.
@@ -160,11 +159,11 @@ class ConversationDataset:
         return len(self.shuffle_index)
 
     def source_of(self, index: int) -> str:
-        """Name the data set; ``index`` does not matter here."""
+        """Return the name of the data set; ``index`` is ignored."""
         return self.indexed_dataset.prefix
 
     def parts_of(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the sequence, and the first token and the end in it, of each conversation of an unshuffled sample."""
+        """Yield sequence, start token and end token of each conversation of an unshuffled sample."""
         arrays = self.packed.arrays
         sample = row % len(self.packed)
         begin, end = arrays["sample_index"][sample : sample + 2].tolist()
@@ -190,7 +189,7 @@ class ConversationDataset:
                 )
             text[place] = self.indexed_dataset.get(sequence, 0, length)
             counts[place] = self.indexed_dataset.get_mask(sequence, 0, length) != 0
-            counts[filled] = 0.0  # it follows another conversation, or nothing
+            counts[filled] = 0.0  # the token before it belongs to another conversation
             documents[filled:] = number
             positions[filled:] = np.arange(room - filled)
             filled = place.stop
@@ -222,9 +221,9 @@ class ConversationDataset:
 
 
 FileSamples = GPTDataset | ConversationDataset
-"""Samples that are read from token files, in a shuffled order."""
+"""Shuffled samples that are read from token files."""
 
 
 def count_epochs(samples_per_epoch: int, num_samples: int | None) -> int:
-    """Return how many epochs give ``num_samples`` samples; one without a number."""
+    """Return the number of epochs that yield ``num_samples`` samples; 1 if it is None."""
     return 1 if num_samples is None else max(1, -(-num_samples // samples_per_epoch))

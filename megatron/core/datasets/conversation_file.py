@@ -1,6 +1,6 @@
 """Encode conversations into tokens with a loss mask of their answers, and read them from files.
 
-A file is a packed data set with its loss masks, or jsonl, which is encoded once and cached as a packed data set.
+A file is a tokenized data set with its loss masks, or JSONL, which is tokenized once and cached.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron.core.tokenizers import PATH_ARGUMENTS, Tokenizer
 
 @dataclass(frozen=True)
 class EncodedConversation:
-    """Hold the tokens of a conversation, int64 ``[n]``, and 1 for each that an answer holds, uint8 ``[n]``."""
+    """Tokens of a conversation, int64 ``[n]``, and its loss mask, uint8 ``[n]``: 1 for tokens of answers."""
 
     tokens: NDArray[np.int64]
     loss_mask: NDArray[np.uint8]
 
 
 class ConversationEncoder:
-    """Turn lines of jsonl into tokens and loss masks, with a tokenizer and a chat template.
+    """Encoder of JSONL lines into tokens and loss masks, with a tokenizer and a chat template.
 
-    The template alone says which special tokens there are: one that a tokenizer puts before every text is left out.
+    Special tokens come from the template only: a token that the tokenizer prepends to every text is removed.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
@@ -53,7 +53,7 @@ class ConversationEncoder:
         return [self._encode(self.template.render(conversation)) for conversation in read_conversations(line)]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens that the assistant goes on from.
+        """Return the tokens of a prompt that ends where the assistant's answer starts.
 
         Raises:
             DataError: the template fails.
@@ -62,7 +62,7 @@ class ConversationEncoder:
         return next(self._tokenize([self.template.render_prompt(messages)]))
 
     def describe(self) -> dict[str, str]:
-        """Return what the tokens of a line depend on, as digests of the tokenizer and of the template."""
+        """Return digests of the tokenizer and of the template, on which the tokens of a line depend."""
         tokenizer = hashlib.blake2b(digest_size=16)
         for path in self.tokenizer.files:
             tokenizer.update(path.read_bytes())
@@ -75,14 +75,14 @@ class ConversationEncoder:
         }
 
     def _encode(self, rendered: RenderedConversation) -> EncodedConversation:
-        """Encode the whole text; an answer's first token is the first that the text before it does not have alike."""
+        """Encode the whole text. An answer starts at the first token that differs from the encoded text before it."""
         offsets = [offset for answer in rendered.answers for offset in answer]
         ids, *beginnings = self._tokenize([rendered.text, *(rendered.text[:offset] for offset in offsets)])
         places = [_common_length(beginning, ids) for beginning in beginnings]
         loss_mask = np.zeros(len(ids), np.uint8)
         for begin, end in zip(places[::2], places[1::2]):
             loss_mask[begin:end] = 1
-        loss_mask[:1] = 0  # nothing comes before it that it could be predicted from
+        loss_mask[:1] = 0  # no position predicts the first token
         if not loss_mask.any():
             raise DataError(f"{self.template.name} leaves no token of an answer to learn")
         return EncodedConversation(np.array(ids, np.int64), loss_mask)
@@ -109,7 +109,7 @@ _HASH_BYTES: Final = 1 << 20
 
 
 def mask_prefix(prefix: str | Path) -> str:
-    """Return the prefix of the loss masks of a data set: token files of its own lengths that hold 0 and 1."""
+    """Return the prefix of a data set's loss masks: token files with the same lengths that hold 0 and 1."""
     return f"{prefix}_loss_mask"
 
 
@@ -118,10 +118,10 @@ def is_raw(prefix: str | Path) -> bool:
 
 
 class ConversationFile(IndexedDataset):
-    """Give random access to conversations, a sequence each, and to their loss masks.
+    """Random access to conversations, one sequence each, and to their loss masks.
 
     Raises:
-        DataError: as `IndexedDataset`, or there are no masks, or not of these conversations.
+        DataError: as `IndexedDataset`, or the masks are missing or do not match the conversations.
     """
 
     def _open(self) -> None:
@@ -141,19 +141,19 @@ class ConversationFile(IndexedDataset):
             raise DataError(f"{masks} does not hold the loss masks of {self.prefix}; write both again")
 
     def get_mask(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return which tokens of a conversation belong to answers, as `get` does the tokens."""
+        """Return the loss mask of a conversation, with the same arguments as `get`."""
         return self._masks.get(index, offset, length)
 
 
 @dataclass(frozen=True)
 class ConversationOptions:
-    """Hold how conversations become samples.
+    """Options for turning conversations into samples.
 
     Attributes:
-        tokenizer: encodes those that come as jsonl.
-        chat_template: a file or a name; None is the tokenizer's own.
-        longest: positions that a conversation may take, beyond which it is cut; None: as many as a sample has.
-        packs: whether a sample holds as many conversations as fit, or one.
+        tokenizer: encodes conversations from JSONL.
+        chat_template: a file or a template name. None uses the tokenizer's template.
+        longest: positions after which a conversation is truncated. None: the sequence length.
+        packs: whether to pack several conversations into a sample, instead of one.
     """
 
     tokenizer: Tokenizer
@@ -163,13 +163,13 @@ class ConversationOptions:
 
     @property
     def variant(self) -> str:
-        """Return what tells samples from those of the defaults, for a record of what was read; "" for the defaults."""
+        """Return the non-default options as text for the data history; "" for the defaults."""
         cut = [] if self.longest is None else [f"cut at {self.longest}"]
         words = cut if self.packs else [*cut, "not packed"]
         return f" ({', '.join(words)})" if words else ""
 
     def encoder(self) -> ConversationEncoder:
-        """Return what encodes jsonl.
+        """Return the encoder for JSONL.
 
         Raises:
             DataError: the chat template cannot be used.
@@ -177,10 +177,10 @@ class ConversationOptions:
         return ConversationEncoder(self.tokenizer, choose_template(self.tokenizer, self.chat_template))
 
     def open(self, prefix: str, cache: Path, mmap_bin_files: bool, report: Callable[[str], None]) -> ConversationFile:
-        """Open a data set, or what a file of jsonl was packed to, in ``cache``, now or by another process before.
+        """Open a data set. A JSONL file is tokenized into ``cache`` first, unless the cache already has it.
 
         Raises:
-            DataError: it cannot be opened, or the jsonl not be packed.
+            DataError: the data set cannot be opened, or the JSONL file cannot be tokenized.
         """
         if is_raw(prefix):
             prefix = _pack_once(Path(prefix), self.encoder(), cache, report)
@@ -188,7 +188,7 @@ class ConversationOptions:
 
 
 def _pack_once(source: Path, encoder: ConversationEncoder, folder: Path, report: Callable[[str], None]) -> str:
-    """Return the prefix of the packed conversations of a file; the first process writes, others wait for it."""
+    """Return the prefix of a file's tokenized conversations. The first process writes them, others wait for it."""
     name = hashlib.blake2b(repr((_digest(source), encoder.describe())).encode(), digest_size=8).hexdigest()
     prefix = folder / f"{source.stem}-{name}"
     if idx_path(prefix).is_file():
@@ -209,10 +209,10 @@ def _pack_once(source: Path, encoder: ConversationEncoder, folder: Path, report:
 
 
 def pack(source: Path, encoder: ConversationEncoder, prefix: Path) -> tuple[int, int]:
-    """Write the conversations of a file of jsonl and their masks; return how many there are, and their tokens.
+    """Write the conversations of a JSONL file and their masks; return the numbers of conversations and tokens.
 
     Raises:
-        DataError: a line cannot be read or rendered, which is named, or there is none.
+        DataError: a line, named in the message, cannot be read or rendered, or the file has no lines.
     """
     num_tokens = 0
     dtype = optimal_dtype(encoder.tokenizer.vocab_size)
@@ -234,7 +234,7 @@ def pack(source: Path, encoder: ConversationEncoder, prefix: Path) -> tuple[int,
                 num_tokens += len(conversation.tokens)
         if not tokens.num_documents:
             raise DataError(f"{source} holds no conversation: there is no line in it")
-        # The masks first: what has an index of tokens is whole.
+        # Publish the masks first, so that a data set with a token index is complete.
         masks.finalize()
         tokens.finalize()
         return tokens.num_documents, num_tokens
@@ -250,7 +250,7 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process of this machine at a time in; where the file system has no locks, each does the work."""
+    """Serialize the processes of this node. Without file locks in the file system, every process does the work."""
     with open(path, "w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

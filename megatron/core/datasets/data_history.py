@@ -1,10 +1,10 @@
-"""Record which samples a run has read, in its checkpoints, so that no change repeats or drops a sample.
+"""Record in checkpoints which samples a run has read, so that no change of the data repeats or drops a sample.
 
-A run reads its samples in phases. A phase has one blend. A run that continues with another blend starts a new phase,
-which continues each data set where the earlier phases stopped. The samples of one data set are a chain of segments.
-Each segment is shuffled by itself, in an order that never changes once it was started: a run that becomes longer, or
-gives a data set more weight than before, appends a segment. The history also records the samples that a run skipped.
-Importing this module imports no torch.
+A run reads its samples in phases. Each phase has one blend. A run that resumes with another blend starts a new phase,
+which continues each data set at the position that the earlier phases reached. The samples of one data set are a chain
+of segments. Each segment is shuffled separately, and its order never changes. If a run is extended, or a data set gets
+a larger weight, a segment is appended. The history also records the samples that a run skipped.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from megatron.core.errors import DataError
 
 LEFT_OUT, NUM_REWOUND = "left_out", "num_rewound"
-"""The names of the record beside the data history's own."""
+"""Keys of `SkippedSamples` in the checkpoint, next to the keys of the data history."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """Hold the consumed samples ``[start, end)`` of one step that was left out, and why.
+    """Consumed samples ``[start, end)`` of one skipped step, and the reason.
 
-    ``samples`` are the ids of those that were found to be bad, where some were.
+    ``samples`` are the ids of the bad samples, if any were identified.
     """
 
     start: int
@@ -36,16 +36,16 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class SkippedSamples:
-    """Hold all that a run has left out, in the order in which it did.
+    """All steps that a run has skipped, in order.
 
-    ``num_rewound`` counts how often it went back and left nothing out.
+    ``num_rewound`` counts how often the run rewound without skipping a step.
     """
 
     steps: tuple[LeftOut, ...] = ()
     num_rewound: int = 0
 
     def with_step(self, step: LeftOut) -> SkippedSamples:
-        """Return the record with one more step; a step of the same samples is replaced."""
+        """Return the record with one more step, which replaces a step of the same samples."""
         others = tuple(known for known in self.steps if (known.start, known.end) != (step.start, step.end))
         return SkippedSamples((*others, step), self.num_rewound)
 
@@ -53,20 +53,20 @@ class SkippedSamples:
         return SkippedSamples(self.steps, self.num_rewound + 1)
 
     def meeting(self, start: int, end: int) -> LeftOut | None:
-        """Return the first step of which a sample is among the consumed samples ``[start, end)``."""
+        """Return the first skipped step that overlaps the consumed samples ``[start, end)``."""
         return next((step for step in self.steps if step.start < end and start < step.end), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON-ready values, to stand beside a data history's; what is empty is not in it."""
+        """Return the record as JSON-serializable values to merge with a data history's. Empty values are omitted."""
         steps = {LEFT_OUT: [dataclasses.asdict(step) for step in self.steps]} if self.steps else {}
         return steps | ({NUM_REWOUND: self.num_rewound} if self.num_rewound else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> SkippedSamples:
-        """Read back what `to_dict` returned, from among other values.
+        """Read the output of `to_dict` from a dictionary that may have other keys.
 
         Raises:
-            DataError: it is something else.
+            DataError: the values are damaged.
         """
         try:
             steps = tuple(
@@ -90,9 +90,9 @@ _SAME_WEIGHT = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class DataSetKey:
-    """Identify the same part of the same text, wherever its files lie.
+    """Identity of a part of a text, independent of the location of its files.
 
-    ``occurrence`` counts the times that a blend has named the same part before.
+    ``occurrence`` counts how often the same part occurs earlier in the blend.
     """
 
     name: str
@@ -105,20 +105,20 @@ class DataSetKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Name samples of a data set that are shuffled by themselves: whole epochs for a number of samples, and a seed."""
+    """Samples of a data set that are shuffled together: whole epochs for a number of samples, and a seed."""
 
     num_samples: int | None
-    """Samples that decide the number of epochs; None for one epoch."""
+    """Samples that determine the number of epochs; None for one epoch."""
     seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSetRecord:
-    """Hold what is recorded of one data set."""
+    """Record of one data set."""
 
     key: DataSetKey
     prefix: str
-    """Where its files were last read."""
+    """Path prefix of the files when they were last read."""
     segments: tuple[Segment, ...]
     consumed_samples: int = 0
     """Samples that the run has trained on."""
@@ -126,27 +126,27 @@ class DataSetRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Hold one blend of a run: its data sets by number, their weights, and how far each had been read before."""
+    """One blend of a run: its data sets by number, their weights, and the samples read from each before the phase."""
 
     start: int
-    """Consumed samples of the run at which it begins."""
+    """Consumed samples of the run at the start of the phase."""
     data_sets: tuple[int, ...]
     weights: tuple[float, ...]
-    """Of any scale; 0 for a data set of which nothing was left."""
+    """Weights of any scale; 0 for a data set without remaining samples."""
     has_given_weights: bool
-    """Whether the user gave the weights; else they are what the data sets hold."""
+    """Whether the user passed the weights; otherwise they are the sizes of the data sets."""
     offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataHistory:
-    """Hold the data sets and phases of a run; ``num_samples`` and ``seed`` make the permutations of ``cyclic``."""
+    """Data sets and phases of a run. ``num_samples`` and ``seed`` determine the permutations of ``cyclic``."""
 
     dataloader_type: str
     num_samples: int | None
     seed: int | None
     consumed_samples: int
-    """Consumed samples of the run at which those of the data sets were counted."""
+    """Consumed samples of the run when the samples per data set were counted."""
     data_sets: tuple[DataSetRecord, ...]
     phases: tuple[Phase, ...]
 
@@ -155,10 +155,10 @@ class DataHistory:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataHistory:
-        """Read back what `to_dict` returned.
+        """Read the output of `to_dict`.
 
         Raises:
-            DataError: it is something else.
+            DataError: the values are damaged.
         """
         try:
             history = cls(
@@ -177,17 +177,17 @@ class DataHistory:
         return history
 
     def until(self, consumed_samples: int) -> DataHistory:
-        """Return the history up to the phase that the next sample after ``consumed_samples`` belongs to."""
+        """Return the history up to the phase of the first sample after ``consumed_samples``."""
         phases = tuple(phase for phase in self.phases if phase.start <= consumed_samples)
         return dataclasses.replace(self, phases=phases)
 
     def counted_as(self, earlier: DataHistory) -> DataHistory:
-        """Return the history with the counts of an earlier point of the same run."""
+        """Return the history with the sample counts of an earlier point of the same run."""
         counts = [record.consumed_samples for record in earlier.data_sets]
         return self.with_consumed(earlier.consumed_samples, counts + [0] * (len(self.data_sets) - len(counts)))
 
     def with_consumed(self, consumed_samples: int, of_data_sets: Sequence[int]) -> DataHistory:
-        """Return the history with new counts, one for each data set."""
+        """Return the history with new sample counts, one per data set."""
         records = [
             dataclasses.replace(record, consumed_samples=int(count))
             for record, count in zip(self.data_sets, of_data_sets, strict=True)
@@ -196,10 +196,10 @@ class DataHistory:
 
 
 def recorded_history(train_data: Mapping[str, Any] | None) -> DataHistory | None:
-    """Return the history that a checkpoint records; None where it has none, as of samples that a caller makes.
+    """Return the history in a checkpoint; None if it has none, for example for samples from the caller.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the history is damaged.
     """
     if train_data is None or (train_data and set(train_data) <= {LEFT_OUT, NUM_REWOUND}):
         return None
@@ -208,7 +208,7 @@ def recorded_history(train_data: Mapping[str, Any] | None) -> DataHistory | None
 
 @dataclass(frozen=True, kw_only=True)
 class RunPosition:
-    """Hold how far a run has come in its training data, and how it got there (None: nothing is recorded)."""
+    """Position of a run in its training data, and the history up to it (None if there is no record)."""
 
     dataloader_type: str = "single"
     consumed_samples: int = 0
@@ -217,7 +217,7 @@ class RunPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class BlendPart:
-    """Name one data set of the blend that a run is given now, and how many samples one epoch of it has."""
+    """One data set of a run's current blend, and the number of samples in one epoch of it."""
 
     key: DataSetKey
     prefix: str
@@ -244,7 +244,7 @@ def _read_phase(values: Mapping[str, Any]) -> Phase:
 
 
 def number_occurrences(keys: Sequence[DataSetKey]) -> list[DataSetKey]:
-    """Count equal keys apart: a blend may name the same data set twice."""
+    """Make equal keys distinct by numbering them, because a blend may contain the same data set twice."""
     seen: dict[DataSetKey, int] = {}
     numbered = []
     for key in keys:
@@ -261,7 +261,7 @@ def begin_history(
     num_samples: int,
     seed: int,
 ) -> DataHistory:
-    """Return the history of a run that begins with a blend of ``num_samples`` samples."""
+    """Return the history of a new run with a blend of ``num_samples`` samples."""
     is_cyclic = dataloader_type == "cyclic"
     return DataHistory(
         dataloader_type=dataloader_type,
@@ -293,10 +293,10 @@ def continue_history(
     dataloader_type: str,
     seed: int,
 ) -> tuple[DataHistory, str | None]:
-    """Return the history of a run that goes on with a blend to ``num_samples``, and a line where the blend is new.
+    """Return the history of a run that resumes up to ``num_samples``, and a log line if the blend has changed.
 
     Raises:
-        DataError: the order of samples cannot go on: it, or the blend of a ``cyclic`` one, is another than before.
+        DataError: the sample order cannot resume: it has changed, or the blend has changed under ``cyclic``.
     """
     if dataloader_type != history.dataloader_type:
         raise DataError(
@@ -328,7 +328,7 @@ def continue_history(
 
 
 def _with_parts(history: DataHistory, parts: Sequence[BlendPart]) -> tuple[DataHistory, list[int]]:
-    """Add data sets that are new, and return the number of each part."""
+    """Add new data sets to the history, and return the number of each part."""
     records = list(history.data_sets)
     known = {record.key: number for number, record in enumerate(records)}
     numbers = []
@@ -360,7 +360,7 @@ def _next_phase(
     consumed_samples: int,
     num_samples: int,
 ) -> Phase:
-    """Return the phase that begins here; without weights each data set counts with what is left of its epoch."""
+    """Return the phase that starts here. Without weights, each data set is weighted by the rest of its epoch."""
     offsets = [history.data_sets[number].consumed_samples for number in numbers]
     if weights is None:
         sizes = [part.samples_per_epoch for part in parts]

@@ -1,4 +1,4 @@
-"""Decide which samples each data-parallel rank reads in each micro-batch."""
+"""Assign samples to the micro-batches of each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron.core.errors import DataError
 DataloaderType = Literal["single", "cyclic"]
 
 PADDING_ID: Final = -1
-"""Stands for a sample that fills a micro-batch and counts for nothing."""
+"""Id of a padding sample, which fills a micro-batch and does not contribute to the loss."""
 
 _EPOCHS_KEPT = 2
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a run consumes the samples of one data set: a function of seed and position alone.
+    """Order in which a run consumes the samples of one data set, as a function of seed and position.
 
-    ``single`` reads samples 0, 1, … and ends with the last. ``cyclic`` permutes all samples anew in every epoch and
-    never ends. Neither depends on the number of ranks or the batch size. The permutations of the epochs that were asked
-    for last are kept: what is read ahead may be of the one after that of the step.
+    ``single`` reads samples 0, 1, … and stops after the last. ``cyclic`` draws a new permutation for every epoch and
+    never stops. Neither depends on the number of ranks or the batch size. The last permutations are cached, because
+    prefetching may already read the epoch after that of the current step.
 
     Raises:
         DataError: there are no samples.
@@ -45,7 +45,7 @@ class SampleOrder:
             raise DataError("a data set without samples cannot be read; give it more text or a larger share of --split")
 
     def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
-        """Return the ``count`` sample ids that follow ``consumed_samples``; fewer where ``single`` ends."""
+        """Return the ``count`` sample ids after ``consumed_samples``; fewer at the end of ``single``."""
         end = consumed_samples + count
         if self.dataloader_type == "single":
             return np.arange(consumed_samples, max(consumed_samples, min(end, self.num_samples)), dtype=np.int64)
@@ -57,7 +57,7 @@ class SampleOrder:
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
 
     def epoch_permutation(self, epoch: int) -> NDArray[np.int32] | NDArray[np.int64]:
-        """Return the samples in the order of one epoch of ``cyclic``."""
+        """Return the permutation of the samples in one epoch of ``cyclic``."""
         if epoch not in self._permutations:
             for other in sorted(self._permutations)[: 1 - _EPOCHS_KEPT]:
                 del self._permutations[other]
@@ -74,11 +74,11 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """Yield the sample ids of one data-parallel rank, one list a micro-batch.
+    """Sampler that yields the sample ids of one data-parallel rank, one list per micro-batch.
 
-    Of each ``micro_batch_size * data_parallel_size`` samples of the global order, rank r takes the r-th
-    ``micro_batch_size``. A last part that does not fill every rank is left out. A step of any number of micro-batches
-    thus reads the same samples whatever the number of ranks.
+    From each ``micro_batch_size * data_parallel_size`` samples of the global order, rank r takes the r-th group of
+    ``micro_batch_size``. A last part that does not fill every rank is dropped. A training step thus reads the same
+    samples for any number of ranks.
 
     Raises:
         DataError: ``single`` has no samples left after ``consumed_samples``.
@@ -118,10 +118,9 @@ class MicroBatchSampler:
 
 @dataclass(frozen=True)
 class WholeSetSampler:
-    """Yield the first ``num_samples`` samples once, in order, split over the ranks as `MicroBatchSampler` does.
+    """Sampler that yields the first ``num_samples`` samples once, in order, split over ranks like `MicroBatchSampler`.
 
-    Every rank gets as many micro-batches of full size; what the last ones lack are samples that do not count
-    (`PADDING_ID`).
+    Every rank gets the same number of full micro-batches. The last ones are filled with padding samples (`PADDING_ID`).
     """
 
     num_samples: int
@@ -140,5 +139,5 @@ class WholeSetSampler:
 
 
 def sample_ids_hash(sample_ids: NDArray[np.int64]) -> str:
-    """Hash what names the samples of a step, in global order, to 16 hexadecimal digits: equal at every layout."""
+    """Hash the samples of a step, in global order, to 16 hexadecimal digits that do not depend on the parallelism."""
     return hashlib.blake2b(np.ascontiguousarray(sample_ids, "<i8").data, digest_size=8).hexdigest()

@@ -17,21 +17,21 @@ _NOT_TEXT = "\ufffd"
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Rearrange some of a sample's documents, so that a model learns to write what lies between two texts.
+    """FIM transformation of some of a sample's documents: a model learns to write the text between prefix and suffix.
 
-    A document is cut at two places between its characters. Half of those chosen, or a share of ``spm_rate``, begin
-    with the suffix, the others with the prefix; the middle is always last. What becomes of a sample depends on the
-    seed, the sample's number and its text alone. Tokens that begin or end inside a character keep their document as it
-    is. Paper: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022).
+    A document is split at two random character positions. A share of ``spm_rate`` of the chosen documents is written in
+    suffix-prefix-middle (SPM) order, the others in prefix-suffix-middle (PSM) order. The result depends only on the
+    seed, the sample's number and its text. A document whose tokens start or end inside a character is left unchanged.
+    Paper: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022).
 
     Attributes:
-        rate: share of the documents that are rearranged.
-        prefix_id, middle_id, suffix_id: special tokens that begin each part.
-        document_end_id: token that ends a document; None: a sample is one document.
-        split_id: token that cuts a document into fragments, which are then rearranged one by one with
-            ``fragment_rate``; None cuts none.
-        kept_beginning: a document that begins with this text stays as it is.
-        pad_id: fills a sample that became shorter, masked out.
+        rate: share of the documents that are transformed.
+        prefix_id, middle_id, suffix_id: special tokens at the start of each part.
+        document_end_id: end-of-document token. None: a sample is one document.
+        split_id: token that separates the fragments of a document, which are then transformed separately at
+            ``fragment_rate``. None: documents have no fragments.
+        kept_beginning: a document that starts with this text is left unchanged.
+        pad_id: fills a sample that became shorter. These positions are masked out.
     """
 
     tokenizer: Tokenizer
@@ -47,7 +47,7 @@ class FillInTheMiddle:
     pad_id: int = 0
 
     def apply(self, text: NDArray[np.int64], num_tokens: int, seed: int, number: int) -> int:
-        """Rearrange ``num_tokens`` tokens in ``text``, cut where they became more; return how many there are now.
+        """Transform ``num_tokens`` tokens in ``text`` in place, truncate, and return the new number of tokens.
 
         Shapes: text ``[sequence_length + 1]``.
         """
@@ -71,7 +71,7 @@ class FillInTheMiddle:
             yield document
 
     def _permuted(self, tokens: NDArray[np.int64], rate: float, generator: np.random.Generator) -> NDArray[np.int64]:
-        # Drawn for each, whatever becomes of it: no draw depends on the ones before it.
+        # Always draw four numbers, so that no draw depends on the outcome of earlier ones.
         chosen, suffix_first, *places = generator.random(4)
         content = self.tokenizer.detokenize(tokens.tolist())
         if chosen >= rate or _NOT_TEXT in content or not content:
@@ -93,7 +93,7 @@ def special_token_id(tokenizer: Tokenizer, token: str, flag: str) -> int:
     """Return the id of a special token.
 
     Raises:
-        TokenizerError: the tokenizer has no single token of that spelling; the message names it and ``flag``.
+        TokenizerError: the tokenizer does not encode ``token`` as one token; the message names it and ``flag``.
     """
     advice = f"give {flag} a special token that it has"
     try:
@@ -106,7 +106,7 @@ def special_token_id(tokenizer: Tokenizer, token: str, flag: str) -> int:
 
 
 def _cut(tokens: NDArray[np.int64], end_id: int | None) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """Yield the runs of other tokens ("text", not empty) and each ``end_id`` ("end"), in order."""
+    """Yield each ``end_id`` ("end") and the non-empty runs of other tokens between them ("text"), in order."""
     begin = 0
     for place in np.flatnonzero(tokens == end_id).tolist() if end_id is not None else ():
         if place > begin:

@@ -1,4 +1,4 @@
-"""GPT data set: cut shuffled documents into samples of equal length, or generate mock samples."""
+"""GPT data set: split shuffled documents into samples of equal length, or generate mock samples."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from megatron.core.errors import DataError
 class GPTSample(TypedDict, total=False):
     """One training sample; all arrays have shape ``[sequence_length]``.
 
-    ``document_ids`` (0, 1, … from the start of the sample) is there only with ``reset_attention_mask``.
-    ``padding_mask`` is True where a position holds no token of the data, and is there only if a position may. A token
-    that the loss does not count is no padding.
+    ``document_ids`` (0, 1, … from the start of the sample) is present only with ``reset_attention_mask``.
+    ``padding_mask`` is True for positions that hold no token of the data. It may be absent if there is no padding.
+    A token that is masked out of the loss is not padding.
     """
 
     tokens: NDArray[np.int64]
@@ -41,7 +41,7 @@ class GPTSample(TypedDict, total=False):
 
 
 class SampleDataset(Protocol):
-    """Samples by number; ``source_of`` names where one comes from, for messages."""
+    """Indexable data set of samples. ``source_of`` names the origin of a sample for messages."""
 
     def __len__(self) -> int: ...
 
@@ -52,47 +52,47 @@ class SampleDataset(Protocol):
 
 @runtime_checkable
 class ExternalSamples(Protocol):
-    """Give micro-batches in an order of the caller's own.
+    """Source of micro-batches in an order that the caller defines.
 
-    A run that is to go on as if it had not been stopped, at any layout, needs an order that is a function of
-    ``consumed_samples``, of which each data-parallel rank takes its share. The first rank of each tensor-parallel group
-    reads, where its pipeline stage needs samples, and asks for a few micro-batches more than the run trains on. Loss
-    masks hold 0 and 1 only, and so do padding masks, which a sample without padding need not have. Positions other than
-    0, 1, … need ``--reset-position-ids``, ``document_ids`` ``--reset-attention-mask``.
+    For a bitwise resume at any parallelism, the order must be a function of ``consumed_samples``, and each
+    data-parallel rank must return its part of it. The first rank of each tensor-parallel group reads, if its pipeline
+    stage needs samples. It prefetches a few micro-batches more than the run trains on. Loss masks and padding masks
+    hold 0 and 1 only. A sample without padding needs no padding mask. Position ids other than 0, 1, … need
+    ``--reset-position-ids``, and ``document_ids`` need ``--reset-attention-mask``.
     """
 
     def read_microbatches(
         self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
     ) -> Iterator[Sequence[GPTSample]]:
-        """Yield the micro-batches of one data-parallel rank that follow ``consumed_samples`` samples of all ranks."""
+        """Yield the micro-batches of one data-parallel rank after ``consumed_samples`` samples over all ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class DataUsage:
-    """How often a data set is read to give the samples that are asked of it."""
+    """Number of epochs of a data set that the requested samples take."""
 
     name: str
     num_samples: int | None
-    """Samples asked for; None asks for one epoch."""
+    """Requested samples; None requests one epoch."""
     samples_per_epoch: int
     num_epochs: int
 
     def describe(self) -> str:
-        """Return one line: the samples needed, the samples there are, and the number of epochs."""
+        """Return one line with the samples needed, the samples available, and the number of epochs."""
         epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs} epochs"
         needed = self.samples_per_epoch if self.num_samples is None else self.num_samples
         return f"{self.name}: need {needed} samples, have {self.samples_per_epoch} in one epoch, reading {epochs}"
 
 
 class GPTDataset:
-    """Give samples of ``sequence_length + 1`` tokens, overlapping by one, from shuffled documents.
+    """Samples of ``sequence_length + 1`` tokens, overlapping by one, from shuffled documents.
 
-    ``sequences`` are those of ``indexed_dataset`` that belong to the split ``split_name``; ``num_samples`` decides the
-    number of epochs (None: one). There are as many samples as whole epochs give, never fewer than asked for.
+    ``sequences`` are the sequences of ``indexed_dataset`` in the split ``split_name``. ``num_samples`` determines the
+    number of epochs (None: one). The data set has the samples of whole epochs, at least ``num_samples``.
 
     Raises:
-        DataError: samples are asked for and there are no tokens, or the index of the data set is damaged.
+        DataError: samples are requested but there are no tokens, or the index of the data set is damaged.
     """
 
     def __init__(
@@ -132,10 +132,10 @@ class GPTDataset:
         self._positions.flags.writeable = self._all_ones.flags.writeable = False
 
     def _describe_index(self, lengths_fingerprint: str) -> dict[str, Any]:
-        """List everything that the index arrays depend on, and nothing else.
+        """Return everything that the index arrays depend on, and nothing else.
 
-        The tokens themselves do not matter, nor where the files lie, nor the options that act on a sample after it
-        was read.
+        The arrays depend neither on the tokens, nor on the location of the files, nor on options that are applied to a
+        sample after it was read.
         """
         return {
             "dataset_name": Path(self.indexed_dataset.prefix).name,
@@ -186,28 +186,28 @@ class GPTDataset:
 
     @property
     def sample_index(self) -> NDArray[Any]:
-        """Where each sample starts: a place in `document_index` and a token offset; ``[len + 1, 2]``."""
+        """Start of each sample: a position in `document_index` and a token offset; ``[len + 1, 2]``."""
         return self._indices["sample_index"]
 
     @property
     def shuffle_index(self) -> NDArray[Any]:
-        """The sample that each number stands for."""
+        """Unshuffled sample of each index, ``[len]``."""
         return self._indices["shuffle_index"]
 
     @property
     def index_files(self) -> Mapping[str, Path]:
-        """The files of these three arrays by name; none for an index in memory."""
+        """Files of these three arrays by name; empty for an index in memory."""
         return self._indices.files
 
     def __len__(self) -> int:
         return self._num_samples
 
     def source_of(self, index: int) -> str:
-        """Name the data set; ``index`` does not matter here."""
+        """Return the name of the data set; ``index`` is ignored."""
         return self.indexed_dataset.prefix
 
     def parts_of(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the sequence, and the first token and the end in it, of each piece of an unshuffled sample's text."""
+        """Yield sequence, start token and end token of each piece of an unshuffled sample's text."""
         (first, offset), (last, end) = (tuple(map(int, place)) for place in self.sample_index[row : row + 2])
         for place in range(first, last + 1):
             sequence = int(self.document_index[place])
@@ -227,7 +227,7 @@ class GPTDataset:
         return make_sample(text, num_tokens, self.config, self._positions, self._all_ones)
 
     def _read_text(self, index: int, text: NDArray[np.int64]) -> int:
-        """Fill ``text`` with the tokens of a sample and return their number."""
+        """Copy the tokens of a sample into ``text`` and return their number."""
         arrays = self._indices.arrays
         documents, samples = arrays["document_index"], arrays["sample_index"]
         row = arrays["shuffle_index"].item(index)
@@ -258,7 +258,7 @@ class GPTDataset:
 
 
 def fingerprint_lengths(indexed_dataset: IndexedDataset, cache: IndexCache) -> str:
-    """Hash the sequence lengths; those of a file that did not change since the last time are not read again."""
+    """Hash the sequence lengths. The hash of an unchanged file comes from the cache."""
     identity = indexed_dataset.index_identity
     if identity is None:
         return indexed_dataset.lengths_fingerprint
@@ -266,7 +266,7 @@ def fingerprint_lengths(indexed_dataset: IndexedDataset, cache: IndexCache) -> s
 
 
 def token_range_error(source: str, smallest: int, largest: int, vocab_size: int) -> DataError:
-    """Return the error for token ids that the tokenizer does not have."""
+    """Return the error for token ids outside the vocabulary."""
     return DataError(
         f"{source} holds token id {smallest if smallest < 0 else largest}, but the vocabulary has {vocab_size} ids (0 "
         f"to {vocab_size - 1}); give the tokenizer that the data was written with (--tokenizer-type, --vocab-file, "
@@ -281,9 +281,9 @@ def make_sample(
     positions: NDArray[np.int64],
     all_ones: NDArray[np.float32],
 ) -> GPTSample:
-    """Turn ``sequence_length + 1`` tokens, ``num_tokens`` of them real, into a sample.
+    """Turn ``sequence_length + 1`` tokens, of which ``num_tokens`` are not padding, into a sample.
 
-    ``positions`` (0, 1, …) and ``all_ones`` are shared by all samples that need no others, and are never written to.
+    ``positions`` (0, 1, …) and ``all_ones`` are shared by all samples with default values, and are never modified.
     """
     tokens = text[:-1]
     sample: GPTSample = {
@@ -303,7 +303,7 @@ def make_sample(
             loss_mask[is_eod] = 0.0
         sample["loss_mask"] = loss_mask
     if is_eod is not None and (config.reset_position_ids or config.reset_attention_mask):
-        # An end-of-document token belongs to the document that it ends.
+        # An end-of-document token belongs to the document before it.
         starts = np.zeros(len(tokens), np.int64)
         starts[1:] = is_eod[:-1]
         if config.reset_attention_mask:
@@ -314,10 +314,10 @@ def make_sample(
 
 
 class MockGPTDataset:
-    """Make up samples that a model can learn: each token is followed by the same one, wherever it occurs.
+    """Synthetic samples that a model can learn: every token always has the same successor.
 
-    The sequences walk along one cycle through part of the vocabulary. Where the tokenizer has an end-of-document token,
-    documents of a length that depends on the sample end with it. A sample is a function of (seed, split, index).
+    The sequences follow one cycle through part of the vocabulary. If the tokenizer has an end-of-document token, it
+    ends documents of a length that depends on the sample. A sample is a function of (seed, split, index).
     """
 
     MAX_CYCLE = 1024
@@ -337,7 +337,7 @@ class MockGPTDataset:
         return self._num_samples
 
     def source_of(self, index: int) -> str:
-        """Name the source; ``index`` does not matter here."""
+        """Return the name of the source; ``index`` is ignored."""
         return "mock data"
 
     def __getitem__(self, index: int) -> GPTSample:

@@ -18,7 +18,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Blend:
-    """Data set prefixes and the share of each; without weights each is used up, in proportion to its size."""
+    """Data set prefixes and their weights. Without weights, each is read completely, in proportion to its size."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -26,7 +26,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """A validation set beside the one of the split: its name, its data, and its samples (None: all of one epoch)."""
+    """Additional validation set: its name, its data, and its number of samples (None: one epoch)."""
 
     name: str
     blend: Blend
@@ -35,65 +35,65 @@ class ValidationSet:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """Describe the training, validation and test data of a run.
+    """Configuration of the training, validation and test data of a run.
 
     Raises:
-        ConfigurationError: values that contradict each other, all of them at once.
+        ConfigurationError: values are invalid or contradict each other; the error lists every problem.
     """
 
     sequence_length: int
-    """Tokens of a sample, without the one more that the last label needs."""
+    """Tokens per sample, without the additional token that the last label needs."""
 
     random_seed: int = 1234
-    """Seed of every shuffle; each data set and split starts from it afresh."""
+    """Seed of every shuffle. The random state of each data set and split starts from it."""
 
     blend: Blend | None = None
-    """Data sets that are divided among training, validation and test by ``split``."""
+    """Data sets that ``split`` divides into training, validation and test data."""
 
     blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None = None
-    """Data sets of training, validation and test apart; takes the place of ``blend`` and ``split``."""
+    """Separate data sets for training, validation and test, instead of ``blend`` and ``split``."""
 
     extra_valid: tuple[ValidationSet, ...] = ()
-    """Validation sets beside the one of the split, all of whose sequences they use."""
+    """Additional validation sets, which use all sequences of their data sets."""
 
     split: str = "969,30,1"
-    """Shares of training, validation and test in the sequences of each data set."""
+    """Shares of each data set's sequences for training, validation and test."""
 
     mock: bool = False
-    """Make up sequences instead of reading any."""
+    """Generate mock data instead of reading files."""
 
     path_to_cache: str | None = None
-    """Folder of the index cache; without it, ``cache/GPTDataset_indices`` beside each data set."""
+    """Folder of the index cache. None: ``cache/GPTDataset_indices`` in the folder of each data set."""
 
     mmap_bin_files: bool = True
-    """Map the token files into memory; without it they are read."""
+    """Memory-map the token files instead of reading them."""
 
     mid_level_dataset_surplus: float = 0.005
-    """Share of samples that each data set of a weighted blend is built with beyond its part."""
+    """Relative surplus of samples that each data set of a weighted blend is built with."""
 
     drop_last_partial_validation_sequence: bool = True
-    """Leave out the last validation sample where it is shorter than the others; else it is padded."""
+    """Drop the last validation sample if it is shorter than the others, instead of padding it."""
 
     reset_position_ids: bool = False
-    """Count positions from 0 again after each end-of-document token."""
+    """Restart position ids at 0 after each end-of-document token."""
 
     reset_attention_mask: bool = False
-    """Let no token attend to another document; samples then carry ``document_ids``."""
+    """Mask attention between documents. Samples then have ``document_ids``."""
 
     eod_mask_loss: bool = False
-    """Leave positions whose input is an end-of-document token out of the loss."""
+    """Mask positions whose input is an end-of-document token out of the loss."""
 
     eod_token_id: int | None = None
     """The tokenizer's end-of-document token."""
 
     vocab_size: int | None = None
-    """Ids that the tokenizer knows; tokens are checked against it. None checks nothing."""
+    """Vocabulary size that token ids are checked against. None disables the check."""
 
     conversations: ConversationOptions | None = None
-    """Read conversations, whose answers alone are learned, in place of text."""
+    """Read conversations, with a loss on answers only, instead of text."""
 
     fill_in_the_middle: FillInTheMiddle | None = None
-    """Turn some documents of each sample into tasks of filling in their middle."""
+    """Fill-in-the-middle (FIM) transformation of some documents of each sample."""
 
     def __post_init__(self) -> None:
         problems = list(self._find_problems())
@@ -101,13 +101,13 @@ class GPTDatasetConfig:
             raise ConfigurationError(problems)
 
     def index_folder(self, prefix: str) -> Path:
-        """Return where the indices of a data set are kept."""
+        """Return the folder for the sample indices of a data set."""
         if self.path_to_cache:
             return as_path(self.path_to_cache)
         if is_url(prefix):
             return machine_cache() / "GPTDataset_indices"
         parent = Path(prefix).parent
-        # What jsonl was packed to lies among the indices already.
+        # Tokenized JSONL is already in the index folder.
         return parent if parent.name == "GPTDataset_indices" else parent / "cache" / "GPTDataset_indices"
 
     def _find_problems(self) -> list[str]:
@@ -128,7 +128,7 @@ class GPTDatasetConfig:
             "--eod-mask-loss": self.eod_mask_loss,
         }
         if self.conversations is not None:
-            # Conversations are known apart without a token that ends them.
+            # Conversations have boundaries without an end-of-document token.
             flags = {"--eod-mask-loss": self.eod_mask_loss}
         needing = [flag for flag, on in flags.items() if on]
         if needing and self.eod_token_id is None:
@@ -148,12 +148,12 @@ class GPTDatasetConfig:
 
 
 def parse_blend(items: Sequence[str]) -> Blend:
-    """Read ``prefix``, ``prefix prefix …`` or ``weight prefix weight prefix …``.
+    """Parse ``prefix``, ``prefix prefix …`` or ``weight prefix weight prefix …``.
 
     Weights may be of any scale, such as token counts.
 
     Raises:
-        ConfigurationError: no items, or only some of the places where weights stand hold numbers.
+        ConfigurationError: there are no items, or only some prefixes have a weight.
     """
     if not items:
         raise ConfigurationError("an empty list of data paths is given; give prefixes, or weights and prefixes in turn")
@@ -171,10 +171,10 @@ def parse_blend(items: Sequence[str]) -> Blend:
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Read ``949,50,1`` as the shares of training, validation and test, which sum to 1; missing ones are 0.
+    """Parse ``949,50,1`` into the shares of training, validation and test, which sum to 1. Missing shares are 0.
 
     Raises:
-        ConfigurationError: something else than one to three numbers of 0 or more, or nothing but zeros.
+        ConfigurationError: the text is not one to three non-negative numbers, or all of them are zero.
     """
     parts = [part for part in re.split(r"[,/\s]+", text.strip()) if part]
     if not 1 <= len(parts) <= len(SPLIT_NAMES) or not all(re.fullmatch(r"\d*\.?\d+|\d+\.", part) for part in parts):
@@ -188,7 +188,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_boundaries(shares: Sequence[float], num_sequences: int) -> list[range | None]:
-    """Divide the sequences of a data set; a share of 0 gives None, one that rounds to nothing an empty range."""
+    """Divide the sequences of a data set. A share of 0 gives None, a share that rounds to zero an empty range."""
     bounds = list(itertools.accumulate(shares, initial=0.0))
     return [
         range(round(begin * num_sequences), round(end * num_sequences)) if end > begin else None
@@ -197,9 +197,9 @@ def split_boundaries(shares: Sequence[float], num_sequences: int) -> list[range 
 
 
 def suggest_split(shares: Sequence[float], num_sequences: int) -> str | None:
-    """Find the split nearest to ``shares`` that leaves no wanted part of ``num_sequences`` sequences empty.
+    """Find the split closest to ``shares`` that gives every nonzero share at least one of ``num_sequences`` sequences.
 
-    Returns it as ``--split`` takes it, or None where there are fewer sequences than wanted parts.
+    Returns the split in the format of ``--split``, or None if there are fewer sequences than nonzero shares.
     """
     counts = [max(1, round(share * num_sequences)) if share > 0 else 0 for share in shares]
     while sum(counts) > num_sequences and max(counts) > 1:

@@ -1,5 +1,5 @@
-// Compiled twins of the functions in index_builder.py. They return the same arrays, bit for bit: compile without
-// floating-point contraction, because a fused multiply-add would break ties between data sets of a blend.
+// C++ versions of the functions in index_builder.py, which return bitwise identical arrays. Compile without
+// floating-point contraction, because a fused multiply-add would break ties between data sets of a blend differently.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -58,7 +58,7 @@ Array<Index> sample_index(Array<int32_t> lengths, Array<int32_t> documents, int6
   return result;
 }
 
-// Without sizes no data set is ever spent.
+// Without sizes, no data set is ever exhausted.
 py::tuple order_blend(const double* weights, const int64_t* sizes, std::size_t num_datasets, int64_t num_samples,
                       int vector_bits) {
   const megatron::FillBlendBlock fill_block = megatron::choose_fill_blend_block(num_datasets, vector_bits);

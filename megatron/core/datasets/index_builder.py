@@ -1,7 +1,7 @@
-"""Compute the indices that turn documents into samples and data sets into a blend.
+"""Build the indices that turn documents into samples and data sets into a blend.
 
-Every function is pure: the same arguments give the same arrays on every rank. `NumpyIndexBuilder` is the definition;
-`CompiledIndexBuilder` returns identical arrays faster. `select_index_builder` chooses between them, and
+Every function is pure: the same arguments give the same arrays on every rank. `NumpyIndexBuilder` is the reference
+implementation. `CompiledIndexBuilder` returns identical arrays faster. `select_index_builder` chooses between them, and
 `CountedIndexBuilder` reports the progress of either.
 """
 
@@ -21,7 +21,7 @@ SampleIndex = NDArray[np.int32] | NDArray[np.int64]
 BlendIndices = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 SEPARATE_FINAL_EPOCH_BELOW: Final = 0.80
-"""Shuffle the last epoch apart where less than this share of it is asked for, so that its rest stays unseen."""
+"""Shuffle the last epoch separately if less than this share of it is requested, so that the rest stays unseen."""
 
 _INT32_MAX: Final = int(np.iinfo(np.int32).max)
 _UINT32_MAX: Final = int(np.iinfo(np.uint32).max)
@@ -30,19 +30,19 @@ _INT16_MAX: Final = int(np.iinfo(np.int16).max)
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many epochs over the documents a number of samples needs, and how they are shuffled."""
+    """Number of epochs that the requested samples need, and how the epochs are shuffled."""
 
     num_epochs: int
     separate_final_epoch: bool
     num_shuffled_together: int | None
-    """Samples of the epochs before a separate last one; None where all epochs are shuffled together."""
+    """Samples of the epochs before a separate last epoch. None if all epochs are shuffled together."""
 
 
 def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None) -> EpochPlan:
-    """Plan the epochs that give ``num_samples`` samples (one epoch without a number).
+    """Plan the epochs that yield ``num_samples`` samples (one epoch if it is None).
 
     Raises:
-        DataError: samples are asked for where there are no tokens.
+        DataError: samples are requested but there are no tokens.
     """
     if num_samples is None or num_samples <= 0:
         return EpochPlan(1, False, None)
@@ -66,7 +66,7 @@ def count_samples(num_tokens: int, sequence_length: int, drop_last_partial_seque
 def sample_index_dtype(num_documents: int) -> np.dtype[Any]:
     """Return the dtype of a sample index over a document index of ``num_documents`` entries.
 
-    Offsets always fit int32, as lengths do; places do unless there are more than 2**31 - 1 of them.
+    Token offsets always fit int32, as sequence lengths do. Positions fit unless there are more than 2**31 - 1.
     """
     return np.dtype(np.int32 if num_documents <= _INT32_MAX else np.int64)
 
@@ -77,7 +77,7 @@ def shuffle_index_dtype(num_samples: int) -> np.dtype[Any]:
 
 
 class IndexBuilder(Protocol):
-    """Build the index arrays of data sets and blends."""
+    """Interface of builders of the index arrays of data sets and blends."""
 
     name: str
 
@@ -88,7 +88,7 @@ class IndexBuilder(Protocol):
         random_state: np.random.RandomState,
         separate_final_epoch: bool = False,
     ) -> NDArray[np.int32]:
-        """Repeat ``documents`` once an epoch and shuffle them, the last epoch apart if asked for."""
+        """Repeat ``documents`` once per epoch and shuffle them, the last epoch optionally separately."""
 
     def sample_index(
         self,
@@ -97,33 +97,33 @@ class IndexBuilder(Protocol):
         sequence_length: int,
         num_samples: int,
     ) -> SampleIndex:
-        """Find where each sample starts: a place in ``document_index`` and a token offset in that document.
+        """Compute the start of each sample: a position in ``document_index`` and a token offset in that document.
 
-        Sample i reads from row i to row i + 1, both tokens included. One sample more than full ones fit (see
-        `count_samples`) ends with the last token.
+        Sample i reads from row i to row i + 1, both tokens included. A partial last sample (see `count_samples`) ends
+        with the last token.
 
         Shapes: lengths ``[num_sequences]``, document_index ``[num_documents]`` -> ``[num_samples + 1, 2]``, int32
-        where its values fit, else int64.
+        if the values fit, else int64.
         """
 
     def shuffle_index(
         self, num_samples: int, total: int, random_state: np.random.RandomState
     ) -> NDArray[np.uint32] | NDArray[np.int64]:
-        """Permute the first ``num_samples`` of ``total`` samples, and the rest, each among themselves."""
+        """Shuffle the first ``num_samples`` of ``total`` samples, and separately the rest."""
 
     def blending_indices(self, weights: NDArray[np.float64], size: int) -> BlendIndices:
-        """Choose a data set, and a sample of it, for each of ``size`` steps.
+        """Choose a data set and a sample of it for each of ``size`` blend entries.
 
-        Step i takes from the data set with the largest ``weight * max(i, 1) - samples taken``, ties to the lowest, in
-        float64 with each operation rounded. Weights are shares, from 0 to 1.
+        Entry i comes from the data set with the largest ``weight * max(i, 1) - samples taken``, ties to the lowest
+        index, computed in float64 without fused operations. Weights are shares from 0 to 1.
         """
 
     def exhaustive_blending_indices(self, sizes: NDArray[np.int64]) -> BlendIndices:
-        """Choose as `blending_indices` does, with sizes for weights, until each data set is spent."""
+        """Choose as `blending_indices` does, with sizes as weights, until every data set is exhausted."""
 
 
 class NumpyIndexBuilder:
-    """Build indices with NumPy alone."""
+    """Index builder in NumPy."""
 
     name = "NumPy"
 
@@ -153,7 +153,7 @@ class NumpyIndexBuilder:
             return result
         boundaries = np.arange(1, num_samples + 1, dtype=np.int64) * sequence_length
         places = np.searchsorted(ends, boundaries, side="right")
-        if boundaries[-1] >= num_tokens:  # the last sample is a partial one: it ends with the last token
+        if boundaries[-1] >= num_tokens:  # a partial last sample ends with the last token
             places[-1] = len(ends) - 1
             boundaries[-1] = num_tokens - 1
         result[1:, 0] = places
@@ -172,7 +172,7 @@ class NumpyIndexBuilder:
         dataset_sample_index = np.empty(size, np.int64)
         taken = np.zeros(len(weights), np.float64)
         error = np.empty(len(weights), np.float64)
-        # Each choice depends on all before it, so only the search among the data sets is vectorized.
+        # Each choice depends on all earlier ones, so only the search over the data sets is vectorized.
         for i in range(size):
             np.multiply(weights, max(i, 1), out=error)
             np.subtract(error, taken, out=error)
@@ -209,7 +209,7 @@ class NumpyIndexBuilder:
 
 
 class CompiledIndexBuilder:
-    """Build the same indices with the C++ extension."""
+    """Index builder in C++, which returns the same arrays as `NumpyIndexBuilder`."""
 
     name = "compiled"
 
@@ -264,7 +264,7 @@ class CompiledIndexBuilder:
     def _shuffle(self, values: NDArray[Any], random_state: np.random.RandomState) -> None:
         functions = {"int32": self._extension.shuffle_int32, "uint32": self._extension.shuffle_uint32}
         shuffle = functions.get(values.dtype.name)
-        if shuffle is None or len(values) > _UINT32_MAX:  # more values than 32-bit targets reach
+        if shuffle is None or len(values) > _UINT32_MAX:  # more values than 32-bit indices address
             random_state.shuffle(values)
             return
         state: Any = random_state.get_state(legacy=True)
@@ -275,7 +275,7 @@ class CompiledIndexBuilder:
 
 
 def select_index_builder(report: Callable[[str], None]) -> IndexBuilder:
-    """Return the compiled index builder where it can be loaded, else the NumPy one, which is reported in one line."""
+    """Return the compiled index builder if it can be loaded, else report that and return the NumPy one."""
     try:
         from megatron.core.datasets import _helpers
     except (ImportError, OSError) as error:
@@ -326,7 +326,7 @@ def _check_shares(weights: NDArray[np.float64]) -> None:
 
 
 Told = Callable[[str, int, int], None]
-"""Take the name of a split, how many of its samples are indexed, and how many there are."""
+"""Callback that takes the name of a split, its indexed samples so far, and its total samples."""
 
 
 def ignore_index_progress(split: str, done: int, total: int) -> None:
@@ -334,10 +334,10 @@ def ignore_index_progress(split: str, done: int, total: int) -> None:
 
 
 class CountedIndexBuilder:
-    """Build by another index builder, and tell how much of a split is done.
+    """Wrapper of an index builder that reports the progress of a split.
 
-    A sample is found in the text and then shuffled: half of the work each. What is taken from the cache is done at
-    once. Nothing is told of what is built without a `begin`.
+    Building the sample index counts as half of the work, the shuffle as the other half. An index from the cache counts
+    as done at once. Without a call of `begin`, nothing is reported.
     """
 
     def __init__(self, builder: IndexBuilder, told: Told) -> None:
@@ -348,17 +348,17 @@ class CountedIndexBuilder:
         self._done = self._share = 0
 
     def begin(self, split: str, num_samples: int) -> None:
-        """Begin with a split that takes so many samples of its data sets."""
+        """Start a split that takes ``num_samples`` samples from its data sets."""
         self._split, self._total, self._done, self._share = split, num_samples, 0, 0
         self._tell(0)
 
     def next_data_set(self, num_samples: int) -> None:
-        """Count the data set before as done, built or found, and begin with one of which so many are taken."""
+        """Count the previous data set as done and start one of which ``num_samples`` samples are taken."""
         self._done, self._share = self._done + self._share, num_samples
         self._tell(0)
 
     def end(self) -> None:
-        """Count the whole split as done."""
+        """Report the whole split as done."""
         self._tell(self._total)
         self._total = 0
 
@@ -369,7 +369,7 @@ class CountedIndexBuilder:
         random_state: np.random.RandomState,
         separate_final_epoch: bool = False,
     ) -> NDArray[np.int32]:
-        """Build it; see `IndexBuilder`."""
+        """Build the index; see `IndexBuilder`."""
         return self._builder.document_index(documents, num_epochs, random_state, separate_final_epoch)
 
     def sample_index(
@@ -379,7 +379,7 @@ class CountedIndexBuilder:
         sequence_length: int,
         num_samples: int,
     ) -> SampleIndex:
-        """Build it, and tell that half of the data set is done; see `IndexBuilder`."""
+        """Build the index and report half of the data set as done; see `IndexBuilder`."""
         built = self._builder.sample_index(lengths, document_index, sequence_length, num_samples)
         self._tell(self._share // 2)
         return built
@@ -387,15 +387,15 @@ class CountedIndexBuilder:
     def shuffle_index(
         self, num_samples: int, total: int, random_state: np.random.RandomState
     ) -> NDArray[np.uint32] | NDArray[np.int64]:
-        """Build it; see `IndexBuilder`."""
+        """Build the index; see `IndexBuilder`."""
         return self._builder.shuffle_index(num_samples, total, random_state)
 
     def blending_indices(self, weights: NDArray[np.float64], size: int) -> BlendIndices:
-        """Build them; see `IndexBuilder`."""
+        """Build the indices; see `IndexBuilder`."""
         return self._builder.blending_indices(weights, size)
 
     def exhaustive_blending_indices(self, sizes: NDArray[np.int64]) -> BlendIndices:
-        """Build them; see `IndexBuilder`."""
+        """Build the indices; see `IndexBuilder`."""
         return self._builder.exhaustive_blending_indices(sizes)
 
     def _tell(self, more: int) -> None:

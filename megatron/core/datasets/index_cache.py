@@ -1,4 +1,4 @@
-"""Cache built index arrays in files whose names hash everything that their content depends on.
+"""Cache index arrays in files whose names hash all inputs of the arrays.
 
 `CacheMirror` shares the cache of each node with the other nodes through an object store.
 """
@@ -26,9 +26,9 @@ _CHUNK_BYTES = 16 << 20
 
 
 class CacheMirror:
-    """Fetch the files of an index from a folder of a store, and put new ones there, their description last.
+    """Mirror of index files in a folder of an object store. The description file is uploaded last.
 
-    What goes wrong is said in a line: an index that cannot be shared is built by each machine.
+    Errors are reported in one line: every node builds an index that cannot be shared.
     """
 
     def __init__(self, folder: ObjectPath, copies: Path, report: Callable[[str], None]) -> None:
@@ -37,7 +37,7 @@ class CacheMirror:
         self._report = report
 
     def fetch(self, described: Path, files: Mapping[str, Path]) -> Path | None:
-        """Return a folder of this machine with an index's files under their names; None where the store has none."""
+        """Download the files of an index to a local folder and return it; None if the store has no such index."""
         objects = [self._folder / path.name for path in (described, *files.values())]
         try:
             return fetch(objects, self._copies)
@@ -48,7 +48,7 @@ class CacheMirror:
             return None
 
     def put(self, described: Path, files: Mapping[str, Path]) -> None:
-        """Copy an index's files into the store."""
+        """Upload the files of an index to the store."""
         try:
             for path in (*files.values(), described):
                 target = self._folder / path.name
@@ -68,17 +68,17 @@ def _upload(path: Path, target: ObjectPath) -> None:
 Arrays = Mapping[str, NDArray[Any]]
 
 FORMAT_VERSION: Final = 1
-"""Part of every key: raise it when the same description would give other arrays."""
+"""Part of every cache key. Increment it when the same description gives different arrays."""
 
 _ABANDONED_AFTER_S: Final = 3600.0
-"""Temporary files that nobody wrote to for so long were left by a process that was killed."""
+"""Age without writes after which a temporary file is assumed to be left from a killed process."""
 
 _UNREADABLE: Final = (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError, SyntaxError, TokenError)
-"""What reading a damaged .npy file may raise."""
+"""Exceptions that reading a damaged .npy file may raise."""
 
 
 class IndexArrays:
-    """Hold the ``arrays`` of one index; those that lie in files are pickled as file names, not as data."""
+    """The ``arrays`` of one index. Arrays in files are pickled as file names, not as data."""
 
     def __init__(self, arrays: Arrays, files: Mapping[str, Path] | None = None) -> None:
         self.arrays = dict(arrays)
@@ -89,12 +89,12 @@ class IndexArrays:
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """Return the files of the arrays by name; none for an index in memory."""
+        """Return the files of the arrays by name; empty for an index in memory."""
         return self._files or {}
 
     @property
     def source(self) -> str:
-        """Name the files for a message, or say that there are none."""
+        """Describe the location of the index for a message."""
         if self._files is None:
             return "index in memory"
         return f"index cache {next(iter(self._files.values())).parent}"
@@ -111,13 +111,13 @@ class IndexArrays:
 
 
 class IndexCache:
-    """Find index arrays by what they are made of, or build and publish them.
+    """Cache of index arrays, keyed by a hash of their inputs.
 
-    Any number of processes, on any number of machines, may share a folder without locks: each writes under names of
-    its own and renames, so a file under its final name is always whole; whoever renames last replaces equal content.
+    Any number of processes on any number of nodes may share a folder without locks. Each process writes to temporary
+    names and renames, so a file under its final name is always complete. A later rename replaces equal content.
 
-    ``folder`` None keeps nothing on disk; one of an object store is shared by all machines, each of which has its own
-    beside it. ``report`` is called with one line for a cache that cannot be used.
+    With ``folder`` None, nothing is written to disk. A folder in an object store is shared by all nodes, each of which
+    also has a local cache. ``report`` is called with one line for a cache that cannot be used.
     """
 
     def __init__(self, folder: str | Path | None, report: Callable[[str], None]) -> None:
@@ -137,10 +137,10 @@ class IndexCache:
         build: Callable[[], Arrays],
         find_damage: Callable[[Arrays], str | None],
     ) -> IndexArrays:
-        """Return the arrays that ``description`` stands for.
+        """Return the arrays for ``description``, from the cache or newly built.
 
-        ``kind`` follows the hash in the file names, as in ``GPTDataset-train``, then one of ``names``. ``find_damage``
-        says in words what is wrong with arrays that were read, or returns None; wrong ones are built anew.
+        File names consist of the hash, ``kind``, such as ``GPTDataset-train``, and one of ``names``. ``find_damage``
+        describes the damage of arrays that were read, or returns None. Damaged arrays are rebuilt.
         """
         if self.folder is None:
             return IndexArrays(build())
@@ -162,9 +162,9 @@ class IndexCache:
         return built
 
     def remember(self, kind: str, key: Mapping[str, Any], compute: Callable[[], str]) -> str:
-        """Return the text that ``compute`` returned when it was last asked with this key.
+        """Return the cached result of ``compute`` for this key.
 
-        It is for what would take long to find out again. A text that cannot be kept or read is computed.
+        Without a readable cache entry, the text is computed and cached if possible.
         """
         if self.folder is None:
             return compute()
@@ -175,7 +175,7 @@ class IndexCache:
             if check == _md5(name + text):
                 return text
         text = compute()
-        with contextlib.suppress(OSError):  # `_publish` tells of a folder that cannot be written
+        with contextlib.suppress(OSError):  # `_publish` reports a folder that cannot be written
             self.folder.mkdir(parents=True, exist_ok=True)
             _replace(path, lambda file: file.write(f"{text} {_md5(name + text)}\n".encode()))
         return text
@@ -187,7 +187,7 @@ class IndexCache:
         text: str,
         find_damage: Callable[[Arrays], str | None],
     ) -> IndexArrays | None:
-        """Read the arrays; None if one of the files is not there (in silence) or not whole (reported)."""
+        """Read the arrays; None if a file is missing (not reported) or damaged (reported)."""
         try:
             if described.read_text() != text:
                 raise ValueError("its description is not the one that its name stands for")
@@ -203,7 +203,7 @@ class IndexCache:
         return None
 
     def _publish(self, described: Path, files: Mapping[str, Path], text: str, arrays: Arrays) -> IndexArrays:
-        """Write the arrays, then the description that makes them a hit; keep them in memory if that fails."""
+        """Write the arrays, then the description, which makes them a cache hit; keep them in memory on failure."""
         try:
             described.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(described.parent)
@@ -220,7 +220,7 @@ class IndexCache:
 
 
 def find_damage(arrays: Arrays, expected: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> str | None:
-    """Name the array whose shape or dtype is wrong; None if none is."""
+    """Describe the first array with a wrong shape or dtype; None if all are as expected."""
     for name, (shape, dtype) in expected.items():
         array = arrays[name]
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
@@ -240,7 +240,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _load(path: Path) -> NDArray[Any]:
-    """Map an array; as a plain ndarray, because single elements of a memmap are slow to read."""
+    """Memory-map an array as a plain ndarray, because reading single elements of a ``memmap`` is slow."""
     mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped.view(np.ndarray)
 

@@ -2,7 +2,7 @@
 
 `IndexedDataset` reads the pair, `IndexedDatasetBuilder` writes it. `write_index` writes the ``.idx`` file in pieces, so
 that an index of any size takes little memory. `report_lost_pages` makes the process print an error if a file is
-truncated while it is memory-mapped. Without the compiled handler, reading a lost page ends the process silently.
+truncated while it is memory-mapped. Without the compiled handler, reading a lost page kills the process silently.
 
 ``PREFIX.checksums.json`` holds a CRC-32 of each block of ``.bin`` and ``.idx``::
 
@@ -74,17 +74,17 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def _on_this_machine(path: Path) -> Path:
-    """Return the path itself, or for an object that of a copy, which is fetched once on each machine."""
+    """Return the path; for an object of an object store, the path of a local copy, downloaded once per node."""
     return fetch([path], machine_cache()) / path.name if isinstance(path, ObjectPath) else path
 
 
 class IndexedDataset:
-    """Give random access to the sequences of a ``.bin``/``.idx`` pair without reading the files into memory.
+    """Random access to the sequences of a ``.bin``/``.idx`` pair without reading the files into memory.
 
-    Opening checks the header and the sizes of both files in constant time; every read is checked against the size
-    of ``.bin``, so a damaged index gives a `DataError`, never data from elsewhere in memory. Instances can be
-    pickled: the copy opens the files again. Of a data set in an object store ``.idx`` is copied to this machine once,
-    and ``.bin`` read by ranges.
+    Opening checks the header and the sizes of both files in constant time. Every read is checked against the size
+    of ``.bin``, so a damaged index raises a `DataError` and never returns unrelated memory. Instances can be
+    pickled: the copy reopens the files. For a data set in an object store, ``.idx`` is downloaded once per node,
+    and ``.bin`` is read with range requests.
 
     Attributes:
         sequence_lengths: int32 ``[num_sequences]``, in tokens.
@@ -93,7 +93,7 @@ class IndexedDataset:
         sequence_modes: int8 ``[num_sequences]``, or None for a data set without modes.
 
     Raises:
-        DataError: a file is missing, truncated, of another format, or does not fit the other.
+        DataError: a file is missing, truncated or of another format, or the two files do not match.
     """
 
     def __init__(self, prefix: str | Path, mmap_bin_files: bool = True) -> None:
@@ -134,7 +134,7 @@ class IndexedDataset:
             raise DataError(f"data set {self.prefix} cannot be read: {error}") from error
 
     def _find_raw_text(self) -> Path | None:
-        """Return what was given instead of a data set, itself or without its suffix."""
+        """Return the raw text file that the prefix names, with or without its suffix; None if there is none."""
         if is_url(self.prefix):
             return None
         given = Path(self.prefix)
@@ -178,7 +178,7 @@ class IndexedDataset:
         )
 
     def _check_sizes(self, tokens_file: Path) -> None:
-        """Compare the last sequence and the last document with the file sizes."""
+        """Check the last sequence and the last document against the file sizes."""
         needed = 0
         if len(self):
             needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
@@ -218,21 +218,21 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Count the documents; each has one sequence or more."""
+        """Number of documents, each of one or more sequences."""
         return max(len(self.document_indices) - 1, 0)
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens of the whole data set."""
+        """Number of tokens in the whole data set."""
         return self._num_tokens
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return ``length`` tokens of a sequence from token ``offset`` on (to its end without ``length``).
+        """Return ``length`` tokens of a sequence, starting at ``offset`` (up to its end if ``length`` is None).
 
-        The array is read-only: a view of the mapped file, or a copy where the file is not mapped.
+        The array is read-only: a view of the memory-mapped file, or a copy if the file is not mapped.
 
         Raises:
-            DataError: the range is not inside the sequence, or the sequence not inside the file.
+            DataError: the range is not inside the sequence, or the sequence is not inside the file.
         """
         if not 0 <= index < len(self.sequence_lengths):
             raise DataError(f"sequence {index} is not in {self.prefix}, which has {len(self)}")
@@ -246,7 +246,7 @@ class IndexedDataset:
                 f"{available} tokens at byte {self.sequence_pointers.item(index)} of {self._bin_bytes}"
             )
         if self._tokens is not None:
-            # The rest of the last page would be read as zeros. Pages that go after this look are `lost_pages`' matter.
+            # The rest of the last page would read as zeros. `report_lost_pages` handles later truncation.
             if self._map is not None and self._map.size() < self._bin_bytes:
                 raise self._became_shorter()
             return self._tokens[begin:end]
@@ -263,10 +263,10 @@ class IndexedDataset:
         return DataError(f"{bin_path(self.prefix)} became shorter than the {self._bin_bytes} bytes that it had")
 
     def count_tokens(self, sequences: range) -> int:
-        """Count the tokens of some sequences, from where they start and end.
+        """Count the tokens of consecutive sequences from their start and end offsets.
 
         Raises:
-            DataError: they do not start and end inside the file.
+            DataError: the offsets are not inside the file.
         """
         begin, end = (
             self.sequence_pointers.item(place) if place < len(self) else self._bin_bytes
@@ -281,9 +281,10 @@ class IndexedDataset:
 
     @property
     def index_identity(self) -> dict[str, str | int] | None:
-        """Identify this ``.idx`` file and its present content.
+        """Identity of this ``.idx`` file and its current content, from its metadata.
 
-        None for a file that changed a moment ago: it may change again within the tick of the file system's clock.
+        None for a file that has just changed, because another change within the resolution of the file system's
+        timestamps would be missed.
         """
         status = self._index_status
         if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_AFTER_NS:
@@ -299,14 +300,14 @@ class IndexedDataset:
 
     @functools.cached_property
     def lengths_fingerprint(self) -> str:
-        """Hash the sequence lengths: all of this data set that any sample index depends on."""
+        """Hash of the sequence lengths, the only part of the data set that sample indices depend on."""
         return hashlib.blake2b(self.sequence_lengths.data, digest_size=16).hexdigest()
 
     def verify_structure(self) -> None:
         """Check every length, pointer and document index, which reads the whole ``.idx``.
 
         Raises:
-            DataError: naming the first sequence or document that is wrong.
+            DataError: a sequence or document is wrong; the message names the first one.
         """
         lengths = self.sequence_lengths.astype(np.int64)
         ends = np.cumsum(lengths * self.dtype.itemsize)
@@ -325,18 +326,18 @@ CHECKSUM_BLOCK_BYTES: Final = 1 << 20
 _CHECKSUMS_FORMAT: Final = 1
 _CHECKSUM_ALGORITHM: Final = "crc32"
 Read = Callable[[int], None]
-"""Told how many bytes more have been read."""
+"""Callback that takes the number of bytes read since the last call."""
 
 
 class Block(NamedTuple):
-    """Hold the size and the CRC-32 of one stretch of a file."""
+    """Size and CRC-32 of one block of a file."""
 
     num_bytes: int
     crc32: int
 
 
 class Damage(NamedTuple):
-    """Name a stretch of a file that is not what was written."""
+    """Byte range of a file that differs from what was written."""
 
     path: Path
     start: int
@@ -356,7 +357,7 @@ def checksums_path(prefix: str | Path) -> Path:
 
 
 def checksum_blocks(data: bytes | memoryview) -> list[Block]:
-    """Cut data that follows what was written before into blocks, with their checksums."""
+    """Split appended data into blocks with their checksums."""
     view = memoryview(data).cast("B")
     return [
         Block(len(part), zlib.crc32(part))
@@ -365,7 +366,7 @@ def checksum_blocks(data: bytes | memoryview) -> list[Block]:
 
 
 def file_blocks(path: Path, read: Read = ignore_bytes_read) -> list[Block]:
-    """Read a whole file and return its blocks."""
+    """Read a whole file and return its blocks with checksums."""
     blocks = []
     with open(path, "rb", buffering=0) as file:
         while data := file.read(CHECKSUM_BLOCK_BYTES):
@@ -377,15 +378,15 @@ def file_blocks(path: Path, read: Read = ignore_bytes_read) -> list[Block]:
 def write_checksums(
     prefix: str | Path, bin_blocks: Sequence[Block] | None = None, read: Read = ignore_bytes_read
 ) -> None:
-    """Write the checksum file of a data set that is in place, by renaming.
+    """Write the checksum file of an existing data set atomically.
 
-    Without ``bin_blocks`` the blocks of ``.bin`` are read from the file.
+    Without ``bin_blocks``, the checksums of ``.bin`` are computed from the file.
 
     Raises:
         DataError: a file cannot be read or written.
     """
     target = checksums_path(prefix)
-    # Always the same name, so that what a killed writer left is taken up by the next one.
+    # Always the same name, so that the next writer overwrites the temporary file of a killed one.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         blocks = file_blocks(bin_path(prefix), read) if bin_blocks is None else bin_blocks
@@ -409,7 +410,7 @@ def write_checksums(
 
 
 def verify_checksums(prefix: str | Path, read: Read = ignore_bytes_read) -> Iterator[Damage]:
-    """Read both files of a data set whole and yield every block that differs from its checksum.
+    """Read both files of a data set completely and yield every block that differs from its checksum.
 
     Raises:
         DataError: the checksum file is missing or damaged, or a data file is missing.
@@ -475,18 +476,18 @@ def _blocks_from_json(entry: dict[str, list[Any]]) -> list[Block]:
 PIECE_LENGTH: Final = 1 << 20
 
 Pieces = Callable[[], Iterator[NDArray[Any]]]
-"""Gives the pieces of an array, one after the other, whenever it is called."""
+"""Function that returns a new iterator over the pieces of an array."""
 
 
 def write_index(
     path: Path, dtype: np.dtype[Any], sequence_lengths: Pieces, sequence_counts: Pieces, modes: Pieces | None = None
 ) -> None:
-    """Write the index of a data set whose tokens lie back to back, and force it to disk.
+    """Write the index of a data set whose sequences are contiguous in ``.bin``, and sync it to disk.
 
     Args:
-        sequence_lengths: the tokens of each sequence, int32.
-        sequence_counts: the sequences of each document, integers.
-        modes: the mode of each sequence, int8, or None for a data set without modes.
+        sequence_lengths: number of tokens of each sequence, int32.
+        sequence_counts: number of sequences of each document, integers.
+        modes: mode of each sequence, int8, or None for a data set without modes.
     """
     (code,) = [code for code, known in DTYPE_CODES.items() if known == dtype]
     num_sequences = sum(map(len, sequence_lengths()))
@@ -514,9 +515,9 @@ def write_index(
 
 
 def replace_tokens(prefix: str | Path, tokens: Path) -> None:
-    """Let a file of tokens become the ``.bin`` of a data set, whose ``.idx`` must follow.
+    """Rename a file of tokens to the ``.bin`` of a data set. The caller must then write the ``.idx``.
 
-    A new ``.bin`` beside an old ``.idx`` would be a wrong pair: the old index and checksums are removed first.
+    The old index and checksums are removed first, because they do not match the new ``.bin``.
     """
     idx_path(prefix).unlink(missing_ok=True)
     checksums_path(prefix).unlink(missing_ok=True)
@@ -524,17 +525,17 @@ def replace_tokens(prefix: str | Path, tokens: Path) -> None:
 
 
 def cut(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the pieces of an array, none of them empty."""
+    """Yield non-empty pieces of an array, of `PIECE_LENGTH` elements at most."""
     for begin in range(0, len(values), PIECE_LENGTH):
         yield values[begin : begin + PIECE_LENGTH]
 
 
 class IndexedDatasetBuilder:
-    """Collect documents and publish them as a data set that `IndexedDataset` and Megatron read.
+    """Writer of data sets that `IndexedDataset` and Megatron-LM read.
 
-    Both files grow under temporary names beside the final ones and take their names in `finalize`, ``.idx`` last, so
-    that a killed writer never leaves something that looks like a data set. As a context manager, it removes its
-    temporary files where `finalize` was not reached.
+    Both files are written under temporary names in the target folder. `finalize` renames them, ``.idx`` last, so that
+    a killed writer never leaves an incomplete data set. As a context manager, it removes its temporary files if
+    `finalize` was not reached.
 
     Raises:
         DataError: the dtype has no code in the file format, or the folder cannot be written.
@@ -569,7 +570,7 @@ class IndexedDatasetBuilder:
 
     @property
     def num_documents(self) -> int:
-        """Count the documents added so far."""
+        """Number of documents added so far."""
         return len(self._document_indices) - 1
 
     def add_document(
@@ -578,10 +579,10 @@ class IndexedDatasetBuilder:
         lengths: Sequence[int] | None = None,
         modes: Sequence[int] = (),
     ) -> None:
-        """Append one document that consists of sequences of ``lengths`` tokens (of one sequence without them).
+        """Append a document that consists of sequences of ``lengths`` tokens, or of one sequence if it is None.
 
         Raises:
-            DataError: the lengths do not sum to the tokens, or a token does not fit the dtype.
+            DataError: the lengths do not sum to the number of tokens, or a token does not fit the dtype.
         """
         values = np.asarray(tokens)
         lengths = [len(values)] if lengths is None else lengths
@@ -607,10 +608,10 @@ class IndexedDatasetBuilder:
         return values.astype(self.dtype, copy=False)
 
     def finalize(self) -> None:
-        """Write the index and give both files their names.
+        """Write the index and rename both files to their final names.
 
         Raises:
-            DataError: the files cannot be written (a full disk, for example).
+            DataError: the files cannot be written, for example because the disk is full.
         """
         try:
             self._file.flush()
@@ -629,16 +630,16 @@ class IndexedDatasetBuilder:
         write_index(self._temporary_idx, self.dtype, partial(cut, lengths), partial(cut, counts), modes)
 
     def discard(self) -> None:
-        """Close and remove what was not published; does nothing after `finalize`."""
+        """Close and remove the temporary files. Does nothing after `finalize`."""
         self._file.close()
         self._temporary_bin.unlink(missing_ok=True)
         self._temporary_idx.unlink(missing_ok=True)
 
 
 def report_lost_pages(rank: int) -> bool:
-    """Let this process name the mapped file that lost the page being read, and end with status 2.
+    """Install a SIGBUS handler that names the truncated memory-mapped file and exits with status 2.
 
-    Without the compiled extension the system's signal ends it in silence. Return whether it is there.
+    Returns whether the compiled extension is available. Without it, SIGBUS kills the process silently.
     """
     try:
         from megatron.core.datasets import _bus_error

@@ -20,11 +20,11 @@ from megatron.core.errors import DataError, MegatronError
 
 @dataclass(frozen=True)
 class MicroBatchReader:
-    """Read the samples of a micro-batch into memory, check their token ids, and lay them out as a rank needs them.
+    """Reader that loads the samples of a micro-batch, checks their token ids, and packs them into a rank's layout.
 
-    `PADDING_ID` gives a sample that is padding, whose loss mask is 0. Any number of threads may read at a time where
-    the data set allows it; ours do. ``data_sets_of`` returns the place in a blend of each sample's data set, which is
-    laid out too.
+    `PADDING_ID` yields a padding sample with loss mask 0. Several threads may read at the same time if the data set is
+    thread-safe, as the data sets of this package are. ``data_sets_of`` returns the index in the blend of each sample's
+    data set, which is packed too.
     """
 
     dataset: SampleDataset
@@ -36,8 +36,8 @@ class MicroBatchReader:
         """Fill ``layout.num_bytes`` of memory.
 
         Raises:
-            DataError: a sample cannot be read, or has a token id that is not in the vocabulary; the message names the
-                sample and where it comes from.
+            DataError: a sample cannot be read, or has a token id outside the vocabulary; the message names the sample
+                and its source.
         """
         writer = self.layout.writer(memory)
         for row, sample_id in enumerate(sample_ids):
@@ -66,33 +66,33 @@ class MicroBatchReader:
     def _describe(self, sample_id: int) -> str:
         try:
             return f"sample {sample_id} from {self._source_of(sample_id)}"
-        except Exception:  # noqa: BLE001 what would say so is what is damaged; the first error is the one to report
+        except Exception:  # noqa: BLE001 the source may be what is damaged; report the first error
             return f"sample {sample_id}"
 
 
 def find_outside(vocab_size: int, *tokens: NDArray[np.int64]) -> tuple[int, int] | None:
-    """Return the smallest and the largest token where the vocabulary does not have both."""
+    """Return the smallest and the largest token if one of them is outside the vocabulary, else None."""
     smallest = min(int(array.min()) for array in tokens)
     largest = max(int(array.max()) for array in tokens)
     return None if 0 <= smallest <= largest < vocab_size else (smallest, largest)
 
 
 def named_error(error: Exception, name: str) -> DataError:
-    """Return an error of a sample in one line that says which sample it was."""
+    """Return a one-line error that names the sample."""
     said = " ".join(str(error).split())
     if isinstance(error, MegatronError | OSError):
         return DataError(f"{name}: {said}")
-    # A fault in a program rather than in the data: its place stands in for a traceback.
+    # A bug rather than bad data: the source line replaces a traceback.
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{place.filename}, line {place.lineno}"
     return DataError(f"{name}: reading it failed with {type(error).__name__}: {said} ({where})")
 
 
 class ExternalReader:
-    """Take micro-batches from the caller one after the other, check them, and lay them out as a rank needs them.
+    """Reader that takes micro-batches from the caller, checks them, and packs them into a rank's layout.
 
-    ``reset_position_ids`` and ``reset_attention_mask`` say whether the model is given positions and documents of the
-    samples' own. Where it is not, samples that have such are refused: they would be trained on as something else.
+    ``reset_position_ids`` and ``reset_attention_mask`` tell whether the model uses the position ids and document ids of
+    the samples. Without them, samples with such ids are rejected, because the model would ignore the ids.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ExternalReader:
         """Fill ``layout.num_bytes`` of memory with the next micro-batch.
 
         Raises:
-            DataError: there is none, it has not as many samples as it should, or one of them cannot be trained on.
+            DataError: there is no next micro-batch, its number of samples is wrong, or one of the samples is invalid.
         """
         samples = self._next()
         writer = self._layout.writer(memory)
@@ -172,12 +172,12 @@ _LAST_JOBS_S = 3.0
 
 
 class ReadAhead(Generic[Job, Result]):
-    """Give ``do(job)`` for each of the jobs, in their order, from ``num_threads`` threads that work ahead.
+    """Iterator over ``do(job)`` for each job, in order, computed ahead by ``num_threads`` threads.
 
-    Jobs are taken from their iterator by the caller of ``next`` only, the first ones when it is first called. An error
-    is raised where its result is due, and nothing follows it. Threads wait for work only, never for room: they are
-    gone when this is closed or forgotten, and an interpreter that ends lets them finish what they have begun. With 0
-    threads the caller does the work, when a result is due.
+    Only the caller of ``next`` takes jobs from their iterator, starting with the first call. An error is raised in the
+    place of its result and ends the iteration. Threads block only on the job queue, never on a full output queue. They
+    end when the iterator is closed or garbage-collected. At interpreter exit they finish the jobs that they have
+    started. With 0 threads, the caller computes each result on demand.
     """
 
     def __init__(self, do: Callable[[Job], Result], jobs: Iterator[Job], num_threads: int) -> None:
@@ -219,9 +219,9 @@ class ReadAhead(Generic[Job, Result]):
             self._begun.append(executor.submit(self._do, job))
 
     def close(self) -> None:
-        """Give up what is not begun and wait a little for what is; nothing more is given out.
+        """Cancel the jobs that have not started, wait briefly for running ones, and end the iteration.
 
-        A thread that is stuck, in storage that does not answer or in a data set that waits for more, is left behind.
+        A thread that hangs, for example in unresponsive storage, is abandoned.
         """
         self._is_closed = True
         if self._executor is not None:

@@ -1,4 +1,4 @@
-// Find where each sample starts in a row of documents.
+// Compute the start of each sample in a sequence of documents.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace megatron {
 
-// One pass over the documents: write every sample boundary that falls into each.
+// Write the sample boundaries within each document, in one pass over the documents.
 //
-// How many boundaries fall into a document is as good as random, so that a loop over them costs a mispredicted branch a
-// document. Instead kRows rows are always written, and the next document overwrites those that were none.
+// The number of boundaries per document is practically random, so a loop over them would cost a branch misprediction
+// per document. Instead, kRows rows are always written, and the next document overwrites the superfluous ones.
 template <typename Index>
 void fill_sample_index(const int32_t* lengths, int64_t num_lengths, const int32_t* documents, int64_t num_documents,
                        int64_t sequence_length, int64_t num_samples, Index* out) {
@@ -46,7 +46,7 @@ void fill_sample_index(const int32_t* lengths, int64_t num_lengths, const int32_
     boundary -= length;
   }
   if (sample < num_samples) throw std::invalid_argument("the documents hold fewer tokens than the samples need");
-  if (sample == num_samples) {  // the last sample is a partial one: it ends with the last token
+  if (sample == num_samples) {  // a partial last sample ends with the last token
     out[2 * sample] = static_cast<Index>(num_documents - 1);
     out[2 * sample + 1] = static_cast<Index>(lengths[documents[num_documents - 1]] - 1);
   }

@@ -1,4 +1,4 @@
-"""Find the data set, document and tokens behind a sample number; count what was read of each data set."""
+"""Find the data set, document and tokens of a sample number; count the samples read from each data set."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from megatron.core.datasets.data_samplers import SampleOrder
 from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
 
 SampleKeys = NDArray[np.int64]
-"""(data set of the blend, row of its sample indices) of each sample, ``[n, 2]``; equal at every layout."""
+"""(data set of the blend, row of its sample index) of each sample, ``[n, 2]``, independent of the parallelism."""
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Name consecutive tokens of one sequence of a token file."""
+    """Consecutive tokens of one sequence of a token file."""
 
     document: int
     sequence: int
     begin: int
     end: int
-    """Tokens of the sequence, the last one excluded."""
+    """End of the token range within the sequence, exclusive."""
     byte_offset: int
-    """Where they begin in the ``.bin`` file."""
+    """Offset of the first token in the ``.bin`` file."""
 
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Name what a sample is made of: its data set's place in the blend, its numbers there, and the pieces of text."""
+    """Location of a sample: the index of its data set in the blend, its indices there, and its pieces of text."""
 
     data_set: int
     sample: int
-    """Number in the order in which the data set is read, over all of its segments."""
+    """Index in the reading order of the data set, over all of its segments."""
     row: int
-    """Number in the unshuffled order."""
+    """Index in the unshuffled order."""
     prefix: str
     pieces: tuple[TextPiece, ...]
 
 
 def sample_keys(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> SampleKeys:
-    """Return the keys of samples; what is made up has its number for a row.
+    """Return the keys of samples. The row of a mock sample is its number.
 
     Raises:
-        IndexError: there is no such sample.
+        IndexError: a sample id is out of range.
     """
     data_sets, samples = _in_blend(dataset, sample_ids)
     rows = samples.copy()
@@ -66,9 +66,9 @@ def data_set_numbers(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> N
 
 
 def blend_names(dataset: SampleDataset | ExternalSamples | None) -> tuple[str, ...]:
-    """Return the names of a blend's data sets in their order, no two alike; none where there are not several.
+    """Return distinct names of a blend's data sets, in their order; empty if there are fewer than two.
 
-    A name is the shortest end of the path that no other data set's has; one that is there twice is numbered.
+    A name is the shortest path suffix that no other data set shares. Repeated data sets are numbered.
     """
     if isinstance(dataset, LaterPhase):
         return blend_names(dataset.dataset)
@@ -93,7 +93,7 @@ def locate_sample(dataset: SampleDataset, sample_id: int) -> SamplePlace:
     """Find the text of a sample.
 
     Raises:
-        IndexError: there is no such sample.
+        IndexError: the sample id is out of range.
     """
     data_sets, samples = _in_blend(dataset, np.array([sample_id], np.int64))
     number, sample = int(data_sets[0]), int(samples[0])
@@ -108,7 +108,7 @@ def locate_sample(dataset: SampleDataset, sample_id: int) -> SamplePlace:
 
 
 def _in_blend(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the data set of each sample and its number there."""
+    """Return the data set of each sample and its index in the data set."""
     if len(sample_ids) and not 0 <= int(sample_ids.min()) <= int(sample_ids.max()) < len(dataset):
         raise IndexError(f"samples {int(sample_ids.min())} to {int(sample_ids.max())} of {len(dataset)}")
     if isinstance(dataset, LaterPhase):
@@ -158,9 +158,10 @@ _CHUNK = 1 << 20
 
 
 class ReadCounter:
-    """Keep the counts of a history up to date with the consumed samples of a run that reads ``dataset`` in ``order``.
+    """Incremental counter of the samples that a run has read from each data set.
 
-    The dataset is that of the history's last phase; counts are carried on, so that each sample is looked at once.
+    ``dataset`` is the data set of the history's last phase, which the run reads in ``order``. Each sample is counted
+    once.
     """
 
     def __init__(self, history: DataHistory, dataset: SampleDataset, order: SampleOrder) -> None:
@@ -173,7 +174,7 @@ class ReadCounter:
         self._position = history.consumed_samples
 
     def history_at(self, consumed_samples: int) -> DataHistory:
-        """Return the history of a run that has consumed so many samples, no fewer than when last asked."""
+        """Return the history after ``consumed_samples``, which must not decrease between calls."""
         assert consumed_samples >= self._position, "a run does not go back"
         for begin in range(self._position, consumed_samples, _CHUNK):
             ids = self._order.sample_ids(begin, min(_CHUNK, consumed_samples - begin))

@@ -1,4 +1,4 @@
-// Shuffle as numpy.random.RandomState does, from its state and to its state.
+// Shuffle with the same result as numpy.random.RandomState, and update its state.
 
 #pragma once
 
@@ -70,8 +70,8 @@ inline uint32_t all_ones_from(uint32_t value) {
   return value;
 }
 
-// Fisher-Yates from the back, each target drawn by rejection under a bit mask: the stream of RandomState.shuffle.
-// Targets are drawn in blocks so that the memory they point at is on its way before it is needed.
+// Fisher-Yates shuffle from the back. Each target is drawn by rejection under a bit mask, as in RandomState.shuffle.
+// Targets are drawn in blocks, so that their memory can be prefetched.
 template <typename T>
 void shuffle_in_place(T* data, std::size_t size, MersenneTwister& random) {
   constexpr uint32_t kBlock = 256;

@@ -1,4 +1,4 @@
-"""Generating text from a trained model."""
+"""Text generation with a trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search over the continuations of one prompt: its settings, and its bookkeeping of scores without a model."""
+"""Beam search for one prompt: its configuration, and its bookkeeping of scores without a model."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 _MOST_PENALTY = 32
-"""A text of a billion tokens to this power is within float64."""
+"""Limit for which a length of a billion tokens to this power fits float64."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamConfig:
-    """Hold how the likeliest texts of a prompt are searched for.
+    """Parameters of a beam search.
 
-    The score of a text is the sum of the logarithms of its tokens' probabilities over ``length ** length_penalty``,
-    where the length counts the new tokens, with the one that ends the text.
+    The score of a text is the sum of its tokens' log-probabilities divided by ``length ** length_penalty``. The length
+    is the number of new tokens, including the end token.
     """
 
     num_beams: int
-    """Texts that are followed at once, and that are given back."""
+    """Number of beams, and of returned texts."""
     length_penalty: float = 1.0
-    """Above 0 favors long texts, below 0 short ones."""
+    """Positive values favor long texts, negative values short ones."""
     early_stopping: bool | Literal["never"] = False
-    """True ends the search with ``num_beams`` finished texts. False ends it where no running text, scored at its
-    present length, beats them. "never" scores it at the length that a positive ``length_penalty`` favors most."""
+    """True ends the search as soon as ``num_beams`` texts are finished. False ends it when no running text, scored at
+    its current length, beats them. "never" scores it at the length that a positive ``length_penalty`` favors most."""
 
     def problems(self, vocab_size: int, num_end_tokens: int) -> tuple[str, ...]:
-        """Return what is wrong with the values for a vocabulary, one line each."""
+        """List the problems with the values for a vocabulary, one line each."""
         found = []
         most = vocab_size - num_end_tokens
         if not 1 <= self.num_beams <= most:
@@ -46,15 +46,15 @@ class BeamConfig:
 
 
 IMPOSSIBLE = -1e9
-"""The score of a row that no text has yet: at the start all rows hold the same prompt, and one of them counts."""
+"""Score of an unused beam. At the start, all beams hold the same prompt, and only the first is used."""
 _LEAST_SCORE = IMPOSSIBLE / 10
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Hold one finished continuation and its score.
+    """Finished continuation and its score.
 
-    ``tokens`` are without the ``end_token``, which is None where the text ended at its full length.
+    ``tokens`` exclude the ``end_token``, which is None if the text reached its maximum length.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold one way to go on: which of the running texts, with which token, and the sum of log-probabilities then."""
+    """Extension of a beam by a token, with the resulting sum of log-probabilities."""
 
     beam: int
     token: int
@@ -72,10 +72,10 @@ class Candidate:
 
 
 class BeamSearch:
-    """Follow the likeliest texts of a prompt and keep the best that end.
+    """Beam search of one prompt, which tracks the running beams and the best finished texts.
 
-    A text ends with one of ``end_tokens``, or when it has ``max_new_tokens``. Everything is a function of the
-    candidates: ranks that are given the same ones agree.
+    A text ends with one of ``end_tokens``, or at ``max_new_tokens``. The search is a function of the candidates, so
+    ranks with the same candidates agree.
     """
 
     def __init__(self, config: BeamConfig, max_new_tokens: int, end_tokens: frozenset[int]) -> None:
@@ -88,13 +88,13 @@ class BeamSearch:
         self.is_done = False
 
     def num_candidates(self) -> int:
-        """Return how many candidates a step needs, so that ``num_beams`` are left when as many as can be have ended."""
+        """Return the number of candidates that leaves ``num_beams`` running ones even if all possible ones end."""
         return max(2, 1 + len(self.end_tokens)) * self.config.num_beams
 
     def advance(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Take a step and return which of the texts before it each running text goes on from.
+        """Advance by one step and return the previous beam that each running beam extends.
 
-        ``candidates`` come in the order of their log-probabilities, the largest first.
+        ``candidates`` are in descending order of their log-probabilities.
         """
         length = len(self.texts[0]) + 1
         ends = [candidate.token in self.end_tokens for candidate in candidates]
@@ -112,7 +112,7 @@ class BeamSearch:
         return [candidate.beam for candidate in going]
 
     def _keep_finished(self, candidates: Sequence[Candidate], ends: Sequence[bool], length: int) -> None:
-        """Keep the best finished texts; one that ends counts only where it is among the ``num_beams`` likeliest."""
+        """Keep the best finished texts. An ended candidate counts only among the ``num_beams`` most likely."""
         for candidate, has_ended in list(zip(candidates, ends, strict=True))[: self.config.num_beams]:
             if candidate.log_probability > _LEAST_SCORE and (has_ended or length == self.max_new_tokens):
                 tokens = self.texts[candidate.beam] + (() if has_ended else (candidate.token,))

@@ -1,4 +1,4 @@
-"""Continuous-batching engine: many requests at once on one model; each starts as soon as there is room."""
+"""Continuous-batching engine: many concurrent requests on one model, each started as soon as it fits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_SEARCHES = 4
 
 
 class ContinuousEngine:
-    """Run the prompts of many requests together, and a step of each beam search beside them.
+    """Engine that runs the prompts of many requests in one batch, interleaved with steps of beam searches.
 
-    At most ``max_rows`` prompts run at once, and rows x (the longest of them with all its tokens) stays within
-    ``max_tokens``, one row excepted. Others wait in the order in which they came. Every rank makes the same calls.
+    At most ``max_rows`` prompts run at once. The number of rows times the full length of the longest row is at most
+    ``max_tokens``, except for a single row. Other prompts wait in FIFO order. Every rank must make the same calls.
     """
 
     def __init__(self, engine: InferenceEngine, max_rows: int, max_tokens: int) -> None:
@@ -40,7 +40,7 @@ class ContinuousEngine:
 
     @property
     def has_room(self) -> bool:
-        """Tell whether another request may be added: none waits that could begin before it."""
+        """Whether another request may be added, because no earlier request is waiting."""
         return not self._waiting and self.room > 0 and len(self._searches) < _MOST_SEARCHES
 
     @property
@@ -52,7 +52,7 @@ class ContinuousEngine:
         return len(self._batch.rows)
 
     def add(self, job: int, request: GenerationRequest) -> None:
-        """Take a request, which `check_request` has let pass; ``job`` is its number."""
+        """Add the request number ``job``, which must have passed `check_request`."""
         if request.beams is not None:
             self._searches[job] = _search(self._staged, job, request, self.max_rows)
         else:
@@ -60,7 +60,7 @@ class ContinuousEngine:
             self._waiting.extend(Row(job, request, prompt, device) for prompt in range(len(request.prompts)))
 
     def drop(self, jobs: Collection[int]) -> None:
-        """Give requests up."""
+        """Abort requests."""
         with torch.inference_mode():
             self._batch.drop(jobs)
         self._waiting = deque(row for row in self._waiting if row.job not in jobs)
@@ -68,13 +68,13 @@ class ContinuousEngine:
             self._searches.pop(job, None)
 
     def reset(self) -> None:
-        """Give all requests up and forget what the cache holds."""
+        """Abort all requests and clear the KV cache."""
         self._batch = RunningBatch(self._staged)
         self._waiting.clear()
         self._searches.clear()
 
     def step(self) -> list[News]:
-        """Go one token further with everything that runs, and return what happened, by the jobs' numbers."""
+        """Advance everything that runs by one token, and return the progress with job numbers."""
         news: list[News] = []
         self.model.eval()
         with torch.inference_mode():
@@ -98,7 +98,7 @@ class ContinuousEngine:
 
 
 def _search(staged: StagedModel, job: int, request: GenerationRequest, max_rows: int) -> Iterator[list[News]]:
-    """Search for the texts of each prompt, a token at a time."""
+    """Run the beam search of each prompt, one token per step."""
     assert request.beams is not None
     for numbers in batches_of_like_length(request.prompts, max(1, max_rows // request.beams.num_beams)):
         batch = BeamBatch(staged, request, numbers, is_cancelled=None)

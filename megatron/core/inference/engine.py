@@ -27,10 +27,10 @@ from megatron.core.pipeline_parallel import PipelineLinks
 from megatron.core.process_group import Group
 
 TokenCallback = Callable[[int, int], None]
-"""(number of the prompt, token): called for each token as soon as it is known."""
+"""Callback that takes (prompt number, token) for each token as soon as it is generated."""
 
 MAX_BATCH_SIZE = 32
-"""How many prompts run together."""
+"""Default limit on the prompts per batch."""
 
 
 def generate(
@@ -45,9 +45,9 @@ def generate(
     max_batch_size: int = MAX_BATCH_SIZE,
     links: PipelineLinks | None = None,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt: ``max_new_tokens``, or fewer where ``eod_id`` came (left out).
+    """Generate up to ``max_new_tokens`` tokens for each prompt, up to but not including ``eod_id``.
 
-    As ``InferenceEngine.generate``, for one call.
+    A wrapper of `InferenceEngine.generate` for a single call.
     """
     request = GenerationRequest(
         prompts=tuple(tuple(prompt) for prompt in prompts),
@@ -60,10 +60,10 @@ def generate(
 
 
 class InferenceEngine:
-    """Continue prompts with one model, or with this rank's stage of it.
+    """Inference engine for one model, or for this rank's pipeline stage.
 
-    ``links``, those of `create_pipeline_links`, are needed where there is a pipeline. ``further_chunks`` and ``twins``
-    are those of `StagedModel`.
+    ``links`` from `create_pipeline_links` are required if there is a pipeline. For ``further_chunks`` and ``twins``,
+    see `StagedModel`.
 
     Raises:
         ConfigurationError: the model was built for training over several processes, or the links are missing.
@@ -91,18 +91,18 @@ class InferenceEngine:
         on_token: TokenCallback | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[Continuation]:
-        """Return what follows each prompt.
+        """Generate a continuation of each prompt.
 
-        Prompts of any lengths run together, at most ``max_batch_size`` of them; what follows a prompt does not depend
-        on the others. Every rank is given the same request, returns the same and calls ``on_token``. Where
-        ``is_cancelled`` is given (on every rank), all ranks stop at the next token after one of them says yes. With
-        ``request.beams`` a prompt runs as that many rows, and its tokens are known when its search ends.
+        Prompts of any length share batches of at most ``max_batch_size``, and a continuation does not depend on the
+        other prompts. Every rank must pass the same request, returns the same continuations and calls ``on_token``.
+        If ``is_cancelled`` is passed (on every rank), all ranks stop at the next token after it returns True on a rank.
+        With ``request.beams``, a prompt takes one row per beam, and its tokens are available when its search ends.
 
         Raises:
-            ConfigurationError: the sampling cannot be.
+            ConfigurationError: the sampling parameters are invalid.
             InputError: a prompt is empty, holds a token outside the vocabulary or leaves too few learned positions;
                 or the model's logits are not finite.
-            GenerationCancelled: a rank's ``is_cancelled`` says yes.
+            GenerationCancelled: ``is_cancelled`` returned True on a rank.
         """
         check_request(self.model.config, request)
         results = [Continuation(tokens=[]) for _ in request.prompts]
@@ -118,13 +118,13 @@ class InferenceEngine:
         max_batch_size: int | None = None,
         on_batch: Callable[[int], None] = lambda size: None,
     ) -> list[Score]:
-        """Return how likely the model finds the last tokens of each row, the same on every rank.
+        """Return the log-likelihood of the last tokens of each row, on every rank.
 
-        Every rank is given the same rows. ``on_batch`` is called with the size of each batch that is done.
+        Every rank must pass the same rows. ``on_batch`` is called with the size of each finished batch.
 
         Raises:
-            InputError: a row cannot be scored, holds a token outside the vocabulary or is longer than the learned
-                positions and one; or the model's logits are not finite.
+            InputError: a row cannot be scored, holds a token outside the vocabulary or has more tokens than the learned
+                positions plus one; or the model's logits are not finite.
         """
         given = tuple(rows)
         for row in given:
@@ -143,7 +143,7 @@ class InferenceEngine:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Let the model neither drop anything nor keep anything for a backward pass."""
+        """Disable dropout and autograd within the context."""
         trained = [chunk for chunk in self.staged.chunks if chunk.training]
         for chunk in trained:
             chunk.eval()

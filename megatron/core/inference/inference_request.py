@@ -1,6 +1,6 @@
 """Generation requests, the progress of their prompts, and their results.
 
-All are plain values that one process can send to others.
+All classes can be pickled and sent to other processes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class GenerationCancelled(MegatronError):
-    """Report a generation that was given up because a process was asked to."""
+    """A generation was cancelled on request of a process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenPairs:
-    """Hold every pair of a token of ``first`` and, right behind it, one of ``second``."""
+    """All pairs of a token in ``first`` that is directly followed by a token in ``second``."""
 
     first: frozenset[int] = frozenset()
     second: frozenset[int] = frozenset()
@@ -32,10 +32,10 @@ class TokenPairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopRule:
-    """Hold which tokens end a text before it has its full length.
+    """Tokens that end a text before its maximum length.
 
-    ``end_tokens`` are left out of it, such as the end of a document; ``closing_tokens`` and the second token of
-    ``closing_pairs`` are its last.
+    ``end_tokens``, such as the end-of-document token, are excluded from the text. ``closing_tokens`` and the second
+    token of ``closing_pairs`` are included as its last token.
     """
 
     end_tokens: frozenset[int] = frozenset()
@@ -48,13 +48,13 @@ class StopRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Hold prompts and how each of them is to be continued.
+    """Prompts and the parameters of their continuations.
 
-    ``max_new_tokens`` is 0 where only the log-probabilities of the prompts are wanted. ``never`` are pairs of which
-    the second token is not chosen behind the first. ``bias`` has (token, addend to its logit) pairs. With ``beams`` the
-    likeliest texts are searched for and nothing is drawn: of ``sampling`` only ``no_repeat_ngram_size`` and
-    ``repetition_penalty`` count. ``log_probabilities`` are those of the prompt and of what follows;
-    ``new_log_probabilities`` ask for the latter alone, and ``num_alternatives`` for the likeliest tokens beside each.
+    ``max_new_tokens`` is 0 to request only the log-probabilities of the prompts. ``never`` are pairs whose second token
+    must not follow the first. ``bias`` has (token, bias of its logit) pairs. With ``beams``, beam search replaces
+    sampling, and only ``no_repeat_ngram_size`` and ``repetition_penalty`` of ``sampling`` apply. ``log_probabilities``
+    requests the log-probabilities of prompt and new tokens, ``new_log_probabilities`` of new tokens only, and
+    ``num_alternatives`` the number of most likely tokens at each position.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -71,11 +71,11 @@ class GenerationRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Hold what follows one prompt.
+    """Generated continuation of one prompt.
 
-    Where they were asked for, ``log_probabilities`` are the natural logarithms of what the model, at temperature 1,
-    gives to every token of the prompt but the first, then to every token of ``tokens``. Of a beam search ``hypotheses``
-    are the finished texts, the best first; ``tokens`` are the best one's.
+    If requested, ``log_probabilities`` are the natural log-probabilities at temperature 1 of every prompt token except
+    the first, followed by every token of ``tokens``. After a beam search, ``hypotheses`` are the finished texts, best
+    first, and ``tokens`` belong to the best one.
     """
 
     tokens: list[int]
@@ -84,21 +84,21 @@ class Continuation:
 
 
 def context_length(config: GPTConfig, max_tokens: int) -> int:
-    """Return how many tokens a prompt and its continuation may have together: at most the model's positions.
+    """Return the maximum number of tokens of a prompt plus its continuation: at most the model's positions.
 
-    Positions need not be learned: with rotary ones a longer text is computed, and is far from what the model was
-    trained on. A model without a number of positions has no limit but ``max_tokens``.
+    The limit also applies to rotary positions, which could exceed it but only beyond the training distribution. A
+    model without a number of positions is limited by ``max_tokens`` only.
     """
     return min(max_tokens, config.max_position_embeddings or max_tokens)
 
 
 def check_request(config: GPTConfig, request: GenerationRequest) -> None:
-    """Refuse what the model cannot do.
+    """Validate a request for the model.
 
     Raises:
-        ConfigurationError: the sampling or the beams cannot be.
+        ConfigurationError: the sampling or beam search parameters are invalid.
         InputError: a prompt is empty, holds a token outside the vocabulary or leaves too few learned positions; or
-            nothing is asked for.
+            the request asks for no output.
     """
     if problems := [*request.sampling.problems(), *_beam_problems(config, request)]:
         raise ConfigurationError(problems)
@@ -148,12 +148,12 @@ def _check_prompt(config: GPTConfig, prompt: tuple[int, ...], count: int, place:
 
 
 Alternatives = tuple[tuple[int, float], ...]
-"""The likeliest tokens of a place with their log-probabilities, the likeliest first."""
+"""The most likely tokens at a position with their log-probabilities, in descending order."""
 
 
 @dataclass(frozen=True)
 class TokenValue:
-    """Hold a token's log-probability, and the likeliest tokens of its place."""
+    """Log-probability of a token, and the most likely tokens at its position."""
 
     log_probability: float
     alternatives: Alternatives = ()
@@ -161,7 +161,7 @@ class TokenValue:
 
 @dataclass(frozen=True)
 class PromptSeen:
-    """Report the values of a prompt's tokens, of all but the first; none where they were not asked for."""
+    """Prefill of a prompt is done, with the values of all prompt tokens except the first if requested."""
 
     prompt: int
     values: tuple[TokenValue, ...]
@@ -169,7 +169,7 @@ class PromptSeen:
 
 @dataclass(frozen=True)
 class NewToken:
-    """Report a token that belongs to the text."""
+    """New token of a text."""
 
     prompt: int
     token: int
@@ -178,7 +178,7 @@ class NewToken:
 
 @dataclass(frozen=True)
 class PromptEnded:
-    """Report that nothing more comes, since an end was found or the text has its full length."""
+    """End of a continuation, by its stop rule or its maximum length."""
 
     prompt: int
     reason: Literal["stop", "length"]
@@ -186,7 +186,7 @@ class PromptEnded:
 
 @dataclass(frozen=True)
 class PromptSearched:
-    """Report what a beam search has found."""
+    """Result of a beam search."""
 
     prompt: int
     found: Continuation
@@ -194,7 +194,7 @@ class PromptSearched:
 
 @dataclass(frozen=True)
 class PromptFailed:
-    """Report that a prompt cannot be continued."""
+    """Error that ends a prompt."""
 
     prompt: int
     error: Exception
@@ -204,7 +204,7 @@ Progress = PromptSeen | NewToken | PromptEnded | PromptSearched | PromptFailed
 
 
 class GatheredAnswer:
-    """Gather the continuation of every prompt of a request."""
+    """Collector of the continuations of a request's prompts."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._has_values = request.log_probabilities or request.new_log_probabilities
@@ -217,10 +217,10 @@ class GatheredAnswer:
         return not self._running
 
     def add(self, happened: Progress) -> None:
-        """Take what happened to a prompt.
+        """Add the progress of a prompt.
 
         Raises:
-            Exception: the prompt cannot be continued; the error that says why.
+            Exception: the error of a prompt that failed.
         """
         match happened:
             case PromptFailed(_, error):
@@ -238,7 +238,7 @@ class GatheredAnswer:
                 self._running.discard(prompt)
 
     def continuations(self) -> list[Continuation]:
-        """Return what follows each prompt."""
+        """Return the continuation of each prompt."""
         if not self._has_values:
             return self._continuations
         return [

@@ -1,7 +1,7 @@
-"""Static batches of prompts that run through the model together: sampled, scored, or continued by beam search.
+"""Static batches of prompts: sampling, scoring and beam search.
 
-Prompts of unequal length are padded on the left and the padding is masked. All rows end in the same column, so that
-one cache position serves every row of a step.
+Prompts of unequal length are padded on the left, and the padding is masked. All rows end in the same column, so that
+all rows of a step have the same cache position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PADDING = 0
 
 @dataclass(frozen=True, eq=False)
 class PaddedPrompts:
-    """Hold the tokens of a batch, the column in which each row begins, and whether these differ.
+    """Left-padded tokens of a batch, the start column of each row, and whether there is padding.
 
     Shapes: ``tokens: [b, longest prompt]``; ``starts: [b]``.
     """
@@ -39,7 +39,7 @@ class PaddedPrompts:
     has_padding: bool
 
     def positions(self, start: int, end: int) -> torch.Tensor:
-        """Return each row's own positions of the columns ``[start, end)``; 0 where it has not begun.
+        """Return each row's position ids in the columns ``[start, end)``; 0 for padding.
 
         Shapes: ``-> [b, end - start]``.
         """
@@ -47,13 +47,13 @@ class PaddedPrompts:
         return (columns[None, :] - self.starts[:, None]).clamp(min=0)
 
     def select_rows(self, rows: torch.Tensor) -> PaddedPrompts:
-        """Return the rows with these numbers, of which some may come several times."""
+        """Return the rows with these indices, which may repeat."""
         return PaddedPrompts(self.tokens[rows], self.starts[rows], self.has_padding)
 
     def pattern(self, start: int, end: int) -> AttentionPattern:
-        """Return which columns below ``end`` those from ``start`` on look at.
+        """Return the attention pattern of the query columns ``[start, end)`` over the key columns below ``end``.
 
-        A padding column looks at itself alone: a row without anything to look at would give NaN.
+        A padding column attends only to itself, because a fully masked row would give NaN.
         """
         if not self.has_padding:
             return CAUSAL
@@ -64,7 +64,7 @@ class PaddedPrompts:
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> PaddedPrompts:
-    """Return the prompts as one batch."""
+    """Pad the prompts on the left to one batch."""
     longest = max(map(len, prompts))
     rows = [[_PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     starts = [longest - len(prompt) for prompt in prompts]
@@ -72,7 +72,7 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> PaddedPr
 
 
 def batches_of_like_length(prompts: Sequence[Sequence[int]], max_batch_size: int) -> Iterator[list[int]]:
-    """Yield the numbers of prompts that run together, those of like length, so that little is padded."""
+    """Yield batches of prompt numbers with similar lengths, to minimize padding."""
     by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(prompts), max_batch_size):
         yield sorted(by_length[start : start + max_batch_size])
@@ -82,9 +82,9 @@ _PROMPT_TOKENS_AT_ONCE = 1024
 
 
 class PromptBatch:
-    """Hold some prompts of a request and the cache of what the model saw of them.
+    """Batch of some prompts of a request, with their KV cache.
 
-    ``is_cancelled`` is asked before every pass, on every rank alike.
+    ``is_cancelled`` is called before every pass, on every rank.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class PromptBatch:
         self.is_cancelled = is_cancelled
         self.prompts = pad_left([request.prompts[number] for number in numbers], staged.device)
         self.length = self.prompts.tokens.shape[1]
-        # The last token that is chosen is never looked at again.
+        # The last generated token is never an input.
         self.cache = KeyValueCache(self.length + max(request.max_new_tokens - 1, 0))
         self.prompt_values: list[torch.Tensor] = []
 
     def see_prompts(self) -> torch.Tensor | None:
-        """Show the model the prompts, a stretch of positions at a time, and return the logits of the last position."""
+        """Prefill the prompts, a chunk of positions at a time, and return the logits of the last position."""
         logits = None
         for start, end in self.stretches():
             tokens = self.prompts.tokens[:, start:end]
@@ -116,31 +116,31 @@ class PromptBatch:
         return None if logits is None else logits[-1:]
 
     def stretches(self) -> Iterator[tuple[int, int]]:
-        """Yield the columns of the prompts, from and to, that the model is shown at once."""
+        """Yield the start and end columns of each prefill chunk."""
         stretch = max(1, _PROMPT_TOKENS_AT_ONCE // len(self.numbers))
         for start in range(0, self.length, stretch):
             yield start, min(start + stretch, self.length)
 
     def see_tokens(self, tokens: Sequence[int], step: int) -> torch.Tensor | None:
-        """Show the model every row's token of the step before, and return what follows.
+        """Run the model on every row's token of the previous step, and return the logits.
 
         Shapes: ``-> [1, b, v/tp]``.
         """
         return self._forward(torch.tensor(tokens, device=self.staged.device)[:, None], self.length + step - 1)
 
     def whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the whole vocabulary behind every row.
+        """Gather the logits of every row over the whole vocabulary.
 
         Shapes: ``[s, b, v/tp] -> [b, v]``.
         """
         return gather_logits(logits[-1], self.staged.model.config.vocab_size, self.state.tp)
 
     def share(self, values: torch.Tensor, logits: torch.Tensor | None) -> None:
-        """Give every rank what the first rank of the last stage, which has ``logits``, wrote into ``values``."""
+        """Broadcast ``values`` from the first rank of the last stage, whose ``logits`` are not None, to every rank."""
         self.staged.share(values, logits)
 
     def not_finite(self, row: int, step: int) -> InputError:
-        """Return what to report of a row whose logits are not finite at a step."""
+        """Return the error for a row whose logits are not finite at a step."""
         position = self.length + step - 1 - int(self.prompts.starts[row])
         return InputError(
             f"the model's logits are not finite at position {position}: its weights hold NaN or "
@@ -148,7 +148,7 @@ class PromptBatch:
         )
 
     def _forward(self, tokens: torch.Tensor, start: int, all_positions: bool = False) -> torch.Tensor | None:
-        """Show the model the tokens of the columns from ``start`` on; the last stage returns logits.
+        """Run the model on tokens of the columns from ``start``; return the logits on the last stage.
 
         Shapes: ``[b, s] -> [s or 1, b, v/tp]``.
         """
@@ -167,9 +167,10 @@ class PromptBatch:
             raise GenerationCancelled("generation was given up: the program was asked to end")
 
     def _values_of_prompts(self, logits: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
-        """Return the log-probability of the token behind each of the columns ``[start, end)``, on every rank.
+        """Return the log-probability of the token after each of the columns ``[start, end)``, on every rank.
 
-        Shapes: ``[s, b, v/tp] -> [b, s]``; what stands behind the last column of all is not known yet: 0.
+        Shapes: ``[s, b, v/tp] -> [b, s]``. The value of the prompt's last column is 0, because its next token is not
+        known yet.
         """
         values = torch.zeros(len(self.numbers), end - start, dtype=torch.float64, device=self.staged.device)
         if logits is not None:
@@ -183,21 +184,21 @@ class PromptBatch:
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, tp: Group) -> torch.Tensor:
-    """Return the logits of the whole vocabulary on every rank, without the columns that pad it.
+    """Gather the logits of the whole vocabulary, without its padding, on every rank.
 
     Shapes: ``[b, v/tp] -> [b, vocab_size]``.
     """
     return all_gather_last_dim(logits, tp)[:, :vocab_size]
 
 
-# What is chosen where a row's logits are not finite, or every token is forbidden: all ranks must learn it.
+# Error codes that replace a token if a row has no valid choice, so that all ranks learn of the failure.
 _NOT_FINITE = -1
 _NOTHING_LEFT = -2
 _FAILED = -3
 
 
 class SampledBatch(PromptBatch):
-    """Continue each prompt of a batch from a random stream of its own."""
+    """Batch that samples a continuation of each prompt, with one random stream per prompt."""
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class SampledBatch(PromptBatch):
         self.new_values: list[list[float]] = [[] for _ in numbers]
 
     def run(self) -> Iterator[tuple[int, int]]:
-        """Yield (prompt number, token) step by step until every prompt has ended."""
+        """Yield (prompt number, token) pairs until every prompt has ended."""
         logits = self.see_prompts()
         running = [True] * len(self.numbers)
         stop = self.request.stop
@@ -236,7 +237,7 @@ class SampledBatch(PromptBatch):
         self.staged.finish()
 
     def log_probabilities(self) -> dict[int, list[float]]:
-        """Return each prompt's, by its number; none where they were not asked for."""
+        """Return the log-probabilities by prompt number; empty if they were not requested."""
         if not self.request.log_probabilities:
             return {}
         of_prompts = torch.cat(self.prompt_values, dim=1)
@@ -246,14 +247,14 @@ class SampledBatch(PromptBatch):
         }
 
     def _choose(self, logits: torch.Tensor | None, last: Sequence[int], step: int) -> tuple[list[int], list[float]]:
-        """Return the next token of every row and its log-probability, chosen on the last stage, on every rank."""
+        """Choose the next token of every row on the last stage; return tokens and log-probabilities on every rank."""
         failure: RuntimeError | None = None
         chosen = torch.zeros(2, len(self.numbers), dtype=torch.float64, device=self.staged.device)
         if logits is not None:
             whole = self.whole_logits(logits)
             try:
                 self._choose_from(whole, last, step, chosen)
-            except RuntimeError as error:  # the other stages wait for what is chosen
+            except RuntimeError as error:  # the other stages wait for the tokens
                 chosen[0] = _FAILED
                 failure = error
         self.share(chosen, logits)
@@ -268,7 +269,7 @@ class SampledBatch(PromptBatch):
         return tokens, chosen[1].tolist()
 
     def _choose_from(self, logits: torch.Tensor, last: Sequence[int], step: int, chosen: torch.Tensor) -> None:
-        """Fill the two rows of ``chosen``: tokens, log-probabilities.
+        """Fill the two rows of ``chosen`` with tokens and log-probabilities.
 
         Shapes: ``logits: [b, v]``, ``chosen: [2, b]``.
         """
@@ -295,7 +296,7 @@ class SampledBatch(PromptBatch):
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRow:
-    """Hold the tokens of a text, of which the last ``num_scored`` are to be scored."""
+    """Tokens of a text, of which the last ``num_scored`` are to be scored."""
 
     tokens: tuple[int, ...]
     num_scored: int
@@ -303,17 +304,17 @@ class ScoredRow:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Hold the log-probability of a row's scored tokens together, and whether each of them was the likeliest."""
+    """Total log-probability of a row's scored tokens, and whether each of them was the most likely."""
 
     log_probability: float
     is_greedy: bool
 
 
 def score_request(rows: tuple[ScoredRow, ...]) -> GenerationRequest:
-    """Return what the model is shown: each row but its last token, which nothing follows.
+    """Return the request that scores the rows: each row without its last token, which is only a target.
 
     Raises:
-        InputError: a row has fewer than two tokens, or all of it is to be scored, or none.
+        InputError: a row has fewer than two tokens, or all or none of its tokens are to be scored.
     """
     for row in rows:
         if not 0 < row.num_scored < len(row.tokens):
@@ -324,7 +325,7 @@ def score_request(rows: tuple[ScoredRow, ...]) -> GenerationRequest:
 
 
 class ScoredBatch(PromptBatch):
-    """Score some rows together."""
+    """Batch that scores rows."""
 
     def __init__(self, staged: StagedModel, rows: tuple[ScoredRow, ...], numbers: list[int]) -> None:
         super().__init__(staged, score_request(rows), numbers, None)
@@ -336,7 +337,7 @@ class ScoredBatch(PromptBatch):
         self._is_scored = columns[None, :] >= self.length - counts[:, None]
 
     def run(self) -> list[Score]:
-        """Return the rows' scores, the same on every rank.
+        """Return the scores of the rows, on every rank.
 
         Raises:
             InputError: the model's logits are not finite.
@@ -357,7 +358,7 @@ class ScoredBatch(PromptBatch):
         return [Score(value, missed == 0) for value, missed in zip(log_probabilities, misses, strict=True)]
 
     def _look_up(self, logits: torch.Tensor, start: int, end: int, found: torch.Tensor) -> None:
-        """Fill ``found`` for the columns ``[start, end)``: log-probabilities, and 1 where another token is likelier.
+        """Fill ``found`` for the columns ``[start, end)``: log-probabilities, and 1 if another token is more likely.
 
         Shapes: ``logits: [s, b, v/tp]``, ``found: [2, b, s]``.
         """
@@ -370,10 +371,10 @@ class ScoredBatch(PromptBatch):
 
 
 class BeamBatch(PromptBatch):
-    """Search for the likeliest continuations of each prompt of a batch.
+    """Batch that runs beam search for each prompt.
 
-    The last stage scores, and every rank is given the same candidates and keeps the same books. The prompts are shown
-    to the model once; then the rows of the cache follow the texts that go on.
+    The last stage computes the scores. Every rank receives the same candidates and tracks the same beams. The prompts
+    are prefilled once. Then the rows of the KV cache are reordered to follow the surviving beams.
     """
 
     def __init__(
@@ -390,17 +391,17 @@ class BeamBatch(PromptBatch):
         self.searches = [BeamSearch(request.beams, request.max_new_tokens, end_tokens) for _ in numbers]
 
     def run(self) -> dict[int, Continuation]:
-        """Return the continuation of each prompt by its number, when all searches have ended.
+        """Run all searches and return the continuation of each prompt by its number.
 
         Raises:
-            InputError: the logits are not finite, or no text is left.
+            InputError: the logits are not finite, or no candidate text is left.
         """
         for _ in self.steps():
             pass
         return self.results()
 
     def steps(self) -> Iterator[None]:
-        """Search one token further at each step, until all searches have ended.
+        """Advance all searches by one token per step, until all have ended.
 
         Raises:
             InputError: the logits are not finite.
@@ -423,10 +424,10 @@ class BeamBatch(PromptBatch):
         self.staged.finish()
 
     def results(self) -> dict[int, Continuation]:
-        """Return the continuation of each prompt by its number, once all searches have ended.
+        """Return the continuation of each prompt by its number. All searches must have ended.
 
         Raises:
-            InputError: no text is left.
+            InputError: no candidate text is left.
         """
         return {number: self._continuation(search) for number, search in zip(self.numbers, self.searches, strict=True)}
 
@@ -440,14 +441,14 @@ class BeamBatch(PromptBatch):
         self.cache.select_rows(torch.tensor(rows, device=self.staged.device))
 
     def _advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[int]:
-        """Take a step of every search and return from which row of the batch each row goes on."""
+        """Advance every search by one step and return the source row in the batch of each new row."""
         rows = []
         for prompt, (search, own) in enumerate(zip(self.searches, candidates, strict=True)):
             rows += [prompt * self.num_beams + beam for beam in search.advance(own)]
         return rows
 
     def _candidates(self, logits: torch.Tensor | None, step: int) -> list[list[Candidate]]:
-        """Return the likeliest ways to go on of every prompt, on every rank."""
+        """Return the most likely candidates of every prompt, on every rank."""
         vocab_size = self.staged.model.config.vocab_size
         count = min(self.searches[0].num_candidates(), self.num_beams * vocab_size)
         best = torch.zeros(2, len(self.numbers), count, dtype=torch.float64, device=self.staged.device)
@@ -467,7 +468,7 @@ class BeamBatch(PromptBatch):
         ]
 
     def _score(self, logits: torch.Tensor, count: int, best: torch.Tensor) -> None:
-        """Fill the two rows of ``best``: places among a prompt's beams x vocabulary, sums of log-probabilities.
+        """Fill the two rows of ``best``: indices into a prompt's beams x vocabulary, and sums of log-probabilities.
 
         Shapes: ``logits: [prompts * num_beams, v]``, ``best: [2, prompts, count]``.
         """

@@ -1,4 +1,4 @@
-"""Continuous batching: prompts of many requests run together; each joins on arrival and leaves at its end.
+"""Continuous batching: prompts of many requests share a batch, which each joins on arrival and leaves at its end.
 
 Yu et al. 2022, "Orca", https://www.usenix.org/conference/osdi22/presentation/yu.
 """
@@ -34,9 +34,9 @@ from megatron.core.transformer import KeyValueCache
 
 
 class Row:
-    """Hold a prompt of a request, its text so far, and how many positions of it the model has seen.
+    """Row of the batch: a prompt of a request, its text so far, and the number of positions in the KV cache.
 
-    The row draws from a stream of its own, which follows from the request's seed and the prompt's place in it.
+    The row has its own random stream, which is a function of the request's seed and the prompt's index.
     """
 
     def __init__(self, job: int, request: GenerationRequest, prompt: int, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def num_unseen(self) -> int:
-        """Return how many tokens of the text the model has not been shown."""
+        """Number of tokens of the text that are not in the KV cache."""
         return len(self.text) - self.num_seen
 
     @property
@@ -76,13 +76,13 @@ class Row:
 NOT_FINITE = -1
 NOTHING_LEFT = -2
 NOT_CHOSEN = -3
-"""What stands in the place of a token that cannot be chosen: all ranks must learn it."""
+"""Error codes that replace the token of a row that has no valid choice, so that all ranks learn of the failure."""
 
 
 def choose_for_rows(logits: torch.Tensor, rows: Sequence[Row], num_alternatives: int) -> torch.Tensor:
-    """Return each row's token, its log-probability and the likeliest tokens with theirs, as `read_value` reads them.
+    """Return each row's token, its log-probability, and the most likely tokens with theirs, in `read_value`'s format.
 
-    What is chosen for a row depends on its own logits and request alone.
+    The choice for a row depends only on its own logits and request.
 
     Shapes: ``logits: [b, v] -> [b, 2 + 2 * num_alternatives]`` float64.
     """
@@ -92,7 +92,7 @@ def choose_for_rows(logits: torch.Tensor, rows: Sequence[Row], num_alternatives:
     groups: dict[SamplingConfig, list[int]] = defaultdict(list)
     for number, (row, is_finite) in enumerate(zip(rows, finite.tolist(), strict=True)):
         if is_finite:
-            # The seed is in the row's generator.
+            # The row's generator already includes the seed.
             groups[dataclasses.replace(row.request.sampling.at_step(row.num_new), seed=0)].append(number)
     for sampling, members in groups.items():
         _choose_group(logits, [rows[member] for member in members], members, sampling, chosen)
@@ -105,7 +105,7 @@ def choose_for_rows(logits: torch.Tensor, rows: Sequence[Row], num_alternatives:
 def _choose_group(
     logits: torch.Tensor, rows: Sequence[Row], members: Sequence[int], sampling: SamplingConfig, chosen: torch.Tensor
 ) -> None:
-    """Choose for rows whose tokens are drawn in the same way."""
+    """Choose tokens for rows with the same sampling parameters."""
     texts = [row.text for row in rows]
     allowed = logits if len(members) == len(logits) else logits[members]
     allowed = add_bias(allowed, [row.request.bias for row in rows])
@@ -131,13 +131,13 @@ def _choose_group(
         allowed, rows, members = allowed[kept], [rows[k] for k in kept], [members[k] for k in kept]
     try:
         tokens = choose_tokens(allowed, sampling, [row.generator for row in rows])
-    except RuntimeError:  # the other stages wait for what is chosen: these rows keep NOT_CHOSEN
+    except RuntimeError:  # the other stages wait for the tokens: these rows keep NOT_CHOSEN
         return
     chosen[members, 0] = tokens.to(torch.float64)
 
 
 def values_of_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_alternatives: int) -> torch.Tensor:
-    """Return the log-probability of a token of each row at temperature 1, and the likeliest tokens with theirs.
+    """Return the log-probability of each row's token at temperature 1, and the most likely tokens with theirs.
 
     Shapes: ``logits: [n, v], tokens: [n] -> [n, 1 + 2 * num_alternatives]`` float64.
     """
@@ -152,7 +152,7 @@ def values_of_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_alternative
 
 
 def read_value(numbers: Sequence[float], num_alternatives: int) -> TokenValue:
-    """Return what a row of `values_of_tokens` says, with so many of its alternatives."""
+    """Parse a row of `values_of_tokens`, with at most ``num_alternatives`` alternatives."""
     width = (len(numbers) - 1) // 2
     tokens, values = numbers[1 : 1 + width], numbers[1 + width :]
     found = [(int(token), value) for token, value in zip(tokens, values, strict=True) if token >= 0]
@@ -161,7 +161,7 @@ def read_value(numbers: Sequence[float], num_alternatives: int) -> TokenValue:
 
 @dataclass(frozen=True, eq=False)
 class RowPattern(AttentionPattern):
-    """Say which columns each query looks at by its row's own positions, which the mask has been made of.
+    """Attention pattern whose mask was built from the positions of each row's queries.
 
     Shapes: ``positions: [b, s]``.
     """
@@ -169,7 +169,7 @@ class RowPattern(AttentionPattern):
     positions: torch.Tensor | None = None
 
     def within(self, window: int) -> AttentionPattern:
-        """Return this pattern narrowed to a window behind each query's own position; layers share it."""
+        """Return this pattern restricted to a sliding window before each query's position; layers share the result."""
         if window not in self._narrowed:
             assert self.positions is not None
             assert self.mask is not None
@@ -184,7 +184,7 @@ class RowPattern(AttentionPattern):
 
 
 def pattern_of_rows(positions: torch.Tensor, end: int) -> RowPattern:
-    """Return the pattern of queries that look at the columns up to their own positions, of those below ``end``.
+    """Return the causal pattern of queries at ``positions`` over the first ``end`` columns of the cache.
 
     Shapes: ``positions: [b, s]``.
     """
@@ -196,10 +196,10 @@ _FEWEST_COLUMNS = 64
 
 
 class SlotCache(KeyValueCache):
-    """Keep every layer's keys and values of some rows; a pass shows the model the rows of neighboring slots.
+    """KV cache with one slot per row. A forward pass processes the rows of consecutive slots.
 
-    The buffers grow with the rows and with the longest of them, by doubling. A column that no row has written is 0, so
-    that what a mask hides is finite.
+    The buffers grow by doubling with the number of rows and the longest row. Unwritten columns are 0, so that masked
+    values are finite.
     """
 
     def __init__(self) -> None:
@@ -210,10 +210,10 @@ class SlotCache(KeyValueCache):
         self._end = 0
 
     def begin_pass(self, first_slot: int, columns: torch.Tensor, end: int) -> None:
-        """Say where the next pass writes: row ``i`` into ``columns[i]`` of slot ``first_slot + i``; and up to which
-        column it reads.
+        """Set where the next pass writes and reads: row ``i`` writes to ``columns[i]`` of slot ``first_slot + i`` and
+        reads the columns below ``end``.
 
-        A column of -1 is written to a place that no pass reads. Shapes: ``columns: [b, s]``.
+        A column of -1 is written to a scratch column that no pass reads. Shapes: ``columns: [b, s]``.
         """
         self._rows = slice(first_slot, first_slot + columns.shape[0])
         self._columns = columns
@@ -221,7 +221,7 @@ class SlotCache(KeyValueCache):
         self.grow(self._rows.stop, end)
 
     def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new positions of a layer and return views of the rows' keys and values.
+        """Write the new keys and values of a layer and return views of the rows' keys and values.
 
         Shapes: ``[s, b, g/tp, d] -> [end, b, g/tp, d]``.
         """
@@ -239,19 +239,19 @@ class SlotCache(KeyValueCache):
         return seen[0], seen[1]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Make the slot ``target`` what the first ``length`` columns of ``source`` are."""
+        """Copy the first ``length`` columns of the slot ``source`` to the slot ``target``."""
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer[target, :length] = buffer[source, :length]
 
     def clear(self, slot: int) -> None:
-        """Forget what a slot holds: a number that is not finite would spoil what a mask hides."""
+        """Zero a slot, because non-finite values would propagate through masked attention."""
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer[slot] = 0
 
     def grow(self, num_slots: int, length: int = 0) -> None:
-        """Make room for so many slots and so many columns of each."""
+        """Grow the buffers to at least ``num_slots`` slots of ``length`` columns."""
         if num_slots <= self._num_slots and length <= self.max_length:
             return
         self._num_slots = max(self._num_slots, 1 << (num_slots - 1).bit_length())
@@ -260,7 +260,7 @@ class SlotCache(KeyValueCache):
             grown = []
             for old in buffers:
                 new = old.new_zeros((self._num_slots, self.max_length + 1, *old.shape[2:]))
-                # All but the last column, which is the place that no pass reads.
+                # Copy all but the last column, which is the scratch column.
                 new[: old.shape[0], : old.shape[1] - 1] = old[:, :-1]
                 grown.append(new)
             self._buffers[layer_number] = (grown[0], grown[1])
@@ -268,18 +268,17 @@ class SlotCache(KeyValueCache):
 
 _PROMPT_TOKENS_AT_ONCE = 512
 _SCORED_TOKENS_AT_ONCE = 256
-"""Where the logits of all positions are needed."""
+"""Limit on prompt tokens per pass if the logits of all positions are needed."""
 
 News = tuple[int, Progress]
-"""(number of the job, what happened to one of its prompts)."""
+"""(job number, progress of one of its prompts)."""
 
 
 class RunningBatch:
-    """Continue rows together, a token of each running row and some prompt tokens of new ones at every step.
+    """Batch of rows that decodes one token per running row and prefills some prompt tokens of new rows at every step.
 
-    Row ``i`` has slot ``i`` of the cache. The running rows come first, those with a prompt not seen whole behind them.
-    What follows a prompt does not depend on the other rows, but for the rounding of another size of batch. Every rank
-    makes the same calls.
+    Row ``i`` has slot ``i`` of the cache. Running rows come first, followed by rows in prefill. A continuation does not
+    depend on the other rows, except for rounding at different batch sizes. Every rank must make the same calls.
     """
 
     def __init__(self, staged: StagedModel) -> None:
@@ -289,18 +288,18 @@ class RunningBatch:
         self._cache = SlotCache()
 
     def add(self, row: Row) -> None:
-        """Let a row join at the next step."""
+        """Add a row, which joins at the next step."""
         self.rows.append(row)
         self._cache.grow(len(self.rows))
 
     def drop(self, jobs: Collection[int]) -> None:
-        """Take the rows of jobs out."""
+        """Remove the rows of some jobs."""
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].job in jobs:
                 self._release(slot)
 
     def step(self) -> list[News]:
-        """Choose a token for every running row, show the model new prompts, and return what happened."""
+        """Decode a token for every running row, prefill new prompts, and return the progress."""
         news: list[News] = []
         ended: list[Row] = []
         if self.num_running:
@@ -315,7 +314,7 @@ class RunningBatch:
         return news
 
     def _see_prompts(self, news: list[News], ended: list[Row]) -> None:
-        """Show the model the next tokens of new rows; those whose prompt it has then seen run from now on."""
+        """Prefill the next prompt tokens of new rows. Rows with a complete prompt start to run."""
         waiting = self.rows[self.num_running :]
         scored = any(row.wants_prompt_values for row in waiting)
         counts = _counts_within(waiting, _SCORED_TOKENS_AT_ONCE if scored else _PROMPT_TOKENS_AT_ONCE)
@@ -325,7 +324,7 @@ class RunningBatch:
         logits = self._forward(rows, self.num_running, counts, all_positions=scored)
         if scored:
             self._score_prompts(rows, starts, counts, logits)
-        # Only the first row may be shown in part, and then alone.
+        # Only the first row may be prefilled in part, and then without other rows.
         if rows[0].num_unseen:
             return
         self.num_running += len(rows)
@@ -345,9 +344,9 @@ class RunningBatch:
     def _forward(
         self, rows: Sequence[Row], first_slot: int, counts: Sequence[int], *, all_positions: bool
     ) -> torch.Tensor | None:
-        """Show the model the next tokens of rows in neighboring slots; the last stage returns logits.
+        """Run the model on the next tokens of rows in consecutive slots; return the logits on the last stage.
 
-        The tokens of a row end in the last column. What pads it on the left repeats its first token, and is not kept.
+        The tokens of a row are right-aligned. Padding on the left repeats its first token and is not cached.
 
         Shapes: ``-> [longest count or 1, rows, v/tp]``.
         """
@@ -372,7 +371,7 @@ class RunningBatch:
         )
 
     def _advance(self, rows: Sequence[Row], logits: torch.Tensor | None, news: list[News], ended: list[Row]) -> None:
-        """Choose the next token of each row on the last stage, and keep the books on every rank."""
+        """Choose the next token of each row on the last stage, and update the rows on every rank."""
         width = max(row.request.num_alternatives for row in rows)
         chosen = torch.zeros(len(rows), 2 + 2 * width, dtype=torch.float64, device=self.staged.device)
         if logits is not None:
@@ -395,7 +394,7 @@ class RunningBatch:
     def _score_prompts(
         self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], logits: torch.Tensor | None
     ) -> None:
-        """Add the values of those tokens of the prompts that stand behind the positions just seen."""
+        """Append the log-probabilities of the prompt tokens that follow the positions of the last pass."""
         width = max(row.request.num_alternatives for row in rows)
         longest = max(counts)
         places = [
@@ -430,7 +429,7 @@ class RunningBatch:
         return MegatronError(f"no token can be chosen at token {row.num_new + 1}")
 
     def _release(self, slot: int, *, is_spoiled: bool = False) -> None:
-        """Take a row out; the last running row takes its slot, and the last of all the slot of that one."""
+        """Remove a row. The last running row moves to its slot, and the last row to the slot of that row."""
         is_running = slot < self.num_running
         if is_spoiled or not is_running:
             self._cache.clear(slot)
@@ -448,7 +447,7 @@ class RunningBatch:
 
 
 def _counts_within(rows: Sequence[Row], budget: int) -> list[int]:
-    """Return how many tokens of the first rows are shown at once; padded to the longest they are within the budget."""
+    """Return the token counts of the first rows that fit the budget when padded to the longest."""
     counts = [min(rows[0].num_unseen, budget)]
     for row in rows[1:]:
         if (len(counts) + 1) * max(*counts, row.num_unseen) > budget:
@@ -458,7 +457,7 @@ def _counts_within(rows: Sequence[Row], budget: int) -> list[int]:
 
 
 def _take(row: Row, new: NewToken) -> Iterator[Progress]:
-    """Add a token to its row and tell what that means."""
+    """Append a token to its row and yield the resulting progress."""
     stop, before = row.request.stop, row.text[-1]
     row.text.append(new.token)
     if new.token in stop.end_tokens:

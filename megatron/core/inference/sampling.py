@@ -1,4 +1,4 @@
-"""From logits to the next token: pure functions of the logits and a generator."""
+"""Sampling of the next token: pure functions of the logits and a random generator."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.core.precision import arithmetic_dtype
 def choose_tokens(
     logits: torch.Tensor, sampling: SamplingConfig, generators: Sequence[torch.Generator]
 ) -> torch.Tensor:
-    """Return one token a row; row ``i`` draws from ``generators[i]`` alone, whatever the other rows are.
+    """Sample one token per row. Row ``i`` draws from ``generators[i]`` only, independent of the other rows.
 
-    ``logits`` cover the real vocabulary, without padding. A greedy choice draws nothing.
+    ``logits`` cover the vocabulary without padding. Greedy decoding draws no random numbers.
 
     Shapes: ``logits: [b, v] -> [b]`` int64.
     """
@@ -33,7 +33,7 @@ def choose_tokens(
 
 
 def forbid_pairs(logits: torch.Tensor, last: Sequence[int], never: TokenPairs) -> torch.Tensor:
-    """Return the logits with the tokens at minus infinity that must not follow each row's ``last`` one.
+    """Set the logits of tokens that must not follow each row's ``last`` token to minus infinity.
 
     Shapes: ``[b, v] -> [b, v]``.
     """
@@ -47,9 +47,9 @@ def forbid_pairs(logits: torch.Tensor, last: Sequence[int], never: TokenPairs) -
 
 
 def forbid_repeats(logits: torch.Tensor, texts: Sequence[Sequence[int]], size: int) -> torch.Tensor:
-    """Return the logits with the tokens at minus infinity that would repeat ``size`` neighbors of a row's text.
+    """Set the logits of tokens that would repeat an n-gram of ``size`` tokens in a row's text to minus infinity.
 
-    Size 0 forbids nothing. Shapes: ``[b, v] -> [b, v]``.
+    Size 0 allows all repetitions. Shapes: ``[b, v] -> [b, v]``.
     """
     if size == 0:
         return logits
@@ -61,7 +61,7 @@ def forbid_repeats(logits: torch.Tensor, texts: Sequence[Sequence[int]], size: i
 
 
 def repeating_tokens(text: Sequence[int], size: int) -> list[int]:
-    """Return the tokens that stand somewhere in a text behind the same ``size - 1`` tokens that it ends with."""
+    """Return the tokens that follow an earlier occurrence of the text's last ``size - 1`` tokens."""
     tail = list(text[len(text) - size + 1 :])
     starts = range(len(text) - size + 1)
     return sorted({text[start + size - 1] for start in starts if list(text[start : start + size - 1]) == tail})
@@ -70,10 +70,10 @@ def repeating_tokens(text: Sequence[int], size: int) -> list[int]:
 def penalize(
     logits: torch.Tensor, texts: Sequence[Sequence[int]], num_new: int | Sequence[int], sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Return the logits with those of tokens lowered that a row's text has already.
+    """Apply repetition, presence and frequency penalties to the logits of tokens in each row's text.
 
-    The repetition penalty is that of Keskar et al. 2019, https://arxiv.org/abs/1909.05858, and counts the prompt; the
-    others count the last ``num_new`` tokens of each text, which have been generated. Shapes: ``[b, v] -> [b, v]``.
+    The repetition penalty of Keskar et al. 2019, https://arxiv.org/abs/1909.05858, includes the prompt. The others
+    count only the last ``num_new`` tokens of each text, which were generated. Shapes: ``[b, v] -> [b, v]``.
     """
     if not sampling.has_penalty:
         return logits
@@ -92,7 +92,7 @@ def penalize(
 
 
 def add_bias(logits: torch.Tensor, biases: Sequence[tuple[tuple[int, float], ...]]) -> torch.Tensor:
-    """Return the logits with each row's (token, addend) pairs added.
+    """Add the biases of each row's (token, bias) pairs to its logits.
 
     Shapes: ``[b, v] -> [b, v]``.
     """
@@ -106,7 +106,7 @@ def add_bias(logits: torch.Tensor, biases: Sequence[tuple[tuple[int, float], ...
 
 
 def token_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
-    """Return the distribution that tokens are drawn from, in at least float32.
+    """Compute the distribution that tokens are sampled from, in at least float32.
 
     Shapes: ``[b, v] -> [b, v]``.
     """
@@ -119,15 +119,15 @@ def token_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch
 
 
 def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the logits, shifted so that the largest is 0, over the temperature.
+    """Shift the logits so that the largest is 0, and divide them by the temperature.
 
-    Shifted first: a tiny temperature then sends the others to minus infinity and leaves the largest finite.
+    With the shift, a tiny temperature keeps the largest logit finite while the others go to minus infinity.
     """
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the logits with all but the ``k`` largest of each row at minus infinity; of equal ones just enough stay.
+    """Set all but the ``k`` largest logits of each row to minus infinity. With ties, exactly ``k`` remain.
 
     Shapes: ``[b, v] -> [b, v]``.
     """
@@ -138,9 +138,10 @@ def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
-    """Return the logits with all at minus infinity but the fewest most probable whose probabilities reach ``p``.
+    """Keep the smallest set of most probable tokens whose probabilities sum to ``p`` or more (nucleus sampling).
 
-    The most probable token always stays. Holtzman et al. 2020, https://arxiv.org/abs/1904.09751.
+    The other logits become minus infinity. The most probable token always remains. Holtzman et al. 2020,
+    https://arxiv.org/abs/1904.09751.
 
     Shapes: ``[b, v] -> [b, v]``.
     """

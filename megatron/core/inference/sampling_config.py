@@ -1,4 +1,4 @@
-"""Sampling parameters: how the next token is chosen."""
+"""Sampling parameters for the next token."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ import math
 import sys
 
 MIN_TEMPERATURE = 2.0**-126
-"""The smallest normal number of float32: one below it may be 0 to a kernel."""
+"""The smallest normal float32. A kernel may flush smaller numbers to 0."""
 MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0
-"""The largest that OpenAI's API takes."""
+"""The largest value that OpenAI's API accepts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Hold how one token is drawn from the model's distribution.
+    """Parameters for sampling a token from the model's distribution.
 
-    The temperature is applied first, then ``top_k``, then ``top_p`` on what is left. Every prompt draws from a stream
-    of its own, which follows from ``seed`` and the prompt's place in the list.
+    The temperature is applied first, then ``top_k``, then ``top_p`` to the remaining tokens. Every prompt has its own
+    random stream, which is a function of ``seed`` and the prompt's index in the list.
     """
 
     greedy: bool = False
-    """Take the most probable token; nothing is drawn."""
+    """Take the most probable token instead of sampling."""
     temperature: float = 1.0
     """Divides the logits: below 1 sharpens the distribution, above 1 flattens it."""
     top_k: int = 0
-    """Draw from this many most probable tokens; 0 draws from all."""
+    """Sample from this number of most probable tokens; 0 samples from all."""
     top_p: float = 0.0
-    """Draw from the fewest most probable tokens whose probabilities sum to this; 0 draws from all."""
+    """Sample from the smallest set of most probable tokens whose probabilities sum to this; 0 samples from all."""
     top_p_decay: float = 0.0
-    """Multiplies ``top_p`` after each token; 0 leaves it as it is."""
+    """Factor that multiplies ``top_p`` after each token; 0 disables the decay."""
     top_p_bound: float = 0.0
-    """What the decay leaves of ``top_p`` at least."""
+    """Lower bound of the decayed ``top_p``."""
     seed: int = 1234
-    """Seed of the draws."""
+    """Seed of the random streams."""
     no_repeat_ngram_size: int = 0
-    """No run of so many tokens comes twice in a text, its prompt included; 0 lets all repeat."""
+    """Length of n-grams that must not repeat in a text, including its prompt; 0 allows all repetitions."""
     repetition_penalty: float = 1.0
-    """Divides the logits above 0 of tokens that a text has, its prompt included, and multiplies those below; 1 changes
-    nothing."""
+    """Divides the positive logits of tokens in the text, including its prompt, and multiplies the negative ones; 1
+    disables the penalty."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that have been generated."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that it has been generated."""
+    """Subtracted from a token's logit once per occurrence among the generated tokens."""
 
     def at_step(self, step: int) -> SamplingConfig:
-        """Return how the token with this number, from 0, is chosen."""
+        """Return the parameters for the generated token with this index, which starts at 0."""
         if self.top_p_decay == 0.0 or self.top_p == 0.0:
             return self
-        # Not down to 0, which would draw from all tokens.
+        # Never 0, which would sample from all tokens.
         lowest = max(self.top_p_bound, sys.float_info.min)
         return dataclasses.replace(self, top_p=max(self.top_p * self.top_p_decay**step, lowest))
 
@@ -58,7 +58,7 @@ class SamplingConfig:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def problems(self) -> tuple[str, ...]:
-        """Return what is wrong with the values, one line each."""
+        """List the problems with the values, one line each."""
         found = []
         if not (self.temperature > 0.0 and math.isfinite(self.temperature)):
             found.append(

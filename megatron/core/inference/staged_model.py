@@ -1,4 +1,4 @@
-"""Run a model for inference: over pipeline stages as one forward pass, or with the parameters of a training run."""
+"""Run a model for inference: one forward pass over pipeline stages, with its own or a training run's parameters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron.core.transformer import KeyValueCache
 
 
 def share_model(chunk: GPTModel, wrapped: DistributedDataParallel, state: ParallelState) -> GPTModel:
-    """Return a chunk with the parameters of one in training, in eval mode, that a cache and single tokens can go with.
+    """Return an inference model chunk in eval mode that shares the parameters of a chunk in training.
 
-    No rank has a part of a sequence alone: there is neither sequence nor context parallelism, whose ranks compute the
-    same. Products are in the parameters' precision, and layers run as themselves, whatever training has in fp8 or in
-    graphs. ``wrapped`` is the chunk in data parallelism, whose parameters must have been gathered where they are
-    sharded by the optimizer; weights that are sharded come and go with the passes. Nothing of training is changed.
+    Every rank processes whole sequences: sequence and context parallelism are off, and context-parallel ranks compute
+    the same values. GEMMs use the parameters' precision, without FP8 or CUDA graphs. ``wrapped`` is the chunk's
+    data-parallel wrapper. If the optimizer shards the parameters, the caller must have gathered them. FSDP weights are
+    gathered and released in each pass. The training chunk is not modified.
     """
     config = with_fields(
         chunk.config, sequence_parallel=False, context_parallel_size=1, tp_comm_overlap=False, fp8_format=None
@@ -59,11 +59,11 @@ def share_model(chunk: GPTModel, wrapped: DistributedDataParallel, state: Parall
 
 
 class StagedModel:
-    """Run this rank's stage between the stage before and the one after; the whole model where there is no pipeline.
+    """This rank's pipeline stage for inference, or the whole model if there is no pipeline.
 
-    Every rank of the pipeline must make the same calls. ``links`` are those of `create_pipeline_links`. A rank with
-    several chunks has the others, in their order, in ``further_chunks``: then the links go round. Of ranks that make
-    the same calls with the same parameters, ``twins``, the first one decides for all.
+    Every rank of the pipeline must make the same calls. ``links`` come from `create_pipeline_links`. With virtual
+    pipeline stages, ``further_chunks`` holds the rank's other model chunks in order, and the links form a ring.
+    ``twins`` is a group of ranks that make the same calls with the same parameters: the first rank decides for all.
 
     Raises:
         ConfigurationError: the model was built for training over several processes, or the links are missing.
@@ -97,7 +97,7 @@ class StagedModel:
         cache: KeyValueCache,
         last_position_only: bool,
     ) -> torch.Tensor | None:
-        """Return the logits on the last stage and None on the others.
+        """Run the forward pass; return the logits on the last stage and None on the others.
 
         Shapes: ``tokens, position_ids: [b, s] -> [s or 1, b, v/tp]``.
         """
@@ -119,16 +119,16 @@ class StagedModel:
         return output if self.chunks[-1].post_process else None
 
     def share(self, values: torch.Tensor, logits: torch.Tensor | None) -> None:
-        """Give every rank what the first rank of the last stage, which has ``logits``, wrote into ``values``."""
+        """Broadcast ``values`` from the first rank of the last stage, whose ``logits`` are not None, to every rank."""
         if logits is not None:
-            # All ranks chose from the same bytes; but a GPU's sums may differ in their last bit from rank to rank.
+            # All ranks have the same logits, but reductions on GPUs may differ in the last bit between ranks.
             broadcast(values, self.state.tp)
         broadcast(values, self.state.pp, source=self.state.pp.size - 1)
         if self._twins is not None:
             broadcast(values, self._twins)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends have completed."""
         if self._out is not None:
             self._out.finish()
 

@@ -1,4 +1,4 @@
-"""Tokenizers: one small protocol, one file a kind."""
+"""Tokenizers: one protocol, and one file per tokenizer type."""
 
 from __future__ import annotations
 

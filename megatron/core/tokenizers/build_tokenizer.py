@@ -40,19 +40,21 @@ def build_tokenizer(
 ) -> Tokenizer:
     """Build a tokenizer from local files.
 
-    The keywords are Megatron's flags; those of other kinds are ignored, which `unused_tokenizer_flags` tells.
+    The keyword arguments are Megatron-LM's flags. Arguments of other tokenizer types are ignored, and
+    `unused_tokenizer_flags` reports them.
 
     Args:
-        vocab_size: NullTokenizer has one id more; TikTokenizer takes that many; the others know their
-            own, and one given must be theirs.
-        vocab_extra_ids: how many <extra_id_N> SentencePieceTokenizer has; for no other kind.
-        extra_vocab_size: ids without text behind the tokenizer's own; not for NullTokenizer.
-        padded_vocab_size: the size with such ids, in place of their number; not for NullTokenizer.
-        patch_tokenizer_type: how Pai-Megatron-Patch calls a HuggingFaceTokenizer, and so counts its ids.
+        vocab_size: NullTokenizer has one id more. TikTokenizer uses this many ids. For the other types, the
+            value must equal the tokenizer's size.
+        vocab_extra_ids: number of <extra_id_N> tokens, for SentencePieceTokenizer only.
+        extra_vocab_size: ids without text after the tokenizer's ids, not for NullTokenizer.
+        padded_vocab_size: total size instead of ``extra_vocab_size``, not for NullTokenizer.
+        patch_tokenizer_type: Pai-Megatron-Patch's name of a HuggingFaceTokenizer, which determines the
+            vocabulary size.
 
     Raises:
-        TokenizerError: the kind is unknown, sizes do not fit, or as the kind says: a missing
-            file, flag or package.
+        TokenizerError: the type is unknown, sizes are inconsistent, or a file, flag or package that the type
+            needs is missing.
     """
     for flag, value in (("--extra-vocab-size", extra_vocab_size), ("--vocab-extra-ids", vocab_extra_ids)):
         if value < 0:

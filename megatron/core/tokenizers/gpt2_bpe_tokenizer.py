@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from a vocabulary and a merge file, with a check of the merges."""
+"""GPT-2's byte-level BPE from a vocabulary and a merge file, with validation of the merges."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def check_merges(
     names: tuple[str, str],
     place: Callable[[int], str],
 ) -> None:
-    """Refuse merges that are cut short, or of another vocabulary.
+    """Check that the merges are complete and match the vocabulary.
 
-    Each merge joins two tokens into a third. Each token is a byte, comes from a merge, or was added: one of
-    ``bytes_and_added``, spelled in brackets as ``<|endoftext|>`` is, with characters that stand for no byte, or as no
-    two tokens of the vocabulary spell when joined (OPT's ``madeupword0000``). So GPT-2's 50257 tokens are 256 bytes,
-    50000 merges and one token that was added.
+    Each merge joins two tokens into a third. Each token is a byte, the result of a merge, or an added token. An added
+    token is in ``bytes_and_added``, is spelled in brackets like ``<|endoftext|>``, has characters that encode no byte,
+    or is not the concatenation of two tokens of the vocabulary (OPT's ``madeupword0000``). GPT-2's 50257 tokens, for
+    example, are 256 bytes, 50000 merges and one added token.
 
     Args:
-        names: what to call the vocabulary and the merges.
-        place: names the merge of a number, counted from 0.
+        names: names of the vocabulary and the merges in messages.
+        place: returns the name of the merge with a number, counted from 0.
 
     Raises:
-        TokenizerError: they do not fit together.
+        TokenizerError: the vocabulary and the merges do not match.
     """
     vocabulary_name, merges_name = names
     known, made = set(vocabulary), {left + right for left, right in merges}
@@ -75,13 +75,13 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer(EngineTokenizer):
-    """Encode as GPT-2 does, from ``vocab.json`` and ``merges.txt`` alone.
+    """GPT-2's tokenizer, from ``vocab.json`` and ``merges.txt``.
 
-    "<|endoftext|>" ends a document; spelled out in a text it is encoded as ordinary characters.
+    "<|endoftext|>" is the end-of-document token. Spelled out in a text, it is encoded as ordinary characters.
     Paper: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 
     Raises:
-        TokenizerError: a file is missing or damaged, or the two do not fit together.
+        TokenizerError: a file is missing or damaged, or the two files do not match.
     """
 
     name = "GPT2BPETokenizer"
@@ -108,9 +108,9 @@ class GPT2BPETokenizer(EngineTokenizer):
 
 
 def byte_characters() -> list[str]:
-    """Give the printable character that stands for each byte in a byte-level vocabulary, by byte value.
+    """Return the printable character of each byte in a byte-level vocabulary, by byte value.
 
-    Printable Latin-1 bytes stand for themselves; the 68 others are numbered from U+0100 in order.
+    Printable Latin-1 bytes represent themselves. The 68 other bytes are numbered from U+0100 in order.
     """
     printable = {
         *range(ord("!"), ord("~") + 1),
@@ -142,7 +142,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
             raise TokenizerError(f"{path}: token {token!r} has the id {token_id!r}; change --vocab-file")
     missing = [byte for byte, character in enumerate(byte_characters()) if character not in vocabulary]
     if missing:
-        # The engine would drop such bytes without a word.
+        # The engine would drop such bytes silently.
         raise TokenizerError(
             f"{path} is not a byte-level vocabulary: {len(missing)} of the 256 byte tokens are missing, "
             f"the first for byte {missing[0]}; change --vocab-file"
@@ -151,7 +151,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[int, tuple[str, str]]]:
-    """Return the number of its line with each merge."""
+    """Return each merge with its line number."""
     merges = []
     content = read_text(path)
     if content.startswith("{"):

@@ -1,7 +1,7 @@
 """Hugging Face tokenizers (``tokenizer.json``), and their names and sizes in Pai-Megatron-Patch.
 
-Each value of Pai-Megatron-Patch's ``--patch-tokenizer-type`` is the Hugging Face tokenizer in the folder of
-``--load``. Sizes as in Pai-Megatron-Patch 0.8 to 0.12.
+Each value of Pai-Megatron-Patch's ``--patch-tokenizer-type`` denotes the Hugging Face tokenizer in the folder of
+``--load``. The sizes match Pai-Megatron-Patch 0.8 to 0.12.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PATCH_TOKENIZER_TYPES = (
     *_ALL_BUT_TWO,
     *_FIXED_ROWS,
 )
-"""Kinds whose tokenizer can be read from files of a folder."""
+"""Types whose tokenizer is loaded from the files of a folder."""
 CODE_TOKENIZER_TYPES = (
     "BaichuanTokenizer",
     "BloomTokenizerFromCustom",
@@ -48,16 +48,16 @@ CODE_TOKENIZER_TYPES = (
     "QwenTokenizer",
     "QwenVLTokenizer",
 )
-"""Kinds that are made by Python code of their own, which is never run."""
+"""Unsupported types, whose tokenizers consist of custom Python code, which is never executed."""
 
 
 def patched_vocab_size(patch_tokenizer_type: str, base_size: int, own_size: int, extra_vocab_size: int) -> int:
-    """Return the size of the vocabulary that Pai-Megatron-Patch gives a model.
+    """Return the vocabulary size that Pai-Megatron-Patch uses for a model.
 
-    Most kinds count the base vocabulary, without added tokens, and ``--extra-vocab-size`` makes room for those.
+    For most types it is the base vocabulary without added tokens, plus ``--extra-vocab-size`` for the added tokens.
 
     Raises:
-        TokenizerError: added tokens have ids that the vocabulary does not reach.
+        TokenizerError: added tokens have ids outside the vocabulary.
     """
     if patch_tokenizer_type in _FIXED_ROWS:
         size = _FIXED_ROWS[patch_tokenizer_type]
@@ -80,16 +80,16 @@ _GENERATION_FILE = "generation_config.json"
 
 
 class HuggingFaceTokenizer(EngineTokenizer):
-    """Encode with the tokenizer.json of a local model folder; nothing is ever downloaded.
+    """Tokenizer from the tokenizer.json of a local model folder, without any download.
 
-    The end of a document is the model's end-of-sequence token, looked up in tokenizer_config.json,
-    special_tokens_map.json and generation_config.json, in that order. No special token is added to a text;
-    those spelled out in a text are recognized, as tokenizer.json says.
+    The end-of-document token is the model's end-of-sequence token, looked up in tokenizer_config.json,
+    special_tokens_map.json and generation_config.json, in that order. No special tokens are added to a text.
+    Special tokens spelled out in a text are recognized as tokenizer.json defines.
 
-    With a ``patch_tokenizer_type`` the vocabulary has the size that Pai-Megatron-Patch gives it.
+    With a ``patch_tokenizer_type``, the vocabulary has the size that Pai-Megatron-Patch uses.
 
     Raises:
-        TokenizerError: the folder lacks a file or holds a damaged one, or ``extra_vocab_size`` is too small.
+        TokenizerError: a file of the folder is missing or damaged, or ``extra_vocab_size`` is too small.
     """
 
     name = "HuggingFaceTokenizer"
@@ -115,7 +115,7 @@ class HuggingFaceTokenizer(EngineTokenizer):
         self.vocab_size = own_size + extra_vocab_size
         beside = [tokenizer_path.parent / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
         found = tuple(file for file in beside if file.is_file())
-        # Those beside a file of another name are only kept if they tell of the end of a document.
+        # Next to a tokenizer file with another name, keep only the files that may define the end of a document.
         self.files = (tokenizer_path, *dict.fromkeys([*found, *with_companions(tokenizer_path)[1:]]))
         self.eod_id = _find_end_id(self._engine, found)
         self._settings = [file for file in found if file.name != _GENERATION_FILE]
@@ -127,12 +127,12 @@ class HuggingFaceTokenizer(EngineTokenizer):
 
     @property
     def leading_ids(self) -> tuple[int, ...]:
-        """Give what the model's own files put in front of a text; `tokenize` does not."""
+        """Ids that the model's files prepend to a text, but `tokenize` does not."""
         return self._engine.leading_ids()
 
     @property
     def begin_id(self) -> int | None:
-        """Give the id of the bos_token of the files, None where they name none."""
+        """Id of the bos_token in the files, None if they define none."""
         for path in self._settings:
             token = _token_text(read_json_object(path).get("bos_token"))
             if token is not None:
@@ -145,7 +145,7 @@ class HuggingFaceTokenizer(EngineTokenizer):
 
 
 def _way_on(folder: Path) -> str:
-    """Say what to do about a folder without a tokenizer file, also where code would make the tokenizer."""
+    """Return advice for a folder without a tokenizer file, including tokenizers that consist of Python code."""
     settings = folder / _TOKEN_FILES[0]
     if settings.is_file() and "AutoTokenizer" in (read_json_object(settings).get("auto_map") or {}):
         return "its tokenizer is Python code of the model's author, which is never run; save a fast tokenizer there"
@@ -153,10 +153,10 @@ def _way_on(folder: Path) -> str:
 
 
 def _check_continuing_prefix(content: Mapping[str, Any], path: Path) -> None:
-    """See that the parts of merges begin with the prefix that the package cuts off them without looking.
+    """Check that merges have the continuing-subword prefix, which the package strips without a check.
 
     Raises:
-        TokenizerError: one of them does not.
+        TokenizerError: the second part of a merge lacks the prefix.
     """
     model = content.get("model")
     if not isinstance(model, dict):
@@ -174,7 +174,7 @@ def _check_continuing_prefix(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_byte_level(content: Mapping[str, Any], path: Path) -> None:
-    """Check the merges of GPT-2's kind; the other kinds have tokens that no merge makes."""
+    """Check the merges of a byte-level BPE. Other models have tokens that no merge produces."""
     model = content["model"]
     is_byte_level = '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
     if model.get("type", "BPE") != "BPE" or not is_byte_level or model.get("ignore_merges"):
@@ -206,7 +206,7 @@ def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:
 
 
 def _token_text(entry: Any) -> str | None:
-    """Read a special token, written as its text or as an object with its text under "content"."""
+    """Return the text of a special token that is a string or an object with the key "content"."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None

@@ -15,14 +15,14 @@ END_OF_DOCUMENT = "<EOD>"
 
 
 class SentencePieceTokenizer:
-    """Encode with a SentencePiece model.
+    """Tokenizer with a SentencePiece model.
 
-    The kind decides what surrounds the model:
-    - SentencePieceTokenizer adds <CLS>, <SEP>, <EOD>, <MASK>, what the model lacks of <PAD>, <BOS> and
-      <EOS>, and <extra_id_0>, ... behind the model's own ids. A text that spells one of these gets its id,
-      and <EOD> ends a document.
-    - GPTSentencePieceTokenizer uses the model's ids alone; its end-of-sentence id ends a document.
-    - Llama2Tokenizer also begins every text with the model's begin-of-sentence id.
+    The type determines the special tokens:
+    - SentencePieceTokenizer appends <CLS>, <SEP>, <EOD>, <MASK>, those of <PAD>, <BOS> and <EOS> that the
+      model lacks, and <extra_id_0>, ... to the model's ids. A text that spells one of these gets its id.
+      <EOD> is the end-of-document token.
+    - GPTSentencePieceTokenizer uses the model's ids only. The end-of-sentence id ends a document.
+    - Llama2Tokenizer also starts every text with the model's begin-of-sentence id.
     Paper: Kudo and Richardson, "SentencePiece" (2018).
 
     Raises:
@@ -75,7 +75,7 @@ class SentencePieceTokenizer:
         """Encode several texts."""
         if not self._special_ids:
             return [self._prefix + ids for ids in self._encode(texts, num_threads)]
-        # With one group in the pattern, split() gives text at even places and special tokens at odd ones.
+        # With one group in the pattern, split() returns text at even indices and special tokens at odd ones.
         split_texts = [self._special_pattern.split(text) for text in texts]
         plain_ids = iter(self._encode([part for parts in split_texts for part in parts[::2]], num_threads))
         batch = []
@@ -87,7 +87,7 @@ class SentencePieceTokenizer:
         return batch
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids, the added special tokens spelled out."""
+        """Decode ids, with the added special tokens spelled out."""
         parts: list[str] = []
         run: list[int] = []
         for token_id in ids:
@@ -105,7 +105,7 @@ class SentencePieceTokenizer:
 
 
 def _assign_special_ids(model: Any, vocab_extra_ids: int) -> dict[str, int]:
-    """Give each special token its id: the model's own where it has one, else the next free one."""
+    """Assign an id to each special token: the model's id if it has one, else the next free id."""
     num_pieces = model.get_piece_size()
     known = {model.id_to_piece(i): i for i in range(num_pieces)}
     names = ["<CLS>", "<SEP>", END_OF_DOCUMENT, "<MASK>"]

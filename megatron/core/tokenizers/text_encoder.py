@@ -1,6 +1,6 @@
 """Encode UTF-8 text into arrays of token ids, with the tokenizer itself or the fastest equivalent engine.
 
-`choose_encoder` takes the fastest engine that gives the tokenizer's ids on a sample of the input.
+`choose_encoder` selects the fastest engine that reproduces the tokenizer's ids on a sample of the input.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 
 
 class TextEncoder(Protocol):
-    """Encode many texts in the calling thread, each as the tokenizer that it stands for does."""
+    """Interface of engines that encode texts in the calling thread, with the same ids as a tokenizer."""
 
     @property
     def name(self) -> str:
-        """Give the name of the engine, as ``--tokenizer-engine`` spells it."""
+        """Name of the engine, as in ``--tokenizer-engine``."""
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[NDArray[Any]]:
-        """Encode texts of valid UTF-8, one array of ids (of any integer type) a text.
+        """Encode texts of valid UTF-8 to one array of ids (of any integer dtype) per text.
 
-        An array is best used up before the next one is asked for: its memory is then still in the processor's caches
-        when the next is written there.
+        Consume each array before requesting the next, so that its memory is still in the CPU cache when it is reused.
 
         Raises:
-            TokenizerError: a text cannot be encoded; now, or when its array is asked for.
+            TokenizerError: a text cannot be encoded. May be raised when its array is requested.
         """
 
     def renew(self) -> None:
-        """Give back the memory that grew with what was encoded so far."""
+        """Free the memory that has grown with the encoded texts."""
 
 
 class ReferenceEncoder:
-    """Encode with the tokenizer itself: the definition that faster engines are held against."""
+    """Encoder that calls the tokenizer itself, the reference that faster engines are compared with."""
 
     name = "reference"
 
@@ -51,22 +50,22 @@ class ReferenceEncoder:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """Encode texts, one array each."""
+        """Encode texts to one array each."""
         ids = self._tokenizer.tokenize_batch([str(text, "utf-8") for text in texts], num_threads=1)
         return [np.array(tokens, np.int64) for tokens in ids]
 
     def renew(self) -> None:
-        """Do nothing: no memory grows."""
+        """Do nothing, because memory does not grow."""
 
 
 class GigatokenEncoder:
-    """Encode what a tokenizer.json describes.
+    """Encoder for a tokenizer.json with the package gigatoken.
 
-    The package remembers every word that it met, so that its memory grows with the input until `renew`.
+    The package caches every word, so its memory grows with the input until `renew`.
 
     Raises:
         ImportError, OSError: the package is missing or broken.
-        Exception: the package cannot do what the file describes; it has no errors of its own.
+        Exception: the package does not support the file. It has no error classes.
     """
 
     name = "gigatoken"
@@ -76,16 +75,16 @@ class GigatokenEncoder:
             # It would add special tokens around every text.
             tokenizer_json = json.dumps(json.loads(tokenizer_json) | {"post_processor": None})
         self._description = tokenizer_json
-        # The compiled module alone: the package above it has functions that reach for a hub.
+        # Import only the compiled module, because the Python package has functions that access a model hub.
         self._load: Any = importlib.import_module("gigatoken.gigatoken_rs").load_hf_json
         self._model: Any = self._load(self._description)
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[NDArray[Any]]:
-        """Encode texts, one array each, when it is asked for."""
+        """Encode texts lazily to one array each."""
         return map(self._model.encode, texts)
 
     def renew(self) -> None:
-        """Load the model again, without the words that it remembers."""
+        """Reload the model with an empty word cache."""
         self._model = None
         self._model = self._load(self._description)
 
@@ -94,11 +93,11 @@ _WORDS = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 
 
 class TiktokenEncoder:
-    """Encode GPT-2's byte-level BPE from the tokenizer.json that describes it.
+    """Encoder for GPT-2's byte-level BPE with the package tiktoken, from a tokenizer.json.
 
     Raises:
         ImportError, OSError: the package is missing or broken.
-        ValueError: the merges are not in the order of their ids, which this engine leans on.
+        ValueError: the merges are not in the order of their ids, which this engine requires.
     """
 
     name = "tiktoken"
@@ -119,26 +118,26 @@ class TiktokenEncoder:
         self._model: Any = package.Encoding(name="gpt2-bpe", pat_str=_WORDS, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """Encode texts, one array each."""
+        """Encode texts to one array each."""
         encode = self._model.encode_ordinary
         return [np.array(encode(str(text, "utf-8")), np.uint32) for text in texts]
 
     def renew(self) -> None:
-        """Do nothing: no memory grows."""
+        """Do nothing, because memory does not grow."""
 
 
 _MOST_CHARACTERS: Final = 32
-"""Longer words are not remembered: few come again."""
+"""Length limit of cached words. Longer words seldom repeat."""
 
 
 class WordEncoder:
-    """Encode the words of a byte-level BPE, and remember their ids until `renew`.
+    """Encoder that caches the ids of the words of a byte-level BPE until `renew`.
 
-    Such a tokenizer cuts a text before each space that does not follow white space, so that what stands between two
-    such places has the same ids wherever it stands.
+    A byte-level BPE splits a text before each space that does not follow white space, so the ids of a word between two
+    such positions do not depend on its context.
 
     Raises:
-        ValueError: the tokenizer may not cut there.
+        ValueError: the tokenizer may merge across these positions.
     """
 
     name = "words"
@@ -149,11 +148,11 @@ class WordEncoder:
         self._ids: dict[str, list[int]] = {}
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[NDArray[Any]]:
-        """Encode texts, one array each, when it is asked for."""
+        """Encode texts lazily to one array each."""
         return map(self._encode, texts)
 
     def renew(self) -> None:
-        """Forget the words."""
+        """Clear the word cache."""
         self._ids = {}
 
     def _encode(self, text: bytes) -> NDArray[Any]:
@@ -168,7 +167,7 @@ class WordEncoder:
 
 
 def cut_at_spaces(text: str) -> list[str]:
-    """Cut a text before each space that does not follow white space."""
+    """Split a text before each space that does not follow white space."""
     words = []
     word, *parts = text.split(" ")
     for part in parts:
@@ -181,7 +180,7 @@ def cut_at_spaces(text: str) -> list[str]:
 
 
 def _check_cuts(description: dict[str, Any]) -> None:
-    """Refuse a tokenizer whose parts could see beyond such a place."""
+    """Reject a tokenizer whose pre-tokenizer, normalizer or added tokens may cross word boundaries."""
     before = json.dumps(description["pre_tokenizer"])
     if '"ByteLevel"' not in before or not ('"use_regex": true' in before or '"Split"' in before):
         raise ValueError("its words do not begin at spaces")
@@ -195,8 +194,8 @@ def _check_cuts(description: dict[str, Any]) -> None:
 
 ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, WordEncoder.name, ReferenceEncoder.name)
 
-# Where engines are likely to differ: white space of many kinds, contractions, digits, marks, scripts, half-known
-# characters, spelled-out special tokens. The sample of the input may have none of it, the rest of the input may.
+# Texts on which engines are likely to differ: kinds of white space, contractions, digits, marks, scripts, rare
+# characters, spelled-out special tokens. The input may contain them even if its sample does not.
 HARD_TEXTS: Final = (
     "",
     " ",
@@ -220,10 +219,10 @@ def choose_encoder(
 ) -> TextEncoder:
     """Return the fastest engine whose ids equal the tokenizer's on the sample and on `HARD_TEXTS`.
 
-    ``report`` is told why an engine that is installed is not used.
+    ``report`` is called with the reason if an installed engine is not used.
 
     Raises:
-        TokenizerError: ``engine`` names one that cannot be used here.
+        TokenizerError: the requested ``engine`` cannot be used with this tokenizer.
     """
     reference = ReferenceEncoder(tokenizer)
     if engine == reference.name:
@@ -240,7 +239,7 @@ def choose_encoder(
         try:
             encoder = load()
             found = list(encoder.encode(texts))
-        except Exception as error:  # noqa: BLE001 - compiled packages raise what they like; the reference remains
+        except Exception as error:  # noqa: BLE001 - compiled packages raise anything; fall back to the reference
             reason, is_missing = f"{error}", isinstance(error, ModuleNotFoundError)
         else:
             different = [text for text, ids, wanted in zip(texts, found, expected) if not np.array_equal(ids, wanted)]
@@ -255,7 +254,7 @@ def choose_encoder(
 
 
 def missing_engine(tokenizer: Tokenizer, encoder: TextEncoder) -> str | None:
-    """Return the name of a faster engine than the one chosen that is not installed, or None."""
+    """Return the name of an engine that is faster than the chosen one but not installed, or None."""
     if isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
         for name, _ in _candidates(tokenizer):
             if name in (encoder.name, WordEncoder.name):

@@ -15,8 +15,8 @@ DEFAULT_VOCAB_SIZE = 131072
 DEFAULT_NUM_SPECIAL_TOKENS = 1000
 DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 END_TOKEN = "</s>"
-# How text is cut before byte pairs are merged: word, digit, punctuation, line break, white space.
-# v2 also cuts a word where lower case is followed by upper case.
+# Pre-tokenization patterns: word, digit, punctuation, line break, white space.
+# v2 also splits a word before an upper-case letter that follows a lower-case one.
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
 _V1 = (_BEFORE_WORD + r"+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+")
@@ -29,15 +29,15 @@ PATTERNS = {"v1": "|".join(_V1), "v2": "|".join(_V2)}
 
 
 class TikTokenizer:
-    """Encode with a tiktoken vocabulary whose ranks follow a block of special tokens.
+    """tiktoken tokenizer whose vocabulary follows a block of special tokens.
 
-    Ids 0 to ``num_special_tokens`` - 1 are the special tokens; rank r of the file is id
-    ``num_special_tokens`` + r. Only as many ranks are used as fit in ``vocab_size``: by default
-    131,072, or less where the file ends sooner. "</s>" ends a document; special tokens
+    Ids 0 to ``num_special_tokens`` - 1 are the special tokens. Rank r of the file has id
+    ``num_special_tokens`` + r. Only the ranks that fit in ``vocab_size`` are used. Its default is
+    131,072, or less if the file has fewer ranks. "</s>" is the end-of-document token. Special tokens
     spelled out in a text are ordinary characters.
 
     Raises:
-        TokenizerError: the file is missing or damaged, or the sizes do not fit.
+        TokenizerError: the file is missing or damaged, or the sizes are inconsistent.
     """
 
     name = "TikTokenizer"
@@ -102,7 +102,7 @@ class TikTokenizer:
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids, special tokens spelled out (<SPECIAL_id> if unnamed); not UTF-8 becomes U+FFFD."""
+        """Decode ids with special tokens spelled out (<SPECIAL_id> if unnamed). Invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self._token_bytes, ids)).decode("utf-8", errors="replace")
 
     def _token_bytes(self, token_id: int) -> bytes:
@@ -129,7 +129,7 @@ def _check_special_tokens(special: tuple[str, ...], num_special_tokens: int) -> 
 def _read_ranks(path: Path) -> list[bytes]:
     """Read the tokens in the order of their ranks.
 
-    Two forms: a JSON list of {"rank", "token_bytes" (base64), "token_str"}, or lines of "base64 rank".
+    Supports two formats: a JSON list of {"rank", "token_bytes" (base64), "token_str"}, or lines of "base64 rank".
     """
     ranks = _decode_entries(path, _json_entries(path) if path.suffix == ".json" else _line_entries(path))
     if len(ranks) < 256 or any(len(token) != 1 for token in ranks[:256]) or len(set(ranks)) != len(ranks):

@@ -1,4 +1,4 @@
-"""The tokenizer protocol, the helpers that read tokenizer files, and the tokenizer without a vocabulary."""
+"""The tokenizer protocol, helpers that read tokenizer files, and `NullTokenizer`, which has no vocabulary."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from megatron.core.safe_io import parse_json, read_plain_text
 
 
 class Tokenizer(Protocol):
-    """Turn text into token ids and back.
+    """Interface of tokenizers, which encode text to token ids and decode ids to text.
 
-    Text that merely spells a special token is ordinary text, except where the tokenizer's own files or
-    Megatron's rules for its kind say otherwise (HuggingFaceTokenizer, SentencePieceTokenizer).
+    Text that spells a special token is encoded as ordinary text, unless the tokenizer's files (`HuggingFaceTokenizer`)
+    or Megatron-LM's rules for the type (`SentencePieceTokenizer`) define otherwise.
     """
 
     @property
     def name(self) -> str:
-        """Give the kind, as ``--tokenizer-type`` spells it."""
+        """Tokenizer type, as in ``--tokenizer-type``."""
 
     @property
     def vocab_size(self) -> int:
-        """Give the number of ids, special tokens included, padding not included."""
+        """Number of ids, including special tokens but without padding."""
 
     @property
     def eod_id(self) -> int | None:
-        """Give the id that ends a document, or None where the tokenizer has none."""
+        """Id of the end-of-document token, or None if the tokenizer has none."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """List the files that the tokenizer was read from, and those of its model folder that travel with them.
+        """Files that the tokenizer was read from, followed by related files of the model folder.
 
-        The first ones are all that it takes to build it again.
+        The first group is sufficient to rebuild the tokenizer.
         """
 
     @property
     def arguments(self) -> Mapping[str, object]:
-        """Give the keywords that make ``build_tokenizer`` build this one again, as JSON values."""
+        """Keyword arguments with which `build_tokenizer` rebuilds this tokenizer, as JSON values."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Encode one text; only Llama2Tokenizer adds a token of its own, at the beginning.
+        """Encode one text. Only Llama2Tokenizer adds a token, at the start.
 
         Raises:
             TokenizerError: the text cannot be encoded.
         """
 
     def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Encode several texts, each as ``tokenize`` would, whatever the number of threads.
+        """Encode several texts with the same result as ``tokenize``, for any number of threads.
 
         Raises:
             TokenizerError: one of the texts cannot be encoded.
         """
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids; ids that name no token (rows that pad the vocabulary) contribute nothing."""
+        """Decode ids. Ids without a token, such as vocabulary padding, contribute nothing."""
 
 
 def require_unicode(texts: Sequence[str]) -> None:
-    """Refuse half characters, which an escape such as ``\\ud800`` puts into a str.
+    """Reject lone surrogates, which an escape such as ``\\ud800`` puts into a str.
 
-    The engines differ over them, and one engine's versions do too: an error, U+FFFD, or a crash.
+    Engines, and versions of one engine, handle them differently: with an error, U+FFFD, or a crash.
 
     Raises:
         TokenizerError: a text holds a lone surrogate.
@@ -79,10 +79,10 @@ def require_unicode(texts: Sequence[str]) -> None:
 
 
 def load_package(module: str, user: str, refusal: type[InputError] = TokenizerError) -> Any:
-    """Import a module of an optional package for ``user``: a flag, a file or a kind of tokenizer.
+    """Import a module of an optional package for ``user``, which is a flag, a file or a tokenizer type.
 
     Raises:
-        InputError: the package is missing or broken (a bad shared object raises OSError); of the kind ``refusal``.
+        InputError: the package is missing or broken (a bad shared object raises OSError). Its class is ``refusal``.
     """
     try:
         return importlib.import_module(module)
@@ -95,7 +95,7 @@ def load_package(module: str, user: str, refusal: type[InputError] = TokenizerEr
 
 
 ADDED_TOKENS_FILE = "added_tokens.json"
-"""Tokens that were added to a vocabulary, with their ids."""
+"""File with the ids of tokens that were added to a vocabulary."""
 MODEL_FOLDER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -108,14 +108,14 @@ MODEL_FOLDER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What a Hugging Face model folder says of its tokenizer and of generation, by name."""
+"""Names of the tokenizer and generation files in a Hugging Face model folder."""
 
 
 def require_path(value: str | Path | None, flag: str, tokenizer_type: str) -> Path:
-    """Return the absolute path of what the user named, a file or a folder that exists.
+    """Return the absolute path of an existing file or folder.
 
     Raises:
-        TokenizerError: the flag was not given, or nothing is at that path.
+        TokenizerError: the flag was not passed, or the path does not exist.
     """
     if value is None or str(value) == "":
         raise TokenizerError(f"{tokenizer_type} needs {flag}; give the path of a local file")
@@ -128,7 +128,7 @@ def require_path(value: str | Path | None, flag: str, tokenizer_type: str) -> Pa
 
 
 def with_companions(*paths: Path) -> tuple[Path, ...]:
-    """Return a tokenizer's files and, where they bear the names of a model folder, those that lie beside them."""
+    """Return a tokenizer's files and, if they have the names of a model folder, the related files in that folder."""
     names = [path.name for path in paths]
     if len({path.parent for path in paths}) > 1 or not set(names) <= set(MODEL_FOLDER_FILES):
         return paths
@@ -137,7 +137,7 @@ def with_companions(*paths: Path) -> tuple[Path, ...]:
 
 
 def read_added_tokens(folder: Path) -> set[str]:
-    """Return the tokens that the files of a model folder list as added to its vocabulary; none where they say nothing.
+    """Return the tokens that the files of a model folder list as added to its vocabulary.
 
     Raises:
         TokenizerError: one of the files is not a JSON object.
@@ -155,7 +155,7 @@ def read_added_tokens(folder: Path) -> set[str]:
 
 
 def require_file(value: str | Path | None, flag: str, tokenizer_type: str) -> Path:
-    """Return the absolute path of a file that exists.
+    """Return the absolute path of an existing file.
 
     Raises:
         TokenizerError: as ``require_path``, or the path is a folder.
@@ -203,12 +203,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class NullTokenizer:
-    """Read ids as numbers separated by white space.
+    """Tokenizer that reads ids as numbers separated by white space.
 
-    ``--vocab-size N`` gives N + 1 ids, 0 to N, and the last one, N, ends a document.
+    ``--vocab-size N`` gives N + 1 ids, 0 to N. Id N is the end-of-document token.
 
     Raises:
-        TokenizerError: no vocabulary size was given, or it is not positive.
+        TokenizerError: no vocabulary size was passed, or it is not positive.
     """
 
     name = "NullTokenizer"
@@ -224,7 +224,7 @@ class NullTokenizer:
         self.arguments: Mapping[str, object] = {"tokenizer_type": self.name, "vocab_size": vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """Read the ids of one text.
+        """Parse the ids in one text.
 
         Raises:
             TokenizerError: a word is not a number, or not an id of this vocabulary.
@@ -241,7 +241,7 @@ class NullTokenizer:
         return ids
 
     def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Read the ids of several texts; one thread does it."""
+        """Parse the ids in several texts in a single thread."""
         return [self.tokenize(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Record a tokenizer in a checkpoint, as a description and copies of its files, and build it again."""
+"""Record a tokenizer in a checkpoint, as a description and copies of its files, and rebuild it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOKENIZER_FOLDER = "tokenizer"
 RECORD_FILE = "tokenizer_record.json"
 _RECORD_VERSION = 1
 PATH_ARGUMENTS = ("vocab_file", "merge_file", "tokenizer_model")
-"""Keywords of `build_tokenizer` that name files, in the order of a tokenizer's files."""
+"""Keyword arguments of `build_tokenizer` that are paths, in the order of a tokenizer's files."""
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Describe a tokenizer in JSON values: kind, sizes, the keywords that build it, its files with checksums.
+    """Describe a tokenizer in JSON values: type, sizes, keyword arguments to build it, and files with checksums.
 
-    Each file has the ``name`` under which a copy is kept; names are unique.
+    Each file has the unique ``name`` of its copy.
 
     Raises:
         TokenizerError: a file can no longer be read.
@@ -47,7 +47,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def record_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Write the description and copies of the files to ``folder/tokenizer`` and return the description.
 
-    Only one process may write; publishing the folder as a whole is up to the caller.
+    Only one process may write. The caller must publish the folder atomically.
 
     Raises:
         TokenizerError: a file can no longer be read.
@@ -65,7 +65,7 @@ def record_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 
 
 def load_recorded_tokenizer(folder: Path) -> Tokenizer:
-    """Build the tokenizer that ``record_tokenizer`` left in a folder.
+    """Build the tokenizer that `record_tokenizer` wrote to a folder.
 
     Raises:
         TokenizerError: there is no record, or as ``rebuild_tokenizer``.
@@ -77,11 +77,11 @@ def load_recorded_tokenizer(folder: Path) -> Tokenizer:
 
 
 def rebuild_tokenizer(record: Mapping[str, Any], copies: Path | None = None) -> Tokenizer:
-    """Build the tokenizer that a description tells of, from the copies if they are there, else the originals.
+    """Rebuild the recorded tokenizer from the copies of its files if they exist, else from the originals.
 
     Raises:
-        TokenizerError: the record is damaged, files are missing or are not those recorded, or the tokenizer
-            built from them is not the one described.
+        TokenizerError: the record is damaged, files are missing or have changed, or the rebuilt tokenizer
+            differs from the record.
     """
     arguments = recorded_arguments(record, copies)
     try:
@@ -98,10 +98,10 @@ def rebuild_tokenizer(record: Mapping[str, Any], copies: Path | None = None) -> 
 
 
 def recorded_arguments(record: Mapping[str, Any], copies: Path | None = None) -> dict[str, Any]:
-    """Return the keywords of `build_tokenizer` that a description tells of, with the paths of files that are there.
+    """Return the recorded keyword arguments of `build_tokenizer`, with the paths of existing files.
 
     Raises:
-        TokenizerError: the record is damaged, or files are missing or are not those recorded.
+        TokenizerError: the record is damaged, or files are missing or have changed.
     """
     try:
         if record["record_version"] != _RECORD_VERSION:
@@ -115,13 +115,13 @@ def recorded_arguments(record: Mapping[str, Any], copies: Path | None = None) ->
     for name in PATH_ARGUMENTS:
         value = arguments.get(name)
         if value is not None:
-            # Not the path of a file: the folder that holds them.
+            # If the path is not a recorded file, it is the folder of the files.
             arguments[name] = str(recorded[value] if value in recorded else found[0].parent)
     return arguments
 
 
 def _find_files(entries: Sequence[Mapping[str, Any]], copies: Path | None) -> list[Path]:
-    """Locate the recorded files, all copies or all originals, and check that they are the same bytes."""
+    """Locate the recorded files, all copies or all originals, and verify their checksums."""
     places = [[copies / entry["name"] for entry in entries]] if copies is not None else []
     places.append([Path(entry["path"]) for entry in entries])
     for paths in places:

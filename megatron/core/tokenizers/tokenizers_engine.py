@@ -1,4 +1,4 @@
-"""The compiled engine of the `tokenizers` package, with a small interface for the tokenizers of this package."""
+"""Wrapper of the compiled engine of the Hugging Face `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PANIC: Final = "PanicException"
 
 
 class TokenizersEngine:
-    """Hold one tokenizer of the package, never adding special tokens, never truncating, never padding."""
+    """Wrapper of a tokenizer of the package, without added special tokens, truncation or padding."""
 
     def __init__(self, engine: Any) -> None:
-        # A tokenizer.json may carry truncation and padding, meant for an encoder's batches.
+        # A tokenizer.json may define truncation and padding for the batches of an encoder model.
         engine.no_truncation()
         engine.no_padding()
         self._engine = engine
@@ -26,10 +26,10 @@ class TokenizersEngine:
     def byte_level_bpe(
         cls, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], tokenizer_type: str
     ) -> TokenizersEngine:
-        """Build GPT-2's byte-level BPE. Every entry is text only: no special token is looked for.
+        """Build GPT-2's byte-level BPE. Every entry is ordinary text, and special tokens are not recognized.
 
         Raises:
-            TokenizerError: the package is missing, or a merge names a token that the vocabulary lacks.
+            TokenizerError: the package is missing, or a merge has a token that the vocabulary lacks.
         """
         package = load_package("tokenizers", tokenizer_type)
         try:
@@ -45,36 +45,36 @@ class TokenizersEngine:
         """Read a tokenizer.json.
 
         Raises:
-            TokenizerError: the package is missing, or the file is not what the package reads.
+            TokenizerError: the package is missing or cannot read the file.
         """
         package = load_package("tokenizers", tokenizer_type)
         try:
             return cls(package.Tokenizer.from_file(str(path)))
-        except BaseException as error:  # the package raises bare Exception, and panics that are none
+        except BaseException as error:  # the package raises bare Exception, and panics that are not Exceptions
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
             raise TokenizerError(f"{tokenizer_type}: cannot read {path}: {error}") from error
 
     @property
     def vocab_size(self) -> int:
-        """Give the highest id plus one, so that a vocabulary with holes fits its embedding."""
+        """Highest id plus one, so that a vocabulary with gaps fits its embedding."""
         return max(self.vocabulary().values(), default=-1) + 1
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the id of each entry, those added to the model's among them."""
+        """Return the id of each entry, including added tokens."""
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
         return vocabulary
 
     @property
     def base_vocab_size(self) -> int:
-        """Give the number of entries without the added tokens."""
+        """Number of entries without added tokens."""
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=False)
         return len(vocabulary)
 
     def token_to_id(self, token: str) -> int | None:
         """Look up one entry by its spelling."""
         if any("\ud800" <= character <= "\udfff" for character in token):
-            return None  # half a pair is in no vocabulary
+            return None  # no vocabulary contains lone surrogates
         token_id: int | None = self._engine.token_to_id(token)
         return token_id
 
@@ -89,7 +89,7 @@ class TokenizersEngine:
         return ids
 
     def leading_ids(self) -> tuple[int, ...]:
-        """Return what tokenizer.json puts in front of a text where special tokens are asked for."""
+        """Return the special tokens that tokenizer.json prepends to a text when they are enabled."""
         bare, whole = (self._engine.encode("a", add_special_tokens=special).ids for special in (False, True))
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
@@ -97,9 +97,9 @@ class TokenizersEngine:
         return ()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts, without the positions that `encode` also finds.
+        """Encode several texts, without computing offsets.
 
-        TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS say in how many threads.
+        TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS set the number of threads.
 
         Raises:
             TokenizerError: a text holds a lone surrogate.
@@ -111,18 +111,18 @@ class TokenizersEngine:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Decode ids, special tokens included; ids without an entry are left out."""
+        """Decode ids, by default including special tokens. Ids without an entry are skipped."""
         text: str = self._engine.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def to_json(self) -> str:
-        """Describe the tokenizer in the format of a tokenizer.json."""
+        """Serialize the tokenizer in the format of a tokenizer.json."""
         description: str = self._engine.to_str()
         return description
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Cut texts into batches, since the package holds some hundred bytes for each token of one."""
+    """Split texts into batches, because the package takes about a hundred bytes for each token of a batch."""
     batch: list[str] = []
     num_characters = 0
     for text in texts:
@@ -135,7 +135,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 class EngineTokenizer:
-    """Encode and decode with an engine, as the tokenizers that derive from this do."""
+    """Base class of tokenizers that encode and decode with a `TokenizersEngine`."""
 
     def __init__(self, engine: TokenizersEngine) -> None:
         self._engine = engine
@@ -145,16 +145,16 @@ class EngineTokenizer:
         return self._engine.encode(text)
 
     def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Encode several texts; the package's settings say in how many threads."""
+        """Encode several texts. The environment of the package sets the number of threads."""
         return self._engine.encode_batch(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids with special tokens spelled out. Invalid UTF-8 becomes U+FFFD."""
         return self._engine.decode(ids)
 
     def vocabulary(self) -> dict[str, int]:
         return self._engine.vocabulary()
 
     def tokenizer_json(self) -> str:
-        """Describe the tokenizer in the format of a tokenizer.json, for other engines."""
+        """Serialize the tokenizer in the format of a tokenizer.json, for other engines."""
         return self._engine.to_json()
