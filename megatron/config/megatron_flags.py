@@ -1,8 +1,7 @@
-"""Flags of Megatron-LM that are no fields here: those without effect, and those that are not supported.
+"""Flags of Megatron-LM without a field: flags without effect, and unsupported flags.
 
-Every flag that a user can type is in one of three classes: it sets a field; it is accepted, and one line says why it
-has no effect here; or it is rejected by name with "not supported yet". The last two are the tables of this file; a
-flag that is in neither table and sets no field is unknown.
+Every known flag sets a field, is accepted with a note why it has no effect, or is rejected by name with "not supported
+yet". This file has the tables of the last two kinds. All other flags are unknown.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Arity = int | str
 
 @dataclasses.dataclass(frozen=True)
 class NoEffect:
-    """Describe a flag that changes nothing here; ``reason`` completes "--flag has no effect: ...".
+    """Flag without effect; ``reason`` completes "--flag has no effect: ...".
 
-    Values in ``quiet`` say what is done anyway and make no line. Where ``accepted`` is given, any other
-    value would change what is computed, and is refused as not supported. The field ``excluded`` asks for the contrary.
+    Values in ``quiet`` match the actual behavior and produce no note. If ``accepted`` is given, other values would
+    change results and are rejected as unsupported. The field ``excluded`` is the opposite of the flag.
     """
 
     arity: Arity
@@ -38,9 +37,9 @@ class NoEffect:
 
 @dataclasses.dataclass(frozen=True)
 class NotSupported:
-    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence.
+    """Flag of an unsupported feature; its ``default`` value is accepted without a note.
 
-    Where ``instead`` is empty, `refusal_reasons` has what to do.
+    If ``instead`` is empty, `refusal_reason` suggests an alternative.
     """
 
     arity: Arity
@@ -291,18 +290,18 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 
 def refusal_reason(flag: str) -> str:
-    """Return what to do in place of a flag that is not supported; empty where nothing is known of it."""
+    """Return the alternative to an unsupported flag; empty if none is known."""
     return next((reason for beginning, reason in REASONS if flag.startswith(beginning)), "")
 
 
 TABLE_PREFIX = "flag:"
-"""Begins the name under which the parser keeps the words of a flag that is no field."""
+"""Prefix of the name under which the parser stores the words of a flag without a field."""
 
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
 
 
 def table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the notes and the problems that the given flags of the two tables make."""
+    """Return the notes and problems for the given flags of the two tables."""
     notes, problems = [], []
     for name, note in NO_EFFECT.items():
         words: list[str] | None = given.get(TABLE_PREFIX + name)
@@ -326,9 +325,9 @@ def table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def cut_at_documents(given: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """Keep attention within documents where the flags are those that do so in Pai-Megatron-Patch.
+    """Keep attention within documents for flags with this meaning in Pai-Megatron-Patch.
 
-    Its scripts are known by --patch-tokenizer-type.
+    --patch-tokenizer-type identifies its scripts.
     """
     if not (_is_packed_by_patch(given, config) and config.data.reset_position_ids):
         return config
@@ -341,7 +340,7 @@ def _is_packed_by_patch(given: Mapping[str, Any], config: RunConfig) -> bool:
 
 
 def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Say what becomes of attention between documents, where Megatron-LM and Pai-Megatron-Patch differ in it."""
+    """Return notes on attention between documents if Megatron-LM and Pai-Megatron-Patch differ."""
     data = config.data
     if TABLE_PREFIX + _NO_MASK not in given:
         return []
@@ -361,7 +360,7 @@ def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def _is_among(word: str, values: Sequence[str]) -> bool:
-    """Tell whether a word is one of the values, as text or as the same number."""
+    """Return whether a word equals one of the values, as text or as a number."""
     return word in values or _number(word) in [_number(value) for value in values if _number(value) is not None]
 
 
@@ -378,11 +377,11 @@ _SEVERAL_TRAINERS = "several trainers"
 
 @dataclasses.dataclass(frozen=True)
 class ForeignFlag:
-    """Describe a flag of another trainer.
+    """Flag of another trainer.
 
-    ``becomes`` are the flags that stand for it, ``{}`` its values, nothing where it is left out. Of several, the
-    first is meant and the others are what it needs unless the command has them. ``needs_decision`` tells that
-    what is computed changes in a way that its user must agree to.
+    ``becomes`` has the equivalent flags, with ``{}`` for the values; it is empty if the flag is dropped. The first flag
+    is the equivalent, and the others are flags that it requires, unless the command has them. ``needs_decision``: the
+    results change in a way that the user must accept.
     """
 
     flag: str
@@ -404,7 +403,7 @@ def foreign_flags() -> Mapping[str, ForeignFlag]:
 
 
 def foreign_flag(name: str, values: tuple[str, ...] = ()) -> ForeignFlag | None:
-    """Return what is known of a flag with these values; the line of the value goes before the flag's."""
+    """Return the entry of a flag with these values; an entry for the value precedes the flag's entry."""
     table = foreign_flags()
     for key in (" ".join((name, *values)), name):
         if key in table:
@@ -416,13 +415,13 @@ def foreign_flag(name: str, values: tuple[str, ...] = ()) -> ForeignFlag | None:
 _STRAY = "unexpected value {!r}; a value must follow its flag"
 _SHORT = 7
 _CLOSE, _CLOSE_WHERE_SHORT = 0.8, 0.85
-"""Share of the letters that must agree: ``hiden-size`` is 0.95 of ``hidden-size``, ``deepspeed`` 0.62 of ``seed``."""
+"""Minimum similarity of names: ``hiden-size`` has 0.95 to ``hidden-size``, ``deepspeed`` 0.62 to ``seed``."""
 
 
 def unknown_flags(words: Sequence[str], known: Collection[str], argv: Sequence[str]) -> Iterator[str]:
-    """Yield one line for each word of a command line that the parser did not know.
+    """Yield a problem for each unknown word of a command line.
 
-    Words behind an unknown flag are its values, and a word right behind a known one is a switch's, which takes none.
+    Words after an unknown flag are its values. An unknown word right after a known flag is a value of a switch.
     """
     before = {word: flag for flag, word in itertools.pairwise(argv) if flag in known}
     place = 0
@@ -442,12 +441,12 @@ def unknown_flags(words: Sequence[str], known: Collection[str], argv: Sequence[s
 
 
 def switch_with_value(name: str) -> str:
-    """Refuse a value behind a switch."""
+    """Return the error message for a value after a switch."""
     return f"{name} is a switch and takes no value; give {name} alone, or leave it out"
 
 
 def foreign_answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> str:
-    """Say what stands for another trainer's flag, or its value, here, or why nothing does."""
+    """Return the message with the equivalent of another trainer's flag or value, or why there is none."""
     typed = " ".join((name, *values))
     if foreign.trainer != _SEVERAL_TRAINERS:
         typed += f" (of {foreign.trainer})"

@@ -1,4 +1,4 @@
-"""The configuration of a run as frozen values: training, checkpoints, logging, data, resilience, and the whole."""
+"""Frozen configuration of a run: training, checkpoints, logging, data, fault tolerance, and all parts together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WITHOUT_LOGGERS = idle_without("tensorboard_dir", "wandb_project", "mlflow_expe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig(Config, role="run"):
-    """Hold the watch on losses and gradients, the examination of bad steps, and the policy."""
+    """Monitoring of losses and gradients, validation of suspicious results, and policy for spikes."""
 
     rerun_mode: str = flag("validate_results", choices=("validate_results", "report_stats", "disabled"))
     """Compute twice: validate_results steps with a suspicious loss or gradient, to find a cause in data, weights or
@@ -90,7 +90,7 @@ class FaultConfig(Config, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartConfig(Config, role="run"):
-    """Hold what is done about ranks that die: nothing, or a replacement of theirs in new process groups."""
+    """In-process restart: replacement of failed ranks in new process groups."""
 
     inprocess_restart: bool = False
     """Replace a failed rank with a new process, in new process groups; other ranks keep theirs."""
@@ -116,7 +116,7 @@ class RestartConfig(Config, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Config, role="run"):
-    """Hold batch sizes, the run's length and the reasons to end it early."""
+    """Batch sizes, length of the run, and conditions for an early exit."""
 
     micro_batch_size: int = flag(1, bounds=POSITIVE, most=2**24, in_args=True)
     """Samples per forward pass on one data-parallel rank."""
@@ -167,20 +167,20 @@ class TrainingConfig(Config, role="run"):
     """Iterations between garbage collections with --manual-gc; 0 for never."""
 
     def __post_init__(self) -> None:
-        """Fill in the value that follows from another."""
+        """Set the fields that follow from others."""
         if self.enable_cuda_graph:
             object.__setattr__(self, "cuda_graph_impl", "local")
 
     @property
     def batch_sizes(self) -> BatchSizeRampup:
-        """Return the global batch size over the run."""
+        """Return the schedule of the global batch size."""
         steps = tuple(zip(self.batch_size_steps[::2], self.batch_size_steps[1::2]))
         return BatchSizeRampup(self.global_batch_size, self.rampup_batch_size, steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Config, role="run", in_args=True):
-    """Hold the schedule as it was given; `RunConfig.schedule_lengths` turns it into samples."""
+    """Schedules as given on the command line; `RunConfig.schedule_lengths` converts them to samples."""
 
     lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
     """Shape of the learning rate after the warm-up."""
@@ -228,7 +228,7 @@ class SchedulerConfig(Config, role="run", in_args=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Config, role="run"):
-    """Hold the evaluation's interval, its length and its further data sets."""
+    """Interval and length of evaluations, additional validation sets, and evaluation tasks."""
 
     eval_interval: int = flag(1000, bounds=NOT_NEGATIVE, in_args=True)
     """Iterations between validations; 0 for never."""
@@ -257,7 +257,7 @@ class ValidationConfig(Config, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitializationConfig(Config, role="run"):
-    """Hold the seed and the process groups' backend."""
+    """Seed, determinism, and backend and timeouts of the process groups."""
 
     seed: int = flag(1234, bounds=NOT_NEGATIVE, in_args=True)
     """Seed of initial weights, data order and dropout."""
@@ -279,7 +279,7 @@ class InitializationConfig(Config, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config, role="output"):
-    """Hold the log's interval and contents, and where metrics go."""
+    """Interval and contents of the log, and destinations of metrics."""
 
     log_interval: int = flag(100, bounds=POSITIVE)
     """Iterations between log lines."""
@@ -387,7 +387,7 @@ NATIVE_FORMAT = "safetensors"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Config, role="output"):
-    """Hold what saving, retention and loading need."""
+    """Saving, retention and loading of checkpoints."""
 
     save: str | None = flag(None, metavar="DIR")
     """Folder for checkpoints to write, also s3://, gs:// or az://."""
@@ -452,13 +452,13 @@ class CheckpointConfig(Config, role="output"):
 
     @property
     def local_save(self) -> str | None:
-        """Return the folder of --save where it is on a file system: what a run reports goes there too."""
+        """Return the folder of --save if it is on a file system: metrics and other reports are written there too."""
         return None if self.save is None or "://" in self.save else self.save
 
     def resumed(self, iteration: int | None = None) -> CheckpointConfig:
-        """Return the configuration that loads what the run itself saves: the newest checkpoint, or an iteration's.
+        """Return the configuration for resuming from the run's own checkpoints: the newest one, or an iteration's.
 
-        What the run began without is loaded too, unless it does not save it either.
+        Optimizer and RNG state are loaded unless the run does not save them.
         """
         return dataclasses.replace(
             self,
@@ -472,24 +472,24 @@ class CheckpointConfig(Config, role="output"):
 
     @property
     def num_newest_kept(self) -> int | None:
-        """Return how many of the newest checkpoints are kept; None is all."""
+        """Return the number of newest checkpoints to keep; None is all."""
         return self.keep_last if self.save_retain_interval is None else 1
 
     @property
     def kept_multiple(self) -> int | None:
-        """Return the number of whose multiples checkpoints are kept beside the newest ones, if there is one."""
+        """Return the number whose multiples are kept in addition to the newest checkpoints, or None."""
         return self.keep_every if self.save_retain_interval is None else self.save_retain_interval
 
 
 RAW_DATASETS = ("LLama-SFT-Raw", "LLama-SFT", "JSON-SFT")
-"""What Pai-Megatron-Patch calls conversations in jsonl."""
+"""Pai-Megatron-Patch's names of conversations in jsonl."""
 _SFT_TOKENIZER = "SFTTokenizer"
 INDEXED_DATASETS = ("MMAP", "LLama-Pretrain-Idxmap", "LLama-SFT-Idxmap")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(Config, role="run"):
-    """Hold whether conversations are learned, and how they become samples."""
+    """Supervised fine-tuning, and conversion of conversations to samples."""
 
     sft: bool = flag(False, in_args=True)
     """Supervised fine-tuning on the answers of conversations, in jsonl or from tools/preprocess_data.py --sft, with the
@@ -520,7 +520,7 @@ class FineTuningConfig(Config, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FillInTheMiddleConfig(Config, role="run"):
-    """Hold which documents become tasks of filling in their middle, and the tokens that say so."""
+    """Fill-in-the-middle: the fraction of rearranged documents, and the special tokens."""
 
     fim_data: bool = False
     """Same as --fim-rate 0.5."""
@@ -548,7 +548,7 @@ class FillInTheMiddleConfig(Config, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
-    """Hold the data paths, the split and what becomes of document boundaries."""
+    """Data paths, split, and handling of document boundaries."""
 
     seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
     """Tokens per sample; by default --max-position-embeddings."""
@@ -585,7 +585,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     """Exclude end-of-document tokens from the loss."""
 
     def __post_init__(self) -> None:
-        """Fill in the values that follow from others."""
+        """Set the fields that follow from others."""
         if self.train_mode == "finetune":
             object.__setattr__(self, "sft", True)
         if self.fim_data and not self.fim_rate:
@@ -598,7 +598,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
 
     @property
     def has_data_per_split(self) -> bool:
-        """Tell whether the three sets come from lists of their own."""
+        """Return whether the training, validation and test sets have separate data paths."""
         return bool(
             self.train_data_path or self.valid_data_path or self.test_data_path or self.per_split_data_args_path
         )
@@ -606,7 +606,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config, role="run", in_args=True):
-    """Hold the tokenizer's kind and its files."""
+    """Type, files and vocabulary size of the tokenizer."""
 
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
@@ -649,20 +649,20 @@ class TokenizerConfig(Config, role="run", in_args=True):
     """Special tokens of tiktoken's vocabulary."""
 
     def __post_init__(self) -> None:
-        """Know a tokenizer by one name."""
+        """Resolve the alias SFTTokenizer."""
         if self.tokenizer_type == _SFT_TOKENIZER:
             object.__setattr__(self, "tokenizer_type", "HuggingFaceTokenizer")
 
 
 PER_SPLIT_KEYS = ("train", "valid", "test")
 RESERVED_NAMES = ("train", "validation", "valid", "test")
-"""What evaluations are called without being named."""
+"""Names of the evaluations without --extra-valid-data-names."""
 
 _DATALIST = "--extra-valid-datalist"
 
 
 def read_data_list(path: str, flag: str) -> tuple[str, ...]:
-    """Read the words of a list file (weights and prefixes, on any number of lines).
+    """Read a list file of weights and prefixes, separated by any white space.
 
     Raises:
         ConfigurationError: if the file cannot be read or is empty.
@@ -692,13 +692,13 @@ def read_per_split_lists(path: str, flag: str) -> dict[str, tuple[str, ...]]:
 
 
 def extra_validation_sets(validation: ValidationConfig) -> tuple[ValidationSet, ...]:
-    """Return the validation sets of ``--extra-valid-datalist``, by name; without a number, or in full, all of each.
+    """Return the validation sets of ``--extra-valid-datalist``.
 
-    A value that is no file but the prefix of a data set stands for itself. A set without a name is called after its
-    list.
+    A value may be the prefix of a data set instead of a list file. A set without a name has the name of its file.
+    Without a number of samples, or with ``--full-validation``, a set is evaluated completely.
 
     Raises:
-        ConfigurationError: a list cannot be used, or the flags do not fit together.
+        ConfigurationError: a list is unusable, or the flags do not match.
     """
     lists = validation.extra_valid_datalist
     samples, names = validation.extra_valid_data_samples, validation.extra_valid_data_names
@@ -744,7 +744,7 @@ def _find_misfits(lists: tuple[str, ...], samples: tuple[int, ...], names: tuple
 
 def _read_text(path: str, flag: str) -> str:
     try:
-        # Not only of a file: the shell's <(...) is a pipe.
+        # The path may be a pipe: the shell's <(...).
         with open(path, "rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)
         if len(content) > MAX_TEXT_BYTES:
@@ -758,7 +758,7 @@ def _read_text(path: str, flag: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig(Config, role="output"):
-    """Name the files that give values where the command line gives none; they are part of the others' values then."""
+    """Preset and configuration files, whose values apply to flags that the command line does not set."""
 
     model_preset: str | None = flag(None, metavar="NAME")
     """Preset of the model shape; --config and flags override it."""
@@ -769,9 +769,9 @@ class SourceConfig(Config, role="output"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleLengths:
-    """Hold the lengths of a schedule in samples (one step of the scheduler is one sample).
+    """Lengths of the schedules in samples (one scheduler step is one sample).
 
-    A warm-up that is given as a share of the decay need not be a whole number of samples.
+    A warm-up given as a fraction of the decay need not be a whole number of samples.
     """
 
     lr_warmup_steps: float
@@ -782,7 +782,7 @@ class ScheduleLengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Hold every part of a run's configuration, and the world size that it was resolved for."""
+    """All parts of a run's configuration, and the world size for which it is resolved."""
 
     model: GPTConfig
     training: TrainingConfig
@@ -802,7 +802,7 @@ class RunConfig:
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
-        """Return the grid of the run's ranks; it has fewer than there are where they are not whole model copies."""
+        """Return the rank grid; it is smaller than the world size if the model-parallel size does not divide it."""
         return self.model.parallel_sizes.in_world(self.world_size)
 
     @property
@@ -814,13 +814,13 @@ class RunConfig:
         """Return which layers are on which pipeline stage.
 
         Raises:
-            ConfigurationError: they cannot be spread as the flags say; a validated configuration can.
+            ConfigurationError: the layers cannot be split as configured; does not happen after validation.
         """
         return plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
 
     @property
     def pipeline_schedule(self) -> str:
-        """Return the name of the schedule that training runs."""
+        """Return the name of the pipeline schedule of training."""
         pp = self.model.pipeline_model_parallel_size
         return self.model.pipeline_schedule or default_schedule(pp, self.stage_layout.num_chunks)
 
@@ -842,7 +842,7 @@ class RunConfig:
     def schedule_lengths(self) -> ScheduleLengths:
         """Return the lengths of the learning-rate and weight-decay schedules in samples.
 
-        As in Megatron: lengths given in iterations count full global batches, ramp-up or not.
+        As in Megatron, lengths in iterations count full global batches, even during the ramp-up.
         """
         schedule, batch = self.scheduler, self.training.global_batch_size
         wsd_decay: int | None
@@ -864,7 +864,7 @@ class RunConfig:
 
     @property
     def metrics_jsonl(self) -> str | None:
-        """Return the file of the metrics, or None where neither it nor --save is given."""
+        """Return the metrics file, or None without --metrics-jsonl and --save."""
         save = self.checkpoint.local_save
         if self.logging.metrics_jsonl is not None or save is None:
             return self.logging.metrics_jsonl
@@ -872,17 +872,17 @@ class RunConfig:
 
     @property
     def profile_folder(self) -> str | None:
-        """Return the folder of the traces of torch's profiler, or None where none is given."""
+        """Return the folder for traces of torch's profiler, or None if no folder is given."""
         return self.logging.tensorboard_dir or self.checkpoint.local_save
 
     def flags(self, option: str | None = None) -> Iterator[tuple[FieldSpec, Any]]:
-        """Yield every field that a flag sets, with its value; or those alone of which this option says something."""
+        """Yield every field with a flag, and its value; with ``option``, only fields for which this option is set."""
         parts = vars(self)
         for part, spec in command_line_fields(option):
             yield spec, field_value(parts[part], spec.name)
 
     def flag(self, name: str) -> tuple[FieldSpec, Any] | None:
-        """Return the field of this name and its value, None where no flag sets it."""
+        """Return the field of this name and its value, or None if the field has no flag."""
         part, spec = _fields_by_name(tuple(RunConfig.__annotations__.items())).get(name, ("", None))
         return None if spec is None else (spec, field_value(vars(self)[part], name))
 
@@ -891,18 +891,18 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Read back what `to_dict` returned; raise ConfigurationError for anything else."""
+        """Rebuild the configuration from the output of `to_dict`; raise ConfigurationError for anything else."""
         return config_from_dict(cls, values)
 
 
 def config_parts() -> dict[str, type]:
-    """Return the configuration classes of a run by the name of the part."""
+    """Return the configuration classes by the name of the part."""
     hints = typing.get_type_hints(RunConfig)
     return {name: hint for name, hint in hints.items() if hint is not int}
 
 
 def command_line_fields(option: str | None = None) -> tuple[tuple[str, FieldSpec], ...]:
-    """Return (part, field) for every field that a flag sets, or for those of which this option says something."""
+    """Return (part, field) for every field with a flag; with ``option``, only fields for which this option is set."""
     return _fields_of(tuple(RunConfig.__annotations__.items()), option)
 
 
@@ -913,7 +913,7 @@ def _fields_by_name(annotations: tuple[tuple[str, Any], ...]) -> dict[str, tuple
 
 @functools.cache
 def _fields_of(annotations: tuple[tuple[str, Any], ...], option: str | None) -> tuple[tuple[str, FieldSpec], ...]:
-    """Return what `command_line_fields` does while `RunConfig` has these annotations."""
+    """Return the result of `command_line_fields` for these annotations of `RunConfig`."""
     return tuple(
         (part, spec)
         for part, config_class in config_parts().items()

@@ -16,13 +16,13 @@ from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_ar
 from megatron.core.transformer import GATED_ACTIVATIONS, adapted_parts
 
 _MOST_VALUES = 10**13
-"""More than a rank can hold of anything: the memory of twenty GPUs of 2 TB."""
+"""Upper bound of the memory of a rank in bytes: twenty GPUs of 2 TB."""
 
 
 def _check_head_width(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.num_attention_heads <= 0 or model.mla.multi_latent_attention:
-        # Heads of latent attention have widths of their own.
+        # MLA heads have separate dimensions.
         return
     is_derived = model.kv_channels == model.hidden_size // model.num_attention_heads
     if is_derived and model.hidden_size % model.num_attention_heads != 0:
@@ -141,7 +141,7 @@ def _check_format(config: RunConfig) -> Iterator[str]:
 
 
 def _has_files_of_experts(model: GPTConfig) -> bool:
-    """Tell whether the ranks with the first copy of the experts have a file each, and all of what goes into it."""
+    """Return whether each rank of the first expert replica writes one file, and holds all of its contents."""
     tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
     shares_groups = model.num_query_groups % tp != 0
     return etp == tp or (tp % etp == 0 and ep * etp % tp == 0 and not shares_groups)
@@ -190,7 +190,7 @@ def _check_adapted_stages(config: RunConfig) -> Iterator[str]:
     try:
         stages = config.stage_layout
     except ConfigurationError:
-        return  # Said by the check of the layout.
+        return  # The check of the layout reports it.
     chunks = [chunk for rank in range(model.pipeline_model_parallel_size) for chunk in stages.chunks(rank)]
     if not all(chunk.layer_numbers for chunk in chunks):
         yield (
@@ -591,12 +591,12 @@ def _check_moe_recompute(config: RunConfig) -> Iterator[str]:
 
 
 def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
-    """Refuse adapters of experts that drop or are cut otherwise, and a bias that moves while the rest stays."""
+    """Reject LoRA of experts with dropout or unsupported sharding, and LoRA with an expert bias that is updated."""
     model = config.model
     try:
         parts = model.adapted_parts
     except ValueError:
-        return  # Said by the check of the names.
+        return  # The check of the names reports it.
     adapted = " ".join(linear for linear in parts if linear in ("linear_fc1", "linear_fc2"))
     if adapted and model.lora_dropout:
         yield (
@@ -686,7 +686,7 @@ _SHAPE = (
 
 
 def _asked(config: RunConfig) -> str:
-    """Return the flag that asks for fp8, as it was typed."""
+    """Return the flag that enables FP8, as typed."""
     fp8 = config.model.fp8
     return "--fp8-hybrid" if fp8.fp8_hybrid else "--fp8-e4m3" if fp8.fp8_e4m3 else f"--fp8-format {fp8.fp8_format}"
 

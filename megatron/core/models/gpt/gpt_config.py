@@ -1,4 +1,4 @@
-"""The whole of a GPT model: transformer stack, vocabulary and positions."""
+"""GPTConfig: transformer layers, vocabulary and position embeddings of a GPT model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron.core.transformer import MLAConfig, MoEConfig, MTPConfig, RotaryCon
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig, in_args=True):
-    """Hold everything that a GPT model is built from.
+    """Configuration of a GPT model.
 
-    ``vocab_size`` is the tokenizer's real size, without padding; it is 0 until the tokenizer is known.
+    ``vocab_size`` is the tokenizer's vocabulary size without padding, or 0 until the tokenizer is known.
     """
 
     vocab_size: int = flag(0, cli=False, role="shape", most=2**31 - 1, in_args=False)
@@ -87,7 +87,7 @@ class GPTConfig(TransformerConfig, in_args=True):
     """Give the output layer a separate weight."""
 
     def __post_init__(self) -> None:
-        """Fill in the values that follow from others."""
+        """Set the fields that follow from others."""
         super().__post_init__()
         if self.use_rotary_position_embeddings:
             object.__setattr__(self, "position_embedding_type", "rope")
@@ -101,18 +101,18 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     @property
     def embedding_init_std(self) -> float:
-        """Return the initial standard deviation of the embeddings, and of an output layer that is tied to them."""
+        """Return the initial standard deviation of the embeddings, and of a tied output layer."""
         std = self.embedding_init_method_std
         return self.init_method_std if std is None else std
 
     @property
     def logit_multiplier(self) -> float:
-        """Return what logits are multiplied by with --use-mup; 1 without it."""
+        """Return muP's factor of the logits; 1 without --use-mup."""
         return self.mup.mup_output_mult / self.width_multiplier
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the number of rows of the embedding, padding included."""
+        """Return the number of embedding rows, including padding."""
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
 
     @property
@@ -120,11 +120,11 @@ class GPTConfig(TransformerConfig, in_args=True):
         return int(self.kv_channels * self.rotary_percent)
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
-        """Return the operations of one forward pass over one sequence, those of the output layer included."""
+        """Return the FLOPs of one forward pass over one sequence, including the output layer."""
         return super().forward_flops_per_sequence(seq_length) + self.output_forward_flops(seq_length)
 
     def output_forward_flops(self, seq_length: int) -> float:
-        """Return the operations of the output layer's forward pass over one sequence, once for each predicted token."""
+        """Return the forward FLOPs of the output layer over one sequence; each MTP module runs it once more."""
         return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.mtp.mtp_depth)
 
 
@@ -139,19 +139,19 @@ _SPELLED_OTHERWISE = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *(field.name for kind in (MoEConfig, MTPConfig) for field in dataclasses.fields(kind)),
 )
-"""Fields that Megatron's ``args`` hold in another form."""
+"""Fields that Megatron's ``args`` store in another form."""
 STRETCH_FIELDS = (
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
-"""Fields that say how YaRN stretches positions; Megatron's ``args`` hold them where it does."""
+"""Fields of YaRN's scaling; Megatron's ``args`` store them if YaRN is used."""
 _OF_LATENT = {
     field.name
     for kind in (MLAConfig, RotaryConfig)
     for field in dataclasses.fields(kind)
     if field.name != "yarn_correction_range_round_to_int"
 }
-"""Fields that they hold where attention is latent; Megatron's always blends between whole channels."""
+"""Fields that ``args`` store for MLA; Megatron's MLA always rounds YaRN's blended range to whole channels."""
 
 _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -159,11 +159,11 @@ _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
 }
-"""Choices that Megatron has too; a choice that is added here has no place in its files."""
+"""Choices that Megatron has too; its files cannot store other choices."""
 
 
 def flags_without_argument(model: GPTConfig) -> list[str]:
-    """Return, as they are typed, the flags that make a model which the ``args`` of Megatron's files cannot describe."""
+    """Return the given flags, as typed, that the ``args`` of Megatron's checkpoints cannot store."""
     specs = (spec for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY and spec.options.cli)
     held: Collection[str] = ()
     if model.mla.multi_latent_attention:
@@ -171,7 +171,7 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
     elif model.rope.rope_type == "yarn":
         held = ("rope_type", *STRETCH_FIELDS)
     elif model.rope.rope_type == "rope":
-        held = ("rope_type",)  # What rotary positions are anyway.
+        held = ("rope_type",)  # the default type of rotary embeddings
 
     def is_held(spec: FieldSpec) -> bool:
         value = field_value(model, spec.name)
