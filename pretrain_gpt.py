@@ -1,6 +1,6 @@
-"""Pretrain a GPT: how its model and its data sets are made, and what a forward step computes.
+"""Pretrain a GPT model: build the model and the data sets, and compute the loss of a forward step.
 
-A script of your own calls `megatron.training.pretrain.pretrain` with functions in place of these.
+A script of your own calls `megatron.training.pretrain.pretrain` with its own functions instead.
 """
 
 from __future__ import annotations

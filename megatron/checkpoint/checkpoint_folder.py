@@ -226,7 +226,7 @@ def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Pat
     if not names_iteration(text):
         found = _without_tracker(directory)
         if not found:
-            raise CheckpointError(f"{lost_tracker(directory)}, and there is no checkpoint beside it")
+            raise CheckpointError(f"{lost_tracker(directory)}, and there is no checkpoint next to it")
         return found
     newest = int(text)
     iterations = [iteration for iteration in saved_iterations(directory) if iteration < newest] + [newest]
@@ -241,7 +241,7 @@ def _without_tracker(directory: Path) -> list[Path]:
         return [iteration_folder(directory, iteration) for iteration in reversed(iterations)]
     if iterations:
         raise CheckpointError(
-            f"{lost_tracker(directory)}, and beside it are both {RELEASE} and iterations ({list_some(iterations)}): "
+            f"{lost_tracker(directory)}, and next to it are both {RELEASE} and iterations ({list_some(iterations)}): "
             f"write {RELEASE!r} or the number of one to that file"
         )
     return [release]
@@ -323,7 +323,7 @@ def find_checkpoint(
         # Only the newest: a command must not silently convert or compare another checkpoint.
         folder = candidate_folders(directory, ckpt_step)[0]
     if not folder.is_dir():
-        raise CheckpointError(f"{directory / TRACKER_FILE} names {folder.name}, and there is no such folder beside it")
+        raise CheckpointError(f"{directory / TRACKER_FILE} names {folder.name}, and there is no such folder next to it")
     found = detect_format(folder)
     if found is None:
         raise CheckpointError(

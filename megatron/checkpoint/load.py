@@ -90,7 +90,7 @@ def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelS
     found: list[Path] = broadcast_object(seen, state.world)
     lost = lost_tracker(directory) if state.world.is_first and found and ckpt_step is None else None
     if lost is not None and found[0] != directory:
-        log(f"WARNING: {lost}: taking the newest complete checkpoint beside it, {found[0].name}")
+        log(f"WARNING: {lost}: taking the newest complete checkpoint next to it, {found[0].name}")
     if not found:
         _refuse_where_others_have_some(directory, state)
     return found
@@ -102,7 +102,7 @@ def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> Non
         trackers = all_gather_objects(here, state.world)
         raise CheckpointError(
             f"rank {trackers.index(True)} finds checkpoints in {directory} and rank 0, on another machine, none: bring "
-            "back the folder of rank 0, or remove the others to begin anew"
+            "back the folder of rank 0, or remove the others to start from scratch"
         )
 
 
@@ -119,7 +119,7 @@ def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: 
 
 
 def refuse_random_weights(directory: Path, options: CheckpointConfig, state: ParallelState) -> None:
-    """Refuse to start from random weights if ``--load`` was meant to load a checkpoint, as rank 0 sees the folder.
+    """Reject a start from random weights if ``--load`` was meant to load a checkpoint, as rank 0 sees the folder.
 
     Random weights are accepted if the run also saves to the folder, or if the folder has only a tokenizer.
 
@@ -155,7 +155,7 @@ def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | 
         named = ", ".join(weights[:4]) + (" ..." if len(weights) > 4 else "")
         return (
             f"holds weights that cannot be read ({named}): there is no {TRACKER_FILE} of a run and no config.json of a "
-            "Hugging Face model beside them"
+            "Hugging Face model next to them"
         )
     is_own = options.save is not None and as_path(options.save).resolve() == directory.resolve()
     if is_own or holds_tokenizer(directory):
@@ -269,7 +269,7 @@ def choose_float8(index: CheckpointIndex, float8: Float8Scaling | None, state: P
         reason = "the checkpoint holds none"
     else:
         reason = "those of the checkpoint have another --fp8-amax-history-len"
-    return Float8Choice((), f"fp8: scales and amax histories begin anew, since {reason}")
+    return Float8Choice((), f"fp8: scales and amax histories start from their initial values, since {reason}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,9 +311,9 @@ def choose_streams(
     return StreamChoice(
         streams,
         tuple(tensors),
-        f"random number streams: {', '.join(begun)} start anew, from the seed and iteration {iteration}"
+        f"random number streams: {', '.join(begun)} restart from the seed and iteration {iteration}"
         f" ({', '.join(reasons) or 'the checkpoint holds none of this device'})"
-        + (f"; {', '.join(streams)} go on" if streams else ""),
+        + (f"; {', '.join(streams)} continue" if streams else ""),
     )
 
 
@@ -599,7 +599,7 @@ def _check_finite(folder: Path, tensors: Sequence[ShardedTensor], state: Paralle
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         error = DamagedCheckpointError(
             f"checkpoint {folder} holds values that are not finite, in {', '.join(names[:4])}{more}; no training can "
-            "go on from them: choose an older one with --ckpt-step"
+            "resume from them: choose an older one with --ckpt-step"
         )
     raise_on_all_ranks(error, state.world)
 

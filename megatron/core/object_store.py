@@ -612,7 +612,7 @@ def _download(path: ObjectPath, num_bytes: int, target: Path) -> None:
         for start in range(0, num_bytes, _CHUNK_BYTES):
             file.write(store.read(str(path), start, min(start + _CHUNK_BYTES, num_bytes)))
         if file.tell() != num_bytes:
-            raise StorageError(f"{path} has {file.tell()} of {num_bytes} bytes: it was written anew at this moment")
+            raise StorageError(f"{path} has {file.tell()} of {num_bytes} bytes: it changed during the read; retry")
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class Cleaner:
             try:
                 self._process()
             except sqlite3.Error as error:
-                raise DataError(f"the index of duplicates beside {plan.output} cannot be written: {error}") from error
+                raise DataError(f"the index of duplicates next to {plan.output} cannot be written: {error}") from error
             if self._list is not None:
                 self._list.publish()
             self._output.publish()

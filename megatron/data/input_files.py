@@ -401,7 +401,7 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
     if kind is None:
         data = [path for path in found if detect_format(path).kind != "text"]
         if 0 < len(data) < len(found):
-            print(f"Leaving out {len(found) - len(data)} texts beside the data in {folder}", flush=True)
+            print(f"Leaving out {len(found) - len(data)} texts next to the data in {folder}", flush=True)
             found = data
     return found
 

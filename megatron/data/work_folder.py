@@ -445,7 +445,7 @@ class WorkFolder:
             self._append(entry.to_json())
         except OSError as error:
             raise DataError(
-                f"{self.path} cannot be written: {error}; fix that and run the same command again to go on"
+                f"{self.path} cannot be written: {error}; fix that and run the same command again to resume"
             ) from error
         before = [offsets[0] // _WRITE_BACK_BYTES for offsets in self.offsets]
         self._count(entry)

@@ -233,9 +233,7 @@ class WorkerPool:
         else:
             how = f"ended with status {code}"
         what = f" at chunk {worker.chunks[0].number}" if worker.chunks else ""
-        return WorkerError(
-            f"worker process {worker.process.pid} {how}{what}; run the same command again to go on from what is done"
-        )
+        return WorkerError(f"worker process {worker.process.pid} {how}{what}; run the same command again to resume")
 
 
 def _run(

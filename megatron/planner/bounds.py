@@ -1,8 +1,8 @@
-"""The least time and memory that a layout can take, from traces of layouts that shard tensors and experts alone.
+"""Lower bounds of the step time and memory of a layout, from traces with tensor and expert parallelism alone.
 
-A search looks at many layouts that differ in context parallelism, schedule, recompute and micro-batch size. None of
-these makes a token cheaper than it is without them, so that a few traces bound the time of all of them. A layout whose
-bound is above the time of enough others is not traced itself.
+A search compares many layouts that differ in context parallelism, schedule, recompute and micro-batch size. None of
+these makes a token cheaper, so a few traces bound the time of all of them. A layout is not traced itself if its bound
+is above the time of enough other layouts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from megatron.planner.step_time import (
 from megatron.planner.traces import FEWEST_SAMPLES, PieceMemory, PieceTrace
 
 _ROUNDING = 1e-9
-"""By this part a bound is below the time that it may be equal to, as sums in another order are rounded differently."""
+"""Relative margin of each time bound, since the bound and the time are summed in different orders."""
 _KEPT_SHARE = 0.9
 """Share of the saved activations that the bound counts: context parallelism does not divide every tensor exactly."""
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """Hold the seconds of a piece and a micro-batch: those that context parallelism divides, and the others.
+    """Seconds of a piece per micro-batch: ``of_tokens`` is divided by context parallelism, ``of_piece`` is not.
 
-    ``forward`` and ``attention_forward`` are the time that recompute adds, ``forward_of_tokens`` is the least time of a
-    forward pass.
+    ``forward`` and ``attention_forward`` are the times that recompute adds. ``forward_of_tokens`` is a lower bound of
+    the time of a forward pass.
     """
 
     of_tokens: float
@@ -53,7 +53,7 @@ class _Cost:
 
 @dataclass
 class Bounds:
-    """Bound the time of plans of one model on a GPU type, and their memory if the implementation is traced."""
+    """Lower bounds of the time of plans of one model on a GPU type, and of their memory for traced implementations."""
 
     gpu: Gpu
     implementation: Implementation
@@ -63,12 +63,14 @@ class Bounds:
     def seconds(self, plan: Plan, states: Sequence[StageState], enough: float = math.inf) -> float:
         """Return a lower bound of the plan's step time. ``states`` is the memory of its stages between steps.
 
-        A bound above ``enough`` may be looser than the best one. Passes over memory of another program are not bounded.
+        The result may be less tight if it is above ``enough``. For implementations that are not traced, the bound
+        leaves out memory-bound kernels.
         """
         if not self.implementation.is_traced:
             return self._seconds(plan, states, is_loose=True)
         if (plan.micro_batch_size > 1 or plan.parallel_sizes.cp > 1) and enough < math.inf:
-            # One sample per micro-batch is traced already: matmuls and attention are proportional to the samples.
+            # The trace of one sample per micro-batch exists already, and matmul and attention time is proportional to
+            # samples.
             loose = self._seconds(plan, states, is_loose=True)
             if loose > enough:
                 return loose
@@ -92,7 +94,7 @@ class Bounds:
             for stage in range(sizes.pp)
         ]
         slowest, num_chunks = max(stages), plan.stage_layout.num_chunks
-        # A schedule that fills its bubble, and stages of unlike lengths, have a bubble that is simulated.
+        # The bubble is simulated for zero-bubble schedules and for stages with different numbers of layers.
         of_stages = (plan.stage_layout.chunks(stage) for stage in range(sizes.pp))
         is_even = len({len(layer_numbers(model, chunk)) for chunks in of_stages for chunk in chunks}) == 1
         if num_chunks > 1 or (is_even and plan.pipeline_schedule == "1f1b"):
@@ -116,9 +118,10 @@ class Bounds:
         return stage_memory(plan, 0, self.implementation, pieces, state).total
 
     def _simulated_bubble(self, plan: Plan, stages: Sequence[float], *, is_loose: bool) -> float:
-        """Return the least bubble of a schedule with one chunk per rank, whose stages take these seconds.
+        """Return a lower bound of the bubble with one chunk per rank; ``stages`` are seconds per micro-batch.
 
-        A stage waits for the forward passes of the stages before it. In 1F1B their backward passes follow its last one.
+        A stage waits for the forward passes of the stages before it. In 1F1B it also waits for their backward passes,
+        which follow its last one.
         """
         model, kinds = plan.model, layer_kinds(plan.model, plan.seq_length)
         some = min(plan.num_microbatches, SIMULATED_ROUNDS * len(stages))
@@ -168,9 +171,10 @@ class Bounds:
         return cost.seconds(plan.parallel_sizes.cp) + again / plan.parallel_sizes.cp
 
     def _cost(self, plan: Plan, piece: int | bool, *, is_loose: bool) -> _Cost:
-        """Return the cost of a layer by its number, or of an end of the model by whether it has the loss.
+        """Return the cost of a layer or of an end of the model.
 
-        A loose one follows from one sample per micro-batch, and has matmuls and attention alone.
+        ``piece`` is the number of a layer, or says whether an end is the loss. A loose cost is scaled up from one
+        sample per micro-batch and counts matmuls and attention alone.
         """
         size = plan.micro_batch_size
         key = _shared(plan), plan.parallel_sizes.cp, size, type(piece), piece, is_loose
@@ -205,15 +209,16 @@ class Bounds:
         return piece_time(plan, self.gpu, self.implementation, self._trace(plan, piece, size))
 
     def _kept(self, plan: Plan, number: int) -> int:
-        """Return the least that a layer saves without context parallelism, with the plan's selective recompute.
+        """Return a lower bound of a layer's saved activations, with the plan's selective recompute.
 
-        Several samples save no less than a single one each, of which no transposed copies are made.
+        It is without context parallelism, and scaled up from one sample per micro-batch, which saves the least per
+        sample since it makes no transposed copies.
         """
         is_selective = plan.model.recompute_granularity == "selective"
         return plan.micro_batch_size * self._trace(plan, number, 1, is_selective=is_selective).memory.kept
 
     def _trace(self, plan: Plan, piece: int | bool, size: int, *, is_selective: bool = False) -> PieceTrace:
-        """Return the trace of a piece for a micro-batch size, without what a bound leaves out."""
+        """Return the trace of a piece of the plan that `_base` returns, for a micro-batch size."""
         key = _shared(plan), size, type(piece), piece, is_selective
         if key not in self._traces:
             sized = dataclasses.replace(_base(plan, is_selective=is_selective), micro_batch_size=size)
@@ -225,15 +230,15 @@ class Bounds:
 
 
 def _shared(plan: Plan) -> Hashable:
-    """Return what a plan and its base have in common, of that in which plans of a search differ."""
+    """Return the properties that a plan shares with its base plan, as a cache key."""
     sizes = plan.parallel_sizes
     return sizes.tp, sizes.ep, sizes.etp, plan.model.fp8.fp8_format
 
 
 def _base(plan: Plan, *, is_selective: bool) -> Plan:
-    """Return the plan of which traces are taken: without context parallelism, a schedule of its own, and recompute.
+    """Return the plan that is traced for bounds: 1F1B, without context parallelism, and without recompute.
 
-    Of recompute the selective one may stay.
+    Selective recompute is kept if ``is_selective`` is set.
     """
     sizes = plan.parallel_sizes
     alone = dataclasses.replace(

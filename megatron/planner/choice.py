@@ -1,6 +1,6 @@
-"""One choice of a search: layout, batches, recompute, sharding, precision, as configuration and as flags.
+"""A candidate of the layout search: parallel sizes, batches, recompute, sharding and precision.
 
-The flags of a choice are edits of a training command line.
+A choice is applied to a run's configuration, or written as flags that replace those of a training command line.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ PRECISION_FLAGS = (
 
 
 def replaced(words: Sequence[str], flag: str, *values: str) -> tuple[str, ...]:
-    """Return the words with one flag at other values."""
+    """Return the arguments with one flag set to other values."""
     return (*without_flags(words, (flag,)), flag, *values)
 
 
 def has_flag(words: Sequence[str], *flags: str) -> bool:
-    """Return whether any of the flags is given, with its value behind it or behind an equals sign."""
+    """Return whether any of the flags is given, as ``--flag value`` or as ``--flag=value``."""
     return not {word.partition("=")[0] for word in words}.isdisjoint(flags)
 
 
 def whole_value(words: Sequence[str], flag: str, default: int) -> int:
-    """Return a flag's last whole number, or the default where it has none."""
+    """Return the last whole number that is given for a flag, or the default."""
     found = default
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -81,7 +81,7 @@ def whole_value(words: Sequence[str], flag: str, default: int) -> int:
 
 
 def as_typed(words: Sequence[str]) -> list[str]:
-    """Return each flag with its values as one text."""
+    """Return one string per flag, with its values."""
     flags: list[str] = []
     for word in words:
         if word.startswith("--") or not flags:
@@ -92,23 +92,24 @@ def as_typed(words: Sequence[str]) -> list[str]:
 
 
 RECOMPUTES = ("none", "selective", "full")
-"""From the fastest to the one that keeps least."""
+"""Recompute granularities, from the fastest to the one that saves the least activation memory."""
 ZERO_BUBBLE = "zero-bubble"
 SEARCHED_FLAGS = (*LAYOUT_FLAGS, *RECOMPUTE_FLAGS, *SHARDING_FLAGS, *PRECISION_FLAGS, "--micro-batch-size")
 
 
 def layout_of(split: Sequence[int]) -> str:
-    """Return layers by global stage in the notation of --pipeline-model-parallel-layout."""
+    """Return the layers per global stage in the notation of --pipeline-model-parallel-layout."""
     return f"E{'|'.join(f't*{count}' for count in split)}L"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Hold what is chosen; ``counts_ends`` lets the embedding and the loss count as a layer each.
+    """Layout, recompute, sharding and precision of one candidate.
 
-    ``sharding`` is of the replicas: no_shard, optim or optim_grads. ``precision`` is bf16 or fp8. ``split`` has the
-    layers of every global stage, and is empty where they are spread evenly; ``schedule`` is empty for the usual one.
-    ``ep`` ranks hold different experts, which are not cut; it is None for a model without experts.
+    ``counts_ends`` counts the embedding and the loss as one layer each when layers are split into stages. ``sharding``
+    is the data-parallel sharding strategy: no_shard, optim or optim_grads. ``precision`` is bf16 or fp8. ``split`` has
+    the number of layers of each global stage and is empty for an even split. ``schedule`` is empty for the default one.
+    ``ep`` is the expert-parallel size, and None for a dense model; expert tensor parallelism is not used.
     """
 
     tp: int
@@ -125,7 +126,7 @@ class Choice:
     ep: int | None = None
 
     def apply(self, config: RunConfig) -> RunConfig:
-        """Return the configuration of a run with this choice; the checks have still to see it."""
+        """Return the run's configuration with this choice; it is not yet checked."""
         is_full, is_sharded = self.recompute == "full", self.sharding != "no_shard"
         of_experts: dict[str, Any] = {}
         if self.ep is not None:
@@ -162,12 +163,12 @@ class Choice:
         return self.with_micro_batch(dataclasses.replace(config, model=model, ddp=ddp))
 
     def with_micro_batch(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with this choice's size of a micro-batch."""
+        """Return the configuration with this choice's micro-batch size."""
         training = dataclasses.replace(config.training, micro_batch_size=self.micro_batch_size)
         return dataclasses.replace(config, training=training)
 
     def words(self, words: Sequence[str]) -> tuple[str, ...]:
-        """Return a training's command line with this choice in place of what it says of the same subjects."""
+        """Return a training command line whose searched flags are replaced by those of this choice."""
         return (*without_flags(words, SEARCHED_FLAGS), *self._flags())
 
     def describe(self) -> str:
@@ -182,14 +183,14 @@ class Choice:
         )
 
     def describe_split(self) -> str:
-        """Return how layers are spread: evenly, with the ends counted as layers, or how many each stage has."""
+        """Return a short description of the pipeline split: even, with the ends counted, or the layers per stage."""
         if not self.split:
             return "ends counted" if self.counts_ends else "even"
         runs = [(count, len(list(several))) for count, several in itertools.groupby(self.split)]
         return " ".join(f"{count}x{times}" if times > 1 else str(count) for count, times in runs)
 
     def _split_flags(self) -> Iterator[str]:
-        """Yield the shortest flags of the split: of its ends, where the others are equal."""
+        """Yield the shortest flags of the split: those of the first and last stage if all other stages are equal."""
         if not self.split:
             return
         first, *middle, last = self.split

@@ -2,11 +2,11 @@
 
 Links are NVLink within a node, and one network port per GPU between nodes.
 
-Messages of micro-batches were recorded with the traces of the pieces. The others follow from the plans that
-training uses: stages, buckets and shards. They are counted as `process_group.CollectiveCall` counts them: by
-operation and axes, with the bytes of the whole tensor that the operation is about.
+Messages of micro-batches come from the traces of the pieces. All other messages follow from the stages, buckets and
+shards that training uses. Both are counted as `process_group.CollectiveCall` counts them: by operation and axes, with
+the bytes of the full tensor.
 
-The exposed time of gradient reductions and parameter gathers is the time that no computation hides.
+The exposed time of gradient reductions and parameter gathers is the time that does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 GPUS_A_MACHINE = 8
 _LINK_SHARE = 0.8
-"""Part of a link's bandwidth that NCCL reaches with large messages."""
+"""Share of a link's bandwidth that NCCL reaches with large messages."""
 _LATENCY_S = 15e-6
 
 
 @dataclass(frozen=True)
 class Links:
-    """Hold what joins the ranks of a grid: neighbors are of one tensor-parallel group, then cp, dp, pp."""
+    """Links between the ranks of a grid: adjacent ranks belong to one tensor-parallel group, then to cp, dp and pp."""
 
     gpu: Gpu
     sizes: ParallelSizes
 
     def tensor_parallel_seconds(self, num_bytes: float) -> float:
-        """Return the time of gathering or scattering so many bytes over the tensor-parallel ranks."""
+        """Return the time of an all-gather or reduce-scatter of ``num_bytes`` over the tensor-parallel ranks."""
         t = self.sizes.tp
         return self._seconds(num_bytes * (t - 1) / t, t, 1) if t > 1 else 0.0
 
@@ -62,15 +62,15 @@ class Links:
         return self._seconds(num_bytes * share, c, self.sizes.tp)
 
     def replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
-        """Return the time of gathering or scattering so many bytes over the ranks with the same weights.
+        """Return the time of an all-gather or reduce-scatter of ``num_bytes`` over the ranks with the same weights.
 
-        Where there are ``copies`` of what they share, each is over neighbors, an equal part of these ranks.
+        With several ``copies`` of the sharded state, each is sharded over an equal number of adjacent ranks.
         """
         n = self.sizes.num_replicas // copies
         return self._seconds(num_bytes * (n - 1) / n, n, self.sizes.tp) if n > 1 else 0.0
 
     def copies_seconds(self, num_bytes: float, copies: int, *, of_experts: bool = False) -> float:
-        """Return the time of summing so many bytes over the ranks in the same place of each copy."""
+        """Return the time of an all-reduce of ``num_bytes`` between the copies of the sharded state."""
         sizes = self.sizes
         replicas, stride = sizes.num_replicas, sizes.tp
         if of_experts:
@@ -79,22 +79,22 @@ class Links:
         return self._seconds(2 * num_bytes * (copies - 1) / copies, copies, apart) if copies > 1 else 0.0
 
     def expert_exchange_seconds(self, num_bytes: float) -> float:
-        """Return the time of giving each rank that holds other experts its part of so many bytes."""
+        """Return the time of an all-to-all of ``num_bytes`` over the expert-parallel ranks."""
         n = self.sizes.ep * self.sizes.expert_tp
         if n == 1:
             return 0.0
         here = min(n, GPUS_A_MACHINE)
         inside = num_bytes * (here - 1) / n / self.gpu.link_bandwidth
-        # To other machines every rank has its own port.
+        # Every rank has its own port to other nodes.
         return _LATENCY_S + max(inside, num_bytes * (n - here) / n / self.gpu.network_bandwidth) / _LINK_SHARE
 
     def expert_gather_seconds(self, num_bytes: float) -> float:
-        """Return the time of gathering or scattering so many bytes over the ranks that hold all experts."""
+        """Return the time of an all-gather or reduce-scatter of ``num_bytes`` over the ranks that share all experts."""
         n = self.sizes.ep * self.sizes.expert_tp
         return self._seconds(num_bytes * (n - 1) / n, n, 1) if n > 1 else 0.0
 
     def expert_replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
-        """Return the time of gathering or scattering so many bytes over the ranks with the same experts."""
+        """Return the time of an all-gather or reduce-scatter of ``num_bytes`` over the ranks with the same experts."""
         n = self.sizes.num_expert_replicas // copies
         stride = self.sizes.ep * self.sizes.expert_tp
         return self._seconds(num_bytes * (n - 1) / n, n, stride) if n > 1 else 0.0
@@ -105,9 +105,9 @@ class Links:
         return self._seconds(num_bytes, 2, stride) if self.sizes.pp > 1 else 0.0
 
     def _seconds(self, num_bytes: float, num_ranks: int, stride: int) -> float:
-        """Return the time of bytes that a rank sends in a group whose ranks are ``stride`` apart.
+        """Return the time to send ``num_bytes`` per rank in a group whose ranks are ``stride`` apart.
 
-        Of a group over several machines, the ranks in one machine share its way out.
+        If a group spans several nodes, its ranks on one node share the network ports.
         """
         bandwidth = self.gpu.link_bandwidth
         if num_ranks * stride > GPUS_A_MACHINE:
@@ -129,7 +129,7 @@ _AGAIN = {_FORWARD: 2, _BACKWARD: 1, _WEIGHTS: 1}
 
 @dataclass(frozen=True)
 class StepRank:
-    """Hold a rank of a configuration, and the sizes that its messages depend on."""
+    """A rank of a configuration, and the sizes that its messages depend on."""
 
     config: RunConfig
     rank: int
@@ -166,7 +166,7 @@ class StepRank:
         return self.tokens * self.config.model.hidden_size * self.element
 
     def replicas(self, *, of_experts: bool) -> tuple[tuple[str, ...], int, int]:
-        """Return the axes of the ranks with the same parameters, the rank's place among them, and their number."""
+        """Return the axes of the ranks with the same parameters, the rank's index among them, and their number."""
         sizes, place = self.sizes, self.place
         if of_experts and sizes.has_expert_grid:
             of_stage = (place["dp"] * sizes.cp + place["cp"]) * sizes.tp + place["tp"]
@@ -174,7 +174,7 @@ class StepRank:
         return DP_CP, place["dp"] * sizes.cp + place["cp"], sizes.num_replicas
 
     def group_sizes(self) -> dict[tuple[str, ...], int]:
-        """Return the number of ranks of every group that communicates."""
+        """Return the size of every process group that communicates."""
         at_an_end = self.place["pp"] in (0, self.sizes.pp - 1)
         slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, DP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
         slices |= {EXPERT_MODEL: self.sizes.ep * self.sizes.expert_tp, EXPERT_DP: self.sizes.num_expert_replicas}
@@ -188,7 +188,7 @@ class StepRank:
 
 
 def step_traffic(config: RunConfig, rank: int, capability: tuple[int, int]) -> Traffic:
-    """Return what a rank sends in one training step on GPUs of a compute capability.
+    """Return the traffic of a rank in one training step on GPUs of a compute capability.
 
     Raises:
         ConfigurationError: this node cannot simulate CUDA, which traces of pieces need.
@@ -199,7 +199,7 @@ def step_traffic(config: RunConfig, rank: int, capability: tuple[int, int]) -> T
     for chunk in here.chunks:
         for trace, times in _traces_of(plan, capability, chunk):
             for sent in trace.sent:
-                # A piece is traced on as few data-parallel ranks as have all experts.
+                # A trace has only as many data-parallel ranks as are needed to hold all experts.
                 if sent.axes != DP:
                     count = here.num_microbatches * times[sent.phase]
                     total.add(sent.operation, sent.axes, sent.num_bytes, count)
@@ -211,7 +211,7 @@ def step_traffic(config: RunConfig, rank: int, capability: tuple[int, int]) -> T
 
 
 def _add_samples(total: TrafficSum, here: StepRank) -> None:
-    """Add what the first rank of a tensor-parallel group sends the others of the samples that it reads."""
+    """Add the broadcast of each batch from the first rank of a tensor-parallel group to the others."""
     from megatron.training import batch_layout
 
     place = here.place
@@ -222,10 +222,10 @@ def _add_samples(total: TrafficSum, here: StepRank) -> None:
 def _traces_of(
     plan: Plan, capability: tuple[int, int], chunk: StageContents
 ) -> Iterator[tuple[PieceTrace, dict[int, int]]]:
-    """Yield the traces of a chunk's pieces, and how often each pass of them runs per micro-batch.
+    """Yield the traces of a chunk's pieces, and how often each of their passes runs per micro-batch.
 
-    Layers that are computed again together run forward one after the other. The last one stops as soon as all that the
-    backward pass needs is saved, which its own trace shows.
+    Layers of one recompute group run forward again, one after the other. The recomputation of the last layer stops as
+    soon as everything that the backward pass needs is saved; its own trace shows this.
     """
     if chunk.has_embedding:
         yield end_trace(plan, capability, has_loss=False), _ONCE
@@ -243,7 +243,7 @@ def _traces_of(
 
 
 def _add_global_loss(total: TrafficSum, here: StepRank, chunk: StageContents) -> None:
-    """Add how many tokens each expert has on all data-parallel ranks."""
+    """Add the all-reduce of the tokens per expert over the data-parallel ranks, for the global auxiliary loss."""
     model = here.config.model
     if "global_aux_loss" not in model.moe.moe_aux_losses:
         return
@@ -268,7 +268,7 @@ def add_sends(total: TrafficSum, here: StepRank) -> None:
 
 
 def add_gradients(total: TrafficSum, here: StepRank) -> None:
-    """Add the reductions of gradients over replicas, copies and the ends of the pipeline, and the new parameters."""
+    """Add the gradient reductions (over replicas, copies and the ends of the pipeline) and the parameter gathers."""
     model, ddp, sizes = here.config.model, here.config.ddp, here.sizes
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
     partial_bytes = 0
@@ -284,7 +284,8 @@ def add_gradients(total: TrafficSum, here: StepRank) -> None:
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
         buckets = plan_buckets([p.size for p in parameters], tied, ddp, replicas, units).buckets
         if in_float8:
-            # The amax of every parameter, or of each expert's part of it, before what they scale is sent.
+            # The amax of every parameter, or of each expert's part of it, is reduced before the fp8 parameters are
+            # gathered.
             is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
             scales = sum(parameter.num_scales for parameter in parameters)
             total.add("all_reduce", axes, 4 * scales, len(buckets) if is_of_bucket else 1)
@@ -314,7 +315,7 @@ def add_gradients(total: TrafficSum, here: StepRank) -> None:
 
 
 def add_scalars(total: TrafficSum, here: StepRank) -> None:
-    """Add the token count, the gradient norm, and what all ranks agree on: a few float64 numbers each."""
+    """Add the token count, the gradient norm and other reductions of a few float64 numbers."""
     config = here.config
     if config.training.calculate_per_token_loss:
         total.add("broadcast", PP, 8)
@@ -327,7 +328,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
     norms += 3 * 8 if config.optimizer.clips_by_kind else 0
     total.add("all_reduce", WORLD if is_of_world else MODEL_PARALLEL, norms)
     if layers:
-        # How many tokens each expert was given, and how many choices were dropped.
+        # Number of tokens per expert, and number of dropped tokens.
         total.add("all_reduce", WORLD, 8 * layers * ((config.model.moe.num_experts or 0) + 1))
     num_losses = bool(config.model.z_loss_coeff) + num_further
     if config.model.moe.num_experts is not None:
@@ -337,22 +338,21 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
         # Whether every rank accepts the step.
         total.add("all_reduce", WORLD, 8)
     if config.model.fp8.fp8_recipe == "delayed" and config.model.fp8.fp8_format is not None:
-        # The amax of each operand of each linear layer, and of each expert's two.
+        # Amax of each operand of each linear layer, and of both linear layers of each expert.
         places = config.model.float8_places
         total.add("all_reduce", WORLD, places.num_layers * places.num_places * 3 * 4)
 
 
 _COMMUNICATION_SMS = 20
-"""Streaming multiprocessors that an exchange's kernels take from matmuls: those of DeepSeek-V3 (arXiv 2412.19437,
-section 3.2.2)."""
+"""Streaming multiprocessors that communication kernels take from matmuls (DeepSeek-V3, arXiv 2412.19437, 3.2.2)."""
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """Hold what a stage's ranks with the same weights exchange: all but the experts, or these.
+    """Bytes that the ranks of a stage with the same weights exchange: for the experts, or for all other parameters.
 
-    ``gradients`` are bytes of the buffers, of shards where gradients are sharded; ``weights`` are whole. Over
-    ``shards`` neighbors each of ``copies`` is cut.
+    ``gradients`` are the bytes of the gradient buffers, or of their shards if gradients are sharded. ``weights`` are
+    the bytes of the full weights. Each of the ``copies`` is sharded over ``shards`` adjacent ranks.
     """
 
     gradients: int
@@ -362,17 +362,17 @@ class _Shared:
     of_experts: bool
 
     def seconds(self, links: Links, num_bytes: float) -> float:
-        """Return the time of gathering or scattering so many bytes."""
+        """Return the time of an all-gather or reduce-scatter of ``num_bytes``."""
         if self.of_experts:
             return links.expert_replica_seconds(num_bytes, self.copies)
         return links.replica_seconds(num_bytes, self.copies)
 
 
 def exposed_replica_seconds(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
-    """Return what reducing gradients and gathering parameters takes beside the passes that hide it.
+    """Return the exposed time of gradient reductions and parameter gathers.
 
-    ``slowest`` is the time of a micro-batch on the slowest stage. Copies of what is sharded sum their shards of
-    gradients when all passes have ended.
+    ``slowest`` is the time of a micro-batch on the slowest stage. Copies of the sharded state all-reduce their gradient
+    shards after the last pass.
     """
     ddp, sizes = plan.ddp, plan.parallel_sizes
     several = [
@@ -391,11 +391,11 @@ def exposed_replica_seconds(plan: Plan, links: Links, stage: StageState, slowest
             continue
         gathered += each.seconds(links, each.weights)
         if ddp.shards_gradients:
-            # Each micro-batch's gradients are reduced, the whole of them to a shard.
+            # The full gradients of each micro-batch are reduced to shards.
             reduced, rounds = reduced + each.seconds(links, each.gradients * each.shards), plan.num_microbatches
         else:
             reduced += each.seconds(links, each.gradients)
-    # The backward pass of a micro-batch hides the one, the forward pass of the first the other.
+    # A backward pass overlaps with the reductions, the first forward pass with the gathers.
     hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
     hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0
     exposed = rounds * exposed_seconds(links.gpu, reduced, hidden_reduction)
@@ -416,9 +416,10 @@ def _copies_seconds(plan: Plan, links: Links, shared: _Shared) -> float:
 
 
 def _by_layer(plan: Plan, links: Links, several: list[_Shared], slowest: float) -> float:
-    """Return what a micro-batch takes longer where its weights are gathered layer by layer, and gradients reduced.
+    """Return the exposed time per micro-batch with FSDP, which gathers weights and reduces gradients layer by layer.
 
-    Each pass gathers beside the products of the layer before; what is beside them costs its share.
+    A pass gathers the weights of the next layer while the current layer runs. Overlapped communication slows matmuls
+    down.
     """
     gathered = sum(each.seconds(links, each.weights) for each in several)
     reduced = sum(each.seconds(links, each.gradients * each.shards) for each in several)

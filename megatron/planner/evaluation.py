@@ -29,25 +29,25 @@ from megatron.planner.plan import Plan
 from megatron.planner.prediction import HOPPER_MACHINES, Platform, Prediction, predict
 
 _MOST = 10**12
-"""No number of a record is larger."""
+"""Largest number that a record may contain."""
 
 
 class Fields:
-    """Read the fields of one JSON object, and name it in errors."""
+    """Fields of one JSON object of a record, with checks whose errors name the object."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
         self.where = where
 
     def part(self, name: str) -> Fields:
-        """Return an object that is a field; an empty one where it is missing or null."""
+        """Return a field that is an object; it is empty if the field is missing or null."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "an object")
         return Fields(value or {}, f"{self.where}: {name}")
 
     def integer(self, name: str, default: int | None = None, most: int = _MOST) -> int:
-        """Return a whole number from 1 to ``most``; a missing one or null is the default, where there is one."""
+        """Return a whole number from 1 to ``most``, or the default if the field is missing or null."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -58,11 +58,11 @@ class Fields:
         return value
 
     def optional(self, name: str) -> int | None:
-        """Return a whole number of at least 1, or None for null or nothing."""
+        """Return a whole number of at least 1, or None if the field is missing or null."""
         return None if self.values.get(name) is None else self.integer(name)
 
     def switch(self, name: str, default: bool) -> bool:
-        """Return true or false; null or nothing is the default."""
+        """Return true or false, or the default if the field is missing or null."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def text(self, name: str, default: str = "") -> str:
-        """Return text; null or nothing is the default."""
+        """Return text, or the default if the field is missing or null."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -80,7 +80,7 @@ class Fields:
         return value
 
     def number(self, name: str) -> float | None:
-        """Return a number above 0, or None for null or nothing."""
+        """Return a number above 0, or None if the field is missing or null."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -90,7 +90,7 @@ class Fields:
         return float(value)
 
     def error(self, name: str, wanted: str) -> DataError:
-        """Return the error of a field that is missing or of another kind."""
+        """Return the error for a field that is missing or of another type."""
         if name not in self.values:
             return DataError(f"{self.where}: {name} is missing; give {wanted}")
         found = json.dumps(self.values[name])
@@ -100,7 +100,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold what a run came to, and which of it a prediction is judged on; None is not known."""
+    """Measured results of a run, and which of them are scored; unknown results are None."""
 
     outcome: str
     memory_mib: float | None
@@ -112,7 +112,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Hold one record; ``shows_allocator`` says that memory is the allocator's and not what a GPU shows as used."""
+    """One record; ``shows_allocator`` says that memory is the peak of the allocator, not the used memory of a GPU."""
 
     id: str
     model_name: str
@@ -122,10 +122,12 @@ class MeasuredRun:
 
 
 def read_runs(path: Path, left_out: list[DataError] | None = None) -> Sequence[MeasuredRun]:
-    """Read a file of measured runs. With a list ``left_out`` unusable records are left out, and their errors added.
+    """Read a file of measured runs.
+
+    If ``left_out`` is given, unusable records are skipped and their errors are added to it.
 
     Raises:
-        DataError: it cannot be read, or is not of this form; without ``left_out`` also: a record is unusable.
+        DataError: the file cannot be read or has another format, or a record is unusable and ``left_out`` is not given.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +150,7 @@ def read_runs(path: Path, left_out: list[DataError] | None = None) -> Sequence[M
 
 @contextmanager
 def leaving_out(left_out: list[DataError] | None) -> Iterator[None]:
-    """Add the error of one record to a list, if there is a list."""
+    """Add the error of one record to ``left_out``, or raise it if there is no list."""
     try:
         yield
     except DataError as error:
@@ -181,29 +183,31 @@ def _read_run(fields: Fields) -> MeasuredRun:
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 _RECIPES = {"current": "tensorwise", "tensorwise": "tensorwise", "mx": "mxfp8", "block": "blockwise", "row": "rowwise"}
-"""Recipes of fp8 by what a description of a precision calls them."""
+"""FP8 recipes by the words that describe a precision."""
 _RECOMPUTES = ("none", "selective", "full", "cpu_offload")
 _MOST_LAYERS, _MOST_FURTHER, _MOST_RANKS = 10_000, 64, 100_000
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _TEXT_FIELDS = ("window_size", "window_attn_skip_freq")
-"""Fields of a model that few records have, by the names of our flags."""
+"""Fields of a model that few records have, by the names of this project's flags."""
 _EXPERT_FIELDS = ("num_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts")
 
 
 def recorded_implementation(fields: Fields) -> Implementation:
-    """Return the implementation that a record's software means."""
+    """Return the implementation that a record's software field describes."""
     software = fields.part("software")
     described = " ".join(str(value) for value in software.values.values())
     return implementation_of_software(described, fields.switch("flash_attention", True))
 
 
 def recorded_plan(fields: Fields) -> Plan:
-    """Return the plan of a record. What it leaves out is as in most of such runs: flash attention, a distributed
-    optimizer, sequence parallelism beside tensor parallelism, everything overlapped.
+    """Return the plan of a record.
+
+    Fields that a record leaves out get the usual values: FlashAttention, the distributed optimizer, sequence
+    parallelism with tensor parallelism, and overlapped communication.
 
     Raises:
-        DataError: a field is missing or of another kind.
-        ConfigurationError: the layout is none; every problem, with values that would work.
+        DataError: a field is missing or of another type.
+        ConfigurationError: the layout is invalid; the message lists every problem, with values that would work.
     """
     shape = fields.part("model")
     tp, pp, cp = (fields.integer(axis, 1, most=_MOST_RANKS) for axis in ("tp", "pp", "cp"))
@@ -246,7 +250,7 @@ def recorded_plan(fields: Fields) -> Plan:
 
 
 def _replicas(fields: Fields, model_ranks: int) -> tuple[int, int]:
-    """Return the data-parallel size and the number of ranks, of which one may be left out."""
+    """Return the data-parallel size and the number of ranks; a record may leave out one of them."""
     dp, world_size = fields.optional("dp"), fields.optional("world_size")
     if dp is None:
         world_size = world_size or model_ranks
@@ -255,8 +259,10 @@ def _replicas(fields: Fields, model_ranks: int) -> tuple[int, int]:
 
 
 def _expert_tp(fields: Fields, num_ranks: int, ep: int, tp: int) -> int | None:
-    """Return how many ranks cut each expert. Where the record leaves it out, Megatron cuts them as the rest (None);
-    its recipes, and layouts that this does not fit, have whole experts.
+    """Return the expert-tensor-parallel size.
+
+    If the record leaves it out, it is None, which means the tensor-parallel size as in Megatron-LM. It is 1 for
+    Megatron Bridge recipes and for layouts in which the tensor-parallel size is not possible.
     """
     given = fields.optional("etp")
     is_recipe = recorded_implementation(fields) is MEGATRON_BRIDGE
@@ -271,7 +277,7 @@ def _not_a_grid(world_size: int, model_ranks: int) -> str:
 
 
 def _num_experts(shape: Fields) -> int | None:
-    """Return the number of experts of a layer by any of its names, None for a dense model."""
+    """Return the number of experts of a layer from any of its field names, or None for a dense model."""
     return next((shape.optional(name) for name in _EXPERT_FIELDS if shape.values.get(name)), None)
 
 
@@ -303,7 +309,7 @@ def _unknown(fields: Fields, num_replicas: int) -> list[str]:
 
 
 def _wrong_texts(shape: Fields, fields: Fields) -> list[str]:
-    """Return what is wrong with patterns of layers, and with parts of a layer that are computed again."""
+    """Return the problems of layer patterns and of recompute modules."""
     problems = []
     for name in (*_TEXT_FIELDS, "moe_layer_freq"):
         try:
@@ -326,13 +332,13 @@ def _wrong_texts(shape: Fields, fields: Fields) -> list[str]:
 
 
 def _precision(fields: Fields) -> str:
-    """Return the first word of the precision: recipes of fp8 may be named behind it."""
+    """Return the first word of the precision; the name of an FP8 recipe may follow it."""
     words = fields.text("precision", "bf16").lower().split()
     return words[0] if words else ""
 
 
 def _float8_recipe(fields: Fields) -> str:
-    """Return the recipe of fp8 that the words behind it name."""
+    """Return the FP8 recipe that the precision field names."""
     words = fields.text("precision").lower()
     return next((recipe for word, recipe in _RECIPES.items() if word in words), "delayed")
 
@@ -414,13 +420,13 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
 
 
 def _recompute_modules(fields: Fields) -> tuple[str, ...]:
-    """Return the parts that the flags name which a record quotes of its recompute: the core of attention without."""
+    """Return the modules of ``--recompute-modules`` in a record's recompute description; by default core attention."""
     found = re.search(r"--recompute-modules((?:[ =]+[a-z_]+)+)", fields.text("recompute_detail"))
     return tuple(found.group(1).replace("=", " ").split()) if found else ("core_attn",)
 
 
 def _told(fields: Fields, name: str, default: str) -> str:
-    """Return a value of the flags that a record quotes of its recompute or offload."""
+    """Return the value of a flag in a record's description of recompute or offload."""
     found = re.search(rf"-{name}[ =](\w+)", fields.text("recompute_detail"))
     value = found.group(1) if found else default
     return value if value.isdecimal() == default.isdecimal() else default
@@ -432,7 +438,7 @@ _OUTCOMES = ("ok", "oom", "error")
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """Hold a measured run beside its prediction; memory is of the kind that was measured."""
+    """A measured run and its prediction; ``memory_mib`` is of the kind that was measured."""
 
     run: MeasuredRun
     prediction: Prediction
@@ -452,26 +458,26 @@ class EvaluatedRun:
 
     @property
     def memory_error(self) -> float | None:
-        """Return the relative error of memory, where it is scored."""
+        """Return the relative error of the predicted memory, or None if it is not scored."""
         measured = self.run.measured
         return _error(self.memory_mib, measured.memory_mib if measured.scores_memory else None)
 
     @property
     def time_error(self) -> float | None:
-        """Return the relative error of time, where it is scored."""
+        """Return the relative error of the predicted time, or None if it is not scored."""
         measured = self.run.measured
         return _error(self.ms_per_iter, measured.ms_per_iter if measured.scores_time else None)
 
     @property
     def is_outcome_right(self) -> bool | None:
-        """Return whether the run came to what is predicted, where that is scored."""
+        """Return whether the predicted outcome is right, or None if the outcome is not scored."""
         measured = self.run.measured
         if not measured.scores_outcome or measured.outcome not in _OUTCOMES:
             return None
         return self.prediction.outcome == measured.outcome
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction as it is written to a file."""
+        """Return the prediction as JSON-ready values."""
         prediction, stages = self.prediction, self.prediction.stages
         return {
             "id": self.run.id,
@@ -493,12 +499,13 @@ def evaluate(
     platform: Platform = HOPPER_MACHINES,
     left_out: list[DataError] | None = None,
 ) -> Sequence[EvaluatedRun]:
-    """Predict every run, under the implementation and the GPU that are given or that its record names.
+    """Predict every run.
 
-    With a list ``left_out`` records that are not of a training run are left out, and their errors added.
+    ``implementation`` and ``gpu`` are by default those of each record. If ``left_out`` is given, records that do not
+    describe a training run are skipped and their errors are added to it.
 
     Raises:
-        DataError: without ``left_out``: a record's field is missing or of another kind.
+        DataError: a record's field is missing or of another type, and ``left_out`` is not given.
     """
     evaluated = []
     for run in runs:
@@ -508,7 +515,7 @@ def evaluate(
 
 
 def describe_errors(evaluated: Sequence[EvaluatedRun]) -> Sequence[str]:
-    """Return a table of errors by model and overall, and a line for each model whose fastest layout is known."""
+    """Return a table of errors by model and overall, and the measured and predicted fastest layout of each model."""
     models = list(dict.fromkeys(each.run.model_name for each in evaluated))
     by_model = {name: [each for each in evaluated if each.run.model_name == name] for name in models}
     width = max(len(name) for name in (*models, "overall"))
@@ -551,7 +558,7 @@ def _mean_and_worst(errors: Iterable[float | None]) -> str:
 
 
 def _fastest(by_model: Mapping[str, Sequence[EvaluatedRun]]) -> Iterable[str]:
-    """Yield which run of a model is the fastest, by tokens a second and GPU, and which is predicted to be."""
+    """Yield a line per model: the run with the lowest GPU time per sample, as measured and as predicted."""
     for name, group in by_model.items():
         times = {each.run.id: each for each in group if each.time_error is not None}
         if len(times) > 1:
@@ -562,7 +569,7 @@ def _fastest(by_model: Mapping[str, Sequence[EvaluatedRun]]) -> Iterable[str]:
 
 
 def _gpu_time(each: EvaluatedRun, milliseconds: float | None) -> float:
-    """Return GPU-seconds a sample."""
+    """Return GPU-milliseconds per sample."""
     fields = each.run.fields
     assert milliseconds is not None, "only runs with a time are compared"
     return milliseconds * fields.integer("world_size", 1) / fields.integer("global_batch", 1)

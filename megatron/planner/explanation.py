@@ -1,10 +1,10 @@
-"""Explain a configuration before it runs: layout, memory, communication, time, and the use of data.
+"""Explain a configuration before it runs: layout, memory, communication, time, and use of data.
 
-The size of the vocabulary is taken from the tokenizer, or from the flags if they say enough. The epochs of the
-training data follow from the samples of its token files.
+The vocabulary size is that of the tokenizer, or of the flags if the tokenizer's files are missing. The epochs of the
+training data follow from the number of samples in the token files.
 
-If a configuration is rejected or does not fit, the cheapest changes are found. Each change is tried before it is
-named, as a user would try it: its flags go through the parser and all checks, and the outcome is predicted.
+If a configuration is rejected or runs out of memory, the cheapest changes that make it run are searched. Each change is
+tested as a user would test it: its flags are parsed and checked, and memory and time are predicted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron.training import ModelSize, model_size
 
 @dataclass(frozen=True)
 class DataSetNeed:
-    """Hold the training part of one data set: its tokens, its samples, what the run takes of it, and how often."""
+    """Training part of one data set: its tokens and samples, the samples that the run reads, and the epochs."""
 
     prefix: str
     tokens: int
@@ -68,7 +68,7 @@ class DataSetNeed:
 
 @dataclass(frozen=True)
 class DataNeed:
-    """Hold the samples and tokens that a run trains on, its data sets, and why there are none where none are known."""
+    """Samples and tokens that a run trains on, its data sets, and the reason if the data sets are not known."""
 
     samples: int
     tokens: int
@@ -78,7 +78,7 @@ class DataNeed:
 
 
 def data_need(config: RunConfig) -> DataNeed:
-    """Return what a run reads of its training data; files that are not here are left out with the reason."""
+    """Return the training data that a run reads; if a file is missing, ``reason`` says so."""
     length, samples = config.data.seq_length, config.train_samples
     iterations = config.train_iters if samples else 0
     sets, reason = _data_sets(config)
@@ -102,7 +102,7 @@ def _data_sets(config: RunConfig) -> tuple[tuple[DataSetNeed, ...], str | None]:
         trained = [_training_tokens(config, each) for each in sets]
     except InputError as error:
         return (), "; ".join(str(error).splitlines())
-    # Data sets without weights are taken in the proportion of their sizes.
+    # Data sets without weights are sampled in proportion to their sizes.
     shares = weights or [max(tokens, 1) for tokens in trained]
     needs = []
     for each, tokens, share in zip(sets, trained, shares):
@@ -123,10 +123,10 @@ _GPT2_SIZE = 50257
 
 
 def with_known_vocabulary(config: RunConfig) -> RunConfig:
-    """Return the configuration with its vocabulary's size: the tokenizer's own, or what the flags say of it.
+    """Return the configuration with its vocabulary size: that of the tokenizer, or of the flags.
 
     Raises:
-        ConfigurationError: the tokenizer's files are not there and no flag says its size.
+        ConfigurationError: the tokenizer's files are missing and no flag gives the size.
     """
     model = dataclasses.replace(config.model, vocab_size=_vocabulary_size(config))
     return dataclasses.replace(config, model=model)
@@ -155,20 +155,20 @@ _MICRO, _GLOBAL, _SEQUENCE, _GPUS = "--micro-batch-size", "--global-batch-size",
 _FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _ALTERS = {_GLOBAL: 1, _GPUS: 2}
 _SECOND = ("recompute", "sharding", _MICRO, _GLOBAL, _GPUS)
-"""Subjects of a second edit beside a first one of any subject."""
+"""Subjects that a second edit may have; the first edit may have any subject."""
 _MOST_TRIED = 200
-"""Edits that are parsed, so that an answer takes a second or two."""
+"""Limit on the edits that are parsed, so that the search takes a second or two."""
 
 Read = Callable[[Sequence[str], int], ParsedArguments]
-"""Parse and check training flags for a number of ranks; raise ConfigurationError for what is wrong."""
+"""Function that parses and checks training flags for a number of ranks; it raises ConfigurationError for problems."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Hold flags that make a configuration run, as a user types them, and what they cost in words.
+    """Flags that make a configuration run, and their cost as text.
 
-    ``seconds_per_token`` is GPU time a token, the measure of what is cheap; ``alters`` counts what the user may not be
-    free to alter: the global batch, the number of GPUs.
+    ``seconds_per_token`` is GPU time per token, by which changes are ranked. ``alters`` counts the settings that the
+    user may not be free to change: the global batch size and the number of GPUs.
     """
 
     flags: str
@@ -177,13 +177,13 @@ class Change:
     alters: int
 
     def only_adds_to(self, other: Change) -> bool:
-        """Return whether this is another change and more, without being cheaper."""
+        """Return whether this change includes the flags of another one and is not cheaper."""
         return f" {other.flags} " in f" {self.flags} " and other.seconds_per_token <= self.seconds_per_token
 
 
 @dataclass(frozen=True)
 class _Edit:
-    """Hold one edit of a command line: what it is about, in words, and its outcome."""
+    """One edit of a command line: its subject, its flags as text, and the command line that results."""
 
     subject: str
     flags: str
@@ -195,9 +195,10 @@ class _Edit:
 def find_changes(
     words: Sequence[str], world_size: int, read: Read, gpu: Gpu, implementation: Implementation
 ) -> tuple[Change, ...]:
-    """Return the cheapest changes that make a refused or too large configuration run, at most three.
+    """Return the cheapest changes that make a configuration run if it is rejected or out of memory, at most `WANTED`.
 
-    Two changes are tried together where there are fewer single ones, unless some problem stays whatever is changed.
+    Pairs of changes are tried if there are too few single changes, unless some problem remains with every single
+    change.
     """
     try:
         plan, lasting = Plan.of(read(words, world_size).config), set[str]()
@@ -229,7 +230,7 @@ def find_changes(
 
 
 def _edits(before: _Edit) -> Iterator[_Edit]:
-    """Yield a further edit of each subject that is not edited yet."""
+    """Yield edits of each subject that is not edited yet."""
     for subject, flags, words, world_size in _single_edits(before.words, before.world_size):
         if subject not in before.subject.split():
             alters = before.alters + _ALTERS.get(subject, 0)
@@ -239,7 +240,7 @@ def _edits(before: _Edit) -> Iterator[_Edit]:
 
 
 def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str, tuple[str, ...], int]]:
-    """Yield subjects, flags as they are typed, the words with them, and the number of ranks."""
+    """Yield subject, flags as typed, command line, and number of ranks of each single edit."""
     bare = tuple(without_flags(words, RECOMPUTE_FLAGS))
     for recompute in (_FULL, ("--recompute-granularity", "selective")):
         yield "recompute", " ".join(recompute), (*bare, *recompute), world
@@ -271,7 +272,7 @@ def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str
 
 
 def _may_be(edit: _Edit) -> bool:
-    """Return whether the ranks are whole copies of the model and share the batch: what is soon seen, before parsing."""
+    """Return whether the parallel sizes and the batch size divide, which is quick to check before flags are parsed."""
     copy = math.prod(whole_value(edit.words, flag, 1) for flag in (_TP, _PP, _CP))
     if edit.world_size % copy:
         return False
@@ -280,10 +281,10 @@ def _may_be(edit: _Edit) -> bool:
 
 
 def _try(edit: _Edit, before: float | None, read: Read, gpu: Gpu, implementation: Implementation) -> Change | None:
-    """Return what an edit comes to, or None where it does not fit either.
+    """Return the change that an edit makes, or None if the edited run does not fit or is not supported.
 
     Raises:
-        ConfigurationError: it is refused.
+        ConfigurationError: the flags are invalid.
     """
     plan = Plan.of(read(edit.words, edit.world_size).config)
     prediction = predict(plan, implementation, gpu)
@@ -298,17 +299,17 @@ def _try(edit: _Edit, before: float | None, read: Read, gpu: Gpu, implementation
 
 
 def _seconds_per_token(plan: Plan, time: StepTime) -> float:
-    """Return the time of all GPUs together that a token takes."""
+    """Return the GPU-seconds per token."""
     return time.total * plan.parallel_sizes.world_size / (plan.global_batch_size * plan.seq_length)
 
 
 _DRAWN_ROUNDS = 4
-"""Rounds of a schedule that are simulated: later ones repeat them."""
+"""Rounds of a schedule that are simulated; later rounds repeat them."""
 
 
 @dataclass(frozen=True)
 class GroupTraffic:
-    """Hold what a rank sends over one of its groups in a step; bytes are those of the whole tensors."""
+    """Messages of a rank over one of its groups per step; bytes are those of the full tensors."""
 
     operation: str
     axes: tuple[str, ...]
@@ -318,11 +319,11 @@ class GroupTraffic:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Hold all that is known of a configuration before it runs.
+    """Everything that is known about a configuration before it runs.
 
-    ``timeline`` is the schedule with a micro-batch's modelled times, of its first rounds; ``bubble`` is of all.
-    ``traffic`` has the first rank of each pipeline stage. ``flops`` are of a step over all ranks, what is computed
-    again left out.
+    ``timeline`` simulates the first rounds of the schedule with the predicted times. ``bubble`` is the bubble of the
+    full step as a share of busy time. ``traffic`` is that of the first rank of each pipeline stage. ``flops`` are the
+    FLOPs per step of all ranks, without recomputation.
     """
 
     config: RunConfig
@@ -348,12 +349,12 @@ class Explanation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the tokens of all ranks in a second, None where no time is known."""
+        """Return the tokens per second of all ranks, or None if no time is predicted."""
         time = self.prediction.time
         return None if time is None else self.plan.global_batch_size * self.plan.seq_length / time.total
 
     def to_json(self, changes: Sequence[Change] = ()) -> dict[str, Any]:
-        """Return everything as JSON-ready values, with changes that would make it run.
+        """Return everything as JSON-ready values, with the changes that would make the run possible.
 
         Memory is in bytes, time in seconds.
         """
@@ -404,7 +405,7 @@ class Explanation:
 
 
 def explain(config: RunConfig, notes: Sequence[str], gpu: Gpu, implementation: Implementation) -> Explanation:
-    """Return what a resolved configuration, whose vocabulary is known, does on ranks of a GPU type."""
+    """Return the explanation of a resolved configuration with a known vocabulary, on ranks of a GPU type."""
     plan = Plan.of(config)
     prediction = predict(plan, implementation, gpu)
     timeline, bubble = _pipeline(config, plan, prediction)
@@ -437,15 +438,15 @@ def _traffic(config: RunConfig, gpu: Gpu, stage: int) -> tuple[GroupTraffic, ...
 
 
 def _time_as_json(time: StepTime) -> dict[str, Any]:
-    """Return the parts of a step's time; readers of the JSON know the pipeline's part by its British name."""
+    """Return the parts of a step's time; the JSON key ``neighbours`` keeps its British spelling for its readers."""
     parts = dataclasses.asdict(time)
     return {"neighbours" if name == "neighbors" else name: value for name, value in parts.items()}
 
 
 def _pipeline(config: RunConfig, plan: Plan, prediction: Prediction) -> tuple[Timeline, float]:
-    """Return the first rounds of the schedule as training runs it, and the share of idle time beside all micro-batches.
+    """Return the timeline of the first rounds of the schedule, and the bubble of all rounds as a share of busy time.
 
-    A round more takes every rank as long as its passes.
+    Each further round takes every rank only the time of its passes.
     """
     model, sizes, chunks = plan.model, plan.parallel_sizes, plan.stage_layout.num_chunks
     total, group = plan.num_microbatches, model.microbatch_group_size_per_virtual_pipeline_stage

@@ -1,4 +1,4 @@
-"""GPU types that a step is estimated for: published figures, and the JSON file of a calibrated type."""
+"""GPU types: published specifications, and the JSON file of a calibrated GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """Hold the share of the matrix peak that an attention kernel reaches, forward and backward."""
+    """Share of the peak matmul FLOP/s that an attention kernel reaches, forward and backward."""
 
     forward: float
     backward: float
@@ -27,14 +27,13 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Hold one GPU type: what its maker publishes, and what others have measured on it.
+    """Specifications of one GPU type, and published measurements on it.
 
-    ``half_flops`` and ``single_flops`` are dense peaks a second of 16-bit and float32 products, ``float8_flops`` that
-    of fp8 ones, 0 where there are none. ``product_share`` and ``float8_share`` are the parts of the peaks that large
-    products in 16 bits and in fp8 reach. ``link_bandwidth`` is NVLink's in one direction and
-    ``network_bandwidth`` that of one network port a GPU, ``host_bandwidth`` PCIe's in one direction, in bytes a second.
-    ``flash`` and ``cudnn`` are the rates of these attention kernels by the size of a head, in causal attention to 8,192
-    keys.
+    ``half_flops``, ``single_flops`` and ``float8_flops`` are the dense peak FLOP/s of 16-bit, float32 and FP8 matmuls;
+    ``float8_flops`` is 0 without FP8. ``product_share`` and ``float8_share`` are the shares of these peaks that large
+    matmuls reach. ``link_bandwidth`` is NVLink and ``host_bandwidth`` PCIe in one direction, ``network_bandwidth`` is
+    one network port per GPU, all in bytes per second. ``flash`` and ``cudnn`` are the rates of FlashAttention and cuDNN
+    by head size, for causal attention with up to 8,192 keys.
     """
 
     name: str
@@ -56,15 +55,15 @@ class Gpu:
 
     @functools.cached_property
     def speeds(self) -> tuple[object, ...]:
-        """Return all figures that the time of a layer depends on, as a key."""
+        """Return all specifications that the time of a layer depends on, as a cache key."""
         peaks = (self.half_flops, self.single_flops, self.float8_flops, self.product_share, self.float8_share)
         bandwidths = (self.memory_bandwidth, self.link_bandwidth, self.network_bandwidth)
         return (self.capability, *peaks, *bandwidths, tuple(self.flash.items()), tuple(self.cudnn.items()))
 
     def matmul_flops(self, itemsize: int) -> float:
-        """Return the FLOPs per second of large matmuls of operands of so many bytes.
+        """Return the FLOP/s of large matmuls with operands of ``itemsize`` bytes per element.
 
-        Operands in fp8 are widened on a GPU without fp8.
+        FP8 operands count as 16-bit operands on a GPU without FP8.
         """
         if itemsize == 1 and self.float8_flops:
             return self.float8_flops * self.float8_share
@@ -78,8 +77,9 @@ _PRODUCTS = (
 )
 _FLASH = "FlashAttention-2, arXiv 2307.08691, figures 5 to 7"
 _HOPPER_ATTENTION = "FlashAttention-3, arXiv 2407.08608, figures 5 and 6 (FlashAttention-2 and cuDNN beside it)"
-# A step's products are neither the best shape nor as short as that benchmark: 8192³ of random numbers reach 258 TFLOP/s
-# on an A100 (95 % of the best shape; thonking.ai/p/strangely-matrix-multiplications), and a hot GPU lowers its clock.
+# The matmuls of a step do not have the best shape and last longer than that benchmark: 8192³ with random numbers
+# reaches 258 TFLOP/s on an A100 (95 % of the best shape; thonking.ai/p/strangely-matrix-multiplications), and a hot GPU
+# lowers its clock.
 _SUSTAINED = 0.92
 
 A100 = Gpu(
@@ -144,7 +144,7 @@ B200 = Gpu(
     host_bandwidth=64e9,
     product_share=1745 / 2250 * _SUSTAINED,
     float8_share=3432.5 / 4500 * _SUSTAINED,
-    # FlashAttention-2 has no kernels for this generation's tensor cores: its rate is the H100's.
+    # FlashAttention-2 has no kernels for the tensor cores of Blackwell: its rate is that of the H100.
     flash={64: AttentionRate(0.13, 0.10), 128: AttentionRate(0.17, 0.13)},
     cudnn={64: AttentionRate(0.35, 0.27), 128: AttentionRate(0.55, 0.42)},
     sources=("NVIDIA HGX B200 data sheet, for one GPU; attention shares as cuDNN's on the H100", _PRODUCTS),
@@ -194,7 +194,7 @@ def find_gpu(name: str) -> Gpu:
     """Return a GPU type by name.
 
     Raises:
-        ConfigurationError: no figures are known for this name.
+        ConfigurationError: the name is not known.
     """
     if name not in GPUS:
         raise ConfigurationError(f"--gpu {name}: no figures are known for it; possible: {', '.join(GPUS)}")
@@ -211,11 +211,11 @@ _MENTIONS = {
     "a100": A100,
     "a800": A800,
 }
-"""GPU types by what a description of hardware calls them."""
+"""GPU types by the words that describe hardware."""
 
 
 def gpu_in_text(description: str) -> Gpu | None:
-    """Return the GPU type that a description of hardware mentions, with the memory that it mentions, or None."""
+    """Return the GPU type that a description of hardware names, with the memory size that it gives, or None."""
     words = re.findall(r"[a-z0-9]+", description.lower())
     found = min((word for word in _MENTIONS if word in words), key=list(_MENTIONS).index, default=None)
     if found is None:
@@ -250,10 +250,10 @@ def gpu_to_json(gpu: Gpu) -> dict[str, Any]:
 
 
 def read_gpu(path: Path) -> Gpu:
-    """Return the figures that a file of `gpu_to_json` holds.
+    """Return the GPU type in a file that was written with `gpu_to_json`.
 
     Raises:
-        ConfigurationError: the file is not there or not of this form; what is wrong and what is expected.
+        ConfigurationError: the file is missing or has another format.
     """
     try:
         values = parse_json(read_plain_text(path, _MOST_BYTES))
@@ -265,7 +265,7 @@ def read_gpu(path: Path) -> Gpu:
         raise _wrong(path, "no JSON") from error
     if not isinstance(values, dict):
         raise _wrong(path, "no object")
-    # Files of earlier versions have one share for all matmuls.
+    # Older files have one share for all matmuls.
     values = {"float8_share": values.get("product_share"), **values}
     numbers = {name: _number(path, values, name) for name in _NUMBERS}
     if numbers["float8_flops"] > 0 and numbers["float8_share"] == 0:

@@ -1,16 +1,16 @@
-"""Implementations whose runs are predicted: saved activations, memory passes, launches, fitted constants.
+"""Implementations whose runs are predicted: saved activations, memory traffic, kernel launches, fitted constants.
 
-Every constant names its source. Three times and two amounts of memory are fitted by benchmarks/planner/run.py on
-the measured runs in its folder. All others are counted, published, or assumed where they say so. The measured runs
-do not tell ``pass_share`` and ``backward_share`` apart well: from 0.44 and 0.62, which the fit gives, to 0.56 and
-0.53 the mean error of a step's time stays between 0.98 and 1.10 %. Of these pairs the last has the smallest worst
-error, 3.1 %.
+Every constant names its source. Three times and two amounts of memory are fitted by benchmarks/planner/run.py on the
+measured runs in its folder. All other constants are counted, published, or assumed, as their docstrings say. The
+measured runs do not separate ``pass_share`` and ``backward_share`` well: from 0.44 and 0.62, which the fit gives, to
+0.56 and 0.53 the mean error of the step time stays between 0.98 and 1.10 %. The last of these pairs has the smallest
+maximum error, 3.1 %.
 
-Saved activations of Megatron-LM are counted with transformer-engine and with Megatron's own layers. With its own
-layers the counts are those of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+Saved activations of Megatron-LM are counted with Transformer Engine and with its local layers. For local layers the
+counts are those of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 
-A memory pass of Megatron-LM and torchtitan reads and writes tensors between GEMMs: norms, residual sums,
-activations, rotary embeddings, casts. Counts are for one micro-batch of a layer, forward and backward together.
+A memory pass of Megatron-LM and torchtitan reads and writes tensors between GEMMs: norms, residual sums, activations,
+rotary embeddings, casts. Counts are for one micro-batch of a layer, forward and backward together.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _WIDE = 4
 def saved_by_transformer_engine(
     model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int, *, weighs_early: bool = False
 ) -> Mapping[str, int]:
-    """Return by part what a layer of transformer-engine's modules keeps of one micro-batch, with flash attention.
+    """Return the saved activations of a Transformer Engine layer for one micro-batch, by part, with FlashAttention.
 
-    In fp8 the inputs of products are kept in 8 bits; attention's output then twice, as attention needs it in 16. What
-    experts keep is taken to be in 16 bits, unless ``weighs_early`` says that a token's weights are applied between an
-    expert's two products: then these too keep 8 bits beside fp8, and what experts give is not kept.
+    With FP8 the inputs of linear layers are saved in 8 bits. The attention output is saved twice, since the backward
+    pass of attention needs it in 16 bits. Experts save activations in 16 bits, unless ``weighs_early`` says that the
+    routing weights are applied between the two linear layers of an expert. In that case experts save their inputs in 8
+    bits too with FP8, and do not save their outputs.
     """
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     join = _join(model, layer_number, rows, element)
@@ -61,7 +62,7 @@ def saved_by_transformer_engine(
         "stream": 2 * rows * h * element,
         "norm outputs": 2 * rows * h * product_input,
         "query, key, value": tokens * (queries + 2 * keys) * element,
-        # Recomputed attention keeps another copy of the keys: it frees nothing, as flash attention keeps no scores.
+        # Recomputed attention saves another copy of the keys. It frees nothing, since FlashAttention saves no scores.
         "recomputed attention": tokens * keys * element * (model.recompute_granularity == "selective"),
         "attention output": tokens * queries * (element + is_float8),
         **feed_forward,
@@ -72,13 +73,13 @@ def saved_by_transformer_engine(
 
 
 saved_by_megatron_bridge = partial(saved_by_transformer_engine, weighs_early=True)
-"""What a layer keeps where Megatron-LM is of 2025, which multiplies an expert's middle by the weights of its tokens."""
+"""Saved activations of Megatron-LM in 2025, which applies the routing weights between an expert's linear layers."""
 
 
 def saved_by_local_layers(
     model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int
 ) -> Mapping[str, int]:
-    """Return by part what a layer of Megatron's own modules keeps of one micro-batch, scores of attention included."""
+    """Return the saved activations of a local Megatron-LM layer for one micro-batch, by part, with attention scores."""
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     join = _join(model, layer_number, rows, element)
     if model.recompute_granularity == "full":
@@ -112,7 +113,7 @@ def _stream(model: GPTConfig, rows: int, element: int) -> dict[str, int]:
 
 
 def _join(model: GPTConfig, layer_number: int, rows: int, element: int) -> dict[str, int]:
-    """Return what is kept around the layer of an MTP module: inputs of its three norms and of its linear layer."""
+    """Return an MTP module's saved activations outside its layer: inputs of its three norms and its linear layer."""
     if layer_number < model.num_layers:
         return {}
     hidden = rows * model.hidden_size * element
@@ -122,27 +123,27 @@ def _join(model: GPTConfig, layer_number: int, rows: int, element: int) -> dict[
 
 
 def key_value_width(model: GPTConfig) -> int:
-    """Return the width of all keys on one tensor-parallel rank; ranks in excess of the groups hold copies."""
+    """Return the width of all keys on one tensor-parallel rank; ranks share query groups if there are too few."""
     return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.head_width
 
 
 def score_elements(model: GPTConfig, seq_length: int, micro_batch_size: int) -> int:
-    """Return the attention scores of one layer and micro-batch on one rank."""
+    """Return the number of attention scores of one layer and micro-batch on one rank."""
     heads = model.num_attention_heads // model.tensor_model_parallel_size
     return heads * seq_length * (seq_length // model.context_parallel_size) * micro_batch_size
 
 
 SavedBytes = Callable[[GPTConfig, int, int, int], Mapping[str, int]]
-"""Return by part what a layer keeps of a micro-batch, from (model, sequence length, micro-batch size, layer number)."""
+"""Function of (model, sequence length, micro-batch size, layer number) that returns saved activations by part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedTimes:
-    """Hold the constants of time that measured runs decide.
+    """Constants of the time model that are fitted to measured runs.
 
-    ``pass_share`` is the part of the memory's bandwidth that passes between products reach, ``backward_share`` what
-    the backward pass of attention, with all that surrounds it, reaches of its kernel's published rate on Hopper, and
-    ``ring_share`` what attention whose keys travel around a ring reaches of the rate of attention that is whole.
+    ``pass_share`` is the share of the memory bandwidth that kernels between GEMMs reach. ``backward_share`` is the
+    share of the published FLOP/s on Hopper that the backward pass of attention reaches, with the small kernels around
+    it. ``ring_share`` is the FLOP/s of ring attention relative to attention without context parallelism.
     """
 
     pass_share: float
@@ -152,16 +153,16 @@ class FittedTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """Hold one program: what a layer keeps, what is cached, which kernels it calls, what it cannot run.
+    """A training program: what its layers save, what it caches, which kernels it uses, and what it does not support.
 
-    ``saved`` describes what a layer of another program keeps; None where the layers are those of this one, which are
-    traced. ``is_traced`` says that its loss and its times are traced too.
-    ``wide_logit_bytes`` are those of one logit at the fullest moment beside the model's own type,
-    ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
-    in 16 bits. One without flash attention has its scores in memory. ``fuses_permutation`` says that tokens
-    are sorted by expert in one kernel, ``loops_over_experts`` that each expert's products are launched for themselves
-    in 16 bits too. ``expert_imbalance`` is the number of tokens of the most loaded rank divided by the mean: the
-    GEMMs of its experts and its token exchanges take that much longer.
+    ``saved`` returns the saved activations of another program's layer; it is None if the layers are those of this
+    program, which are traced. ``is_traced`` says that the loss and the times come from traces too. ``wide_logit_bytes``
+    are the peak bytes per logit in addition to the logits in the model's dtype. ``half_gradient_bytes`` are the bytes
+    per gradient element of an fp16 model during the backward pass. ``keeps_half_weights`` is false if FP8 weights have
+    no 16-bit copy. Without ``has_flash_attention`` the attention scores are in memory. ``fuses_permutation`` says that
+    one kernel permutes the tokens by expert. ``loops_over_experts`` says that the matmuls of each expert are launched
+    separately in 16 bits too. ``expert_imbalance`` is the number of tokens of the most loaded rank divided by the mean;
+    it scales the time of expert GEMMs and token exchanges.
     """
 
     name: str
@@ -188,7 +189,7 @@ class Implementation:
 
 
 _PUBLISHED = FittedTimes(pass_share=0.85, backward_share=1.0, ring_share=0.85)
-"""No run of these kernels is known: bandwidth as BabelStream's, attention as published."""
+"""Defaults without a measured run: bandwidth as in BabelStream, attention as published."""
 
 MEGATRON_TE = Implementation(
     name="megatron-te",
@@ -210,8 +211,10 @@ MEGATRON_BRIDGE = dataclasses.replace(
     keeps_half_weights=False,
     reduces_in_half=True,
 )
-"""Megatron Bridge with transformer-engine 2: attention is cuDNN's; assumed are weights in fp8 alone and gradients in
-16 bits, without which a published run would not fit."""
+"""Megatron Bridge with Transformer Engine 2 and cuDNN attention.
+
+It is assumed to have FP8 weights without 16-bit copies, and 16-bit gradients: otherwise a published run would not fit.
+"""
 MEGATRON_LOCAL = dataclasses.replace(
     MEGATRON_TE,
     name="megatron-local",
@@ -236,7 +239,7 @@ NATIVE = Implementation(
     saved=None,
     is_traced=True,
     times=_PUBLISHED,
-    # Triton's cross-entropy writes the gradient over the logits.
+    # The Triton cross-entropy writes the gradient over the logits.
     wide_logit_bytes=0,
     waits_for_neighbors=False,
     offloads_in_pipelines=True,
@@ -255,7 +258,7 @@ def find_implementation(name: str, expert_imbalance: float | None = None) -> Imp
     """Return an implementation by name; ``expert_imbalance`` is 1 if it is not given.
 
     Raises:
-        ConfigurationError: nothing is known of this name, or the load of the experts is below the mean.
+        ConfigurationError: the name is not known, or ``expert_imbalance`` is below 1 or not finite.
     """
     if name not in IMPLEMENTATIONS:
         raise ConfigurationError(f"--implementation {name} is not known; possible: {', '.join(IMPLEMENTATIONS)}")
@@ -270,7 +273,7 @@ def find_implementation(name: str, expert_imbalance: float | None = None) -> Imp
 
 
 def implementation_of_software(description: str, has_flash_attention: bool) -> Implementation:
-    """Return the implementation that a run's description of its software means."""
+    """Return the implementation that the software description of a run names."""
     words = description.lower()
     if "torchtitan" in words:
         return TORCHTITAN
@@ -280,26 +283,26 @@ def implementation_of_software(description: str, has_flash_attention: bool) -> I
 
 
 _FUSED_ROTATION, _ROTATION = 8, 40
-"""Bytes per element of queries and keys: read and written once each way, or by some ten operations each way."""
+"""Bytes per element of queries and keys: read and written once per pass, or by about ten operations per pass."""
 _LOSS_BYTES = 40
-"""Bytes per logit: rounded logits widened, largest, difference, exponential, sum, quotient; and back again."""
+"""Bytes per logit, forward and backward: cast to float32, maximum, difference, exponential, sum, quotient."""
 _SCORE_BYTES = 30
-"""Bytes per score of attention without flash: matmul, scale and softmax, dropout, matmul; and back again."""
+"""Bytes per score of unfused attention, forward and backward: matmul, scale and softmax, dropout, matmul."""
 _SCORE_PASSES = 14
-"""How often a score of the router is read or written: softmax, the best, their weights, losses; and back. Counted."""
+"""Reads and writes per router score, forward and backward: softmax, top-k, weights, losses. Counted."""
 _FUSED_MOVES = 8
-"""How often rows of tokens are read or written each way if a permutation is one kernel."""
+"""Reads and writes of the token rows per pass if one kernel permutes them."""
 _LAUNCHES, _EXPERT_LAUNCHES = 70, 60
-"""Kernels of a layer, and of a router, a dispatch and experts in addition, forward and backward. Assumed."""
+"""Kernels of a layer, and additional kernels of a router, a dispatcher and experts, forward and backward. Assumed."""
 _LOOP_LAUNCHES, _CASTS = 6, 10
-"""Kernels of one expert whose matmuls are its own, and operands of them that are rounded to fp8: counted."""
+"""Kernels per expert if its matmuls are launched separately, and its operands that are cast to FP8. Counted."""
 _CAST_LAUNCHES = {"delayed": 2, "tensorwise": 3}
-"""Kernels that round an operand."""
+"""Kernels per operand that is cast to FP8, by recipe."""
 _HALF = 2
 
 
 def expert_layer(plan: Plan) -> ExpertLayer:
-    """Return what a layer of experts has to do for one micro-batch on one rank."""
+    """Return the work of an MoE layer for one micro-batch on one rank."""
     element = ELEMENT_BYTES[plan.model.params_dtype]
     return ExpertLayer(plan.model, plan.num_tokens, plan.micro_batch_size, element)
 
@@ -309,7 +312,7 @@ def loss_bytes(plan: Plan) -> float:
 
 
 def passed_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
-    """Return the bytes that a layer's passes over memory read and write."""
+    """Return the bytes that a layer's memory passes read and write."""
     total = _dense_bytes(plan, implementation, kind)
     if kind.has_experts:
         total += _expert_bytes(plan, implementation, kind)
@@ -322,26 +325,26 @@ def passed_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) ->
 
 
 def num_launches(plan: Plan, implementation: Implementation, kind: LayerKind) -> int:
-    """Return the kernels of a layer."""
+    """Return the number of kernels of a layer."""
     if not kind.has_experts:
         return _LAUNCHES
     per_expert = 0
     if kind.in_float8 or implementation.loops_over_experts:
-        # transformer-engine has a kernel of its own for each recipe.
+        # Transformer Engine has different kernels for each recipe.
         most = max(_CAST_LAUNCHES.values())
         per_expert = _LOOP_LAUNCHES + kind.in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8.fp8_recipe, most)
     return _LAUNCHES + _EXPERT_LAUNCHES + expert_layer(plan).num_local * per_expert
 
 
 def _feed_forward_width(plan: Plan, kind: LayerKind) -> int:
-    """Return a rank's width of the feed-forward, or of the shared expert in a layer of experts."""
+    """Return a rank's width of the feed-forward, or of the shared expert in an MoE layer."""
     model = plan.model
     whole = (model.moe.moe_shared_expert_intermediate_size or 0) if kind.has_experts else model.ffn_hidden_size
     return whole // plan.parallel_sizes.tp
 
 
 def _dense_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
-    """Return the bytes of a layer's passes; of a feed-forward of experts only those of the shared expert."""
+    """Return the bytes of a layer's memory passes; of an MoE feed-forward only those of the shared expert."""
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
     queries, keys = model.num_attention_heads * model.head_width // t, key_value_width(model)
@@ -365,21 +368,22 @@ def _dense_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) ->
 
 
 def _expert_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
-    """Return the bytes of the passes of a router, a dispatch and experts."""
+    """Return the bytes of the memory passes of a router, a dispatcher and experts."""
     layer, h = expert_layer(plan), plan.model.hidden_size
     moves = 2 * _FUSED_MOVES if implementation.fuses_permutation else sum(layer.moved_rows)
     passed: float = layer.choices * h * layer.element * moves
     passed += layer.given * layer.width * layer.element * (3 * layer.gates + 2)
     passed += layer.rows * layer.num_experts * layer.wide * _SCORE_PASSES
     if kind.in_float8:
-        # Inputs and gradients are read in 16 bits and written in 8, as they are and transposed.
+        # Inputs and gradients are read in 16 bits and written in 8, both as they are and transposed.
         passed += layer.given * (5 * (h + layer.width) + 4 * (layer.gates * layer.width + h))
     return passed
 
 
 def _cast_bytes(plan: Plan, kind: LayerKind) -> float:
-    """Return the bytes of making fp8 operands as transformer-engine does: norms write fp8 at once, others are read in
-    16 bits and written.
+    """Return the bytes that Transformer Engine moves to cast operands to FP8.
+
+    Norms write FP8 outputs directly. All other operands are read in 16 bits and written in FP8.
     """
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h, has_weight_gradients = plan.parallel_sizes.tp, model.hidden_size, not model.lora_rank
@@ -387,7 +391,7 @@ def _cast_bytes(plan: Plan, kind: LayerKind) -> float:
     ffn, gates = _feed_forward_width(plan, kind), 2 if model.is_gated else 1
     inputs = 3 * tokens * (queries + ffn) - 2 * rows * h
     transposed = 2 * tokens * (2 * h + queries + ffn) if has_weight_gradients else 0
-    # Gradients are read in 16 bits and written as they are, and once more transposed for the weights' gradients.
+    # Gradients are read in 16 bits and written as they are, and once more transposed for the weight gradients.
     gradients = (4 if has_weight_gradients else 3) * tokens * (2 * h + queries + 2 * keys + gates * ffn)
     if kind.is_further:
         inputs += 3 * rows * 2 * h

@@ -1,7 +1,7 @@
 """Memory of a pipeline stage by part, before anything runs.
 
-The memory of a stage is put together from the memory of its pieces: layers, and the ends of the model. With FSDP
-the weights that are gathered at a time are added.
+The memory of a stage is the combined memory of its pieces: layers, and the ends of the model. With FSDP the weights
+that are gathered at the same time are added.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ NOTHING = PieceMemory(0, 0, 0)
 
 @dataclass(frozen=True)
 class ModelPieces:
-    """Hold the memory of every piece of a model for one micro-batch, recompute and offload left out.
+    """Memory of every piece of a model for one micro-batch, without activation recomputation and offload.
 
-    ``layers`` are in the order of the model, ``embedding`` and ``loss`` its ends; ``loss`` has the final norm, the MTP
-    modules, the output layer and the loss. ``input_bytes`` are those of a layer's input as recompute keeps it, and
-    ``gradient_bytes`` those of a layer's incoming gradient. ``output_deferred`` is what the deferred weight gradient of
-    the output layer keeps. ``again`` are the layers with full recompute, each alone, where they were traced so.
+    ``layers`` are in the order of the model. ``embedding`` and ``loss`` are its ends; ``loss`` has the final norm, the
+    MTP modules, the output layer and the loss. ``input_bytes`` are the bytes of a layer's input as recompute saves it,
+    and ``gradient_bytes`` those of a layer's incoming gradient. ``output_deferred`` are the bytes that the deferred
+    weight gradient of the output layer keeps. ``again`` has the layers with full recompute, each traced alone; it is
+    empty if they were not traced.
     """
 
     layers: Sequence[PieceMemory]
@@ -49,9 +50,9 @@ class ModelPieces:
 
 @dataclass(frozen=True)
 class FullestMoment:
-    """Hold activations of a stage at its fullest moment: what waits for backward passes, and what a pass adds.
+    """Activation memory of a stage at the peak: saved activations for backward passes, and work space of a pass.
 
-    ``logits`` are a part of neither.
+    ``logits`` are not included in the other two.
     """
 
     kept: int
@@ -64,10 +65,9 @@ class FullestMoment:
 
 
 def chunk_memory(plan: Plan, pieces: ModelPieces, chunk: StageContents, whole_weights: tuple[int, int]) -> PieceMemory:
-    """Return the memory of a chunk's forward and backward pass, with the recompute and the offload of the plan.
+    """Return the memory of a chunk's forward and backward pass, with the plan's recompute and offload.
 
-    ``whole_weights`` are the bytes of sharded weights that are gathered while a layer runs, and while the embedding
-    does.
+    ``whole_weights`` are the bytes of weights that FSDP gathers while a layer runs, and while the embedding runs.
     """
     of_layer, of_first = whole_weights
     members = [_with_weights(pieces.embedding, of_first)] if chunk.has_embedding else []
@@ -79,7 +79,7 @@ def chunk_memory(plan: Plan, pieces: ModelPieces, chunk: StageContents, whole_we
 
 
 def in_sequence(members: Sequence[PieceMemory]) -> PieceMemory:
-    """Return the memory of pieces that run one after the other, and backward in the opposite order."""
+    """Return the memory of pieces that run forward one after the other, and backward in reverse order."""
     before = forward = backward = logits = 0
     waiting = sum(each.deferred for each in members)
     for each in members:
@@ -92,7 +92,7 @@ def in_sequence(members: Sequence[PieceMemory]) -> PieceMemory:
 
 
 def fullest_moment(actions: Sequence[Action], chunks: Sequence[PieceMemory], output_deferred: int) -> FullestMoment:
-    """Return the activations of a stage at the fullest moment of its actions."""
+    """Return the peak activation memory of a stage over its schedule actions."""
     late = {action.microbatch for action in actions if action.kind is Pass.OUTPUT_WEIGHT}
     held, last, most = 0, len(chunks) - 1, FullestMoment(0, 0, 0)
     for kind, microbatch, number in actions:
@@ -113,7 +113,7 @@ def fullest_moment(actions: Sequence[Action], chunks: Sequence[PieceMemory], out
 
 
 def _moment(held: int, chunk: PieceMemory, peak: int) -> FullestMoment:
-    """Return a pass's fullest moment where so much is ``held`` for other passes; logits may be among what is kept."""
+    """Return the peak of one pass while ``held`` bytes are saved for other passes; a chunk may save logits too."""
     logits = min(chunk.logits, peak)
     kept = min(max(0, chunk.kept - logits), peak - logits)
     return FullestMoment(held + kept, peak - logits - kept, logits)
@@ -126,8 +126,9 @@ def _with_weights(piece: PieceMemory, num_bytes: int) -> PieceMemory:
 
 
 def _offloaded(plan: Plan, groups: Sequence[tuple[int, PieceMemory]]) -> Sequence[PieceMemory]:
-    """Return a chunk's groups of layers where the first ones leave what they keep on the host: two are on their way at
-    once. Each group comes with the place of its first layer.
+    """Return the memory of a chunk's groups of layers, with activation offload of the first groups.
+
+    Two offloaded groups are in transit at the same time. ``groups`` has the index of the first layer of each group.
     """
     model = plan.model
     number = model.num_offloaded_layers if model.cpu_offloading_activations else 0
@@ -139,8 +140,9 @@ def _offloaded(plan: Plan, groups: Sequence[tuple[int, PieceMemory]]) -> Sequenc
 
 
 def _groups(plan: Plan, pieces: ModelPieces, numbers: Sequence[int]) -> Sequence[tuple[int, PieceMemory]]:
-    """Return the place of each group of layers in its chunk, and its memory: groups that keep their input alone and run
-    forward again, and layers that keep all they save.
+    """Return the memory of each group of layers in a chunk, with the index of its first layer.
+
+    A group is either recomputed, and saves its input alone, or is one layer that saves its activations.
     """
     several, again = recomputed_groups(plan.model, len(numbers))
     groups = [(group[0], _run_again(pieces, [numbers[place] for place in group])) for group in several]
@@ -148,9 +150,9 @@ def _groups(plan: Plan, pieces: ModelPieces, numbers: Sequence[int]) -> Sequence
 
 
 def recomputed_groups(model: GPTConfig, num_layers: int) -> tuple[Sequence[range], int]:
-    """Return the places of a chunk's layers that full recompute runs again, by group, and the number of these layers.
+    """Return the groups of a chunk's layers that full recompute runs again, as indices, and the number of these layers.
 
-    They are the first ones of the chunk.
+    They are the first layers of the chunk.
     """
     if model.recompute_granularity != "full":
         return [], 0
@@ -160,14 +162,14 @@ def recomputed_groups(model: GPTConfig, num_layers: int) -> tuple[Sequence[range
 
 
 def _run_again(pieces: ModelPieces, numbers: Sequence[int]) -> PieceMemory:
-    """Return the memory of layers that run forward again together before their backward passes."""
+    """Return the memory of a group of layers that is recomputed before its backward passes."""
     group = [pieces.layers[number] for number in numbers]
     if not pieces.again:
         return _derived(pieces, group)
     of_first = pieces.again[numbers[0]]
     if len(numbers) == 1:
         return of_first
-    # What a layer's second forward pass leaves at work is seen in its own trace.
+    # The trace of a recomputed layer has the work space that its second forward pass leaves.
     more = of_first.backward_peak - _derived(pieces, group[:1]).backward_peak
     derived = _derived(pieces, group)
     return replace(derived, kept=of_first.kept, backward_peak=derived.backward_peak + max(0, more))
@@ -176,15 +178,15 @@ def _run_again(pieces: ModelPieces, numbers: Sequence[int]) -> PieceMemory:
 def _derived(pieces: ModelPieces, group: Sequence[PieceMemory]) -> PieceMemory:
     whole = in_sequence(group)
     again = max(whole.forward_peak + pieces.gradient_bytes, whole.backward_peak)
-    # In the first forward pass, each layer's memory is free when it ends.
+    # In the first forward pass, the memory of each layer is freed when it ends.
     forward = max(each.forward_peak for each in group)
     return PieceMemory(pieces.input_bytes, forward, again, whole.deferred, whole.logits)
 
 
 _SCORES_AT_WORK = 3
-"""Tensors of scores in the backward pass of one layer's attention."""
+"""Tensors of attention scores in the backward pass of one layer."""
 HOPPER = (9, 0)
-"""The compute capability for which a model is traced if no GPU type is given."""
+"""Compute capability of the traces if no GPU type is given."""
 
 
 def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> ModelPieces:
@@ -226,9 +228,9 @@ def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) ->
 
 
 def layer_trace(plan: Plan, capability: tuple[int, int], number: int, *, is_again: bool = False) -> PieceTrace:
-    """Return the trace of a layer, or of the first one that is like it, with selective recompute if the plan has it.
+    """Return the trace of a layer, or of the first equal layer, with selective recompute if the plan has it.
 
-    ``is_again`` is set for a layer that full recompute runs again alone.
+    ``is_again`` is set for a single layer that full recompute runs again.
     """
     contents = StageContents((_representatives(plan.model, plan.seq_length)[number],))
     return default_store().trace(_request(plan, capability, contents, is_again=is_again))
@@ -258,7 +260,7 @@ def _request(
     )
 
 
-# A request's key takes longer to make than to look up, and a search asks for the same ones thousands of times.
+# It takes longer to compute a request's key than to look it up, and a search repeats requests thousands of times.
 @functools.lru_cache(maxsize=8192)
 def _request_of(
     model: GPTConfig,
@@ -283,12 +285,12 @@ def _request_of(
     )
 
 
-# A search asks for the same models thousands of times.
+# A search repeats the same models thousands of times.
 @functools.lru_cache(maxsize=4096)
 def _for_trace(model: GPTConfig, *, is_again: bool, is_end: bool) -> GPTConfig:
-    """Return a model whose layers keep what they save, but for modules that are computed again, or run again alone.
+    """Return the model that is traced: without full recompute, except for a layer that is traced as recomputed.
 
-    Recompute and fp8 are of layers: at the ends of a model they are those of its MTP modules.
+    At the ends of a model, recompute and FP8 apply to the MTP modules alone.
     """
     alone = {"recompute_method": "uniform", "recompute_num_layers": 1}
     none = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -300,19 +302,19 @@ def _for_trace(model: GPTConfig, *, is_again: bool, is_end: bool) -> GPTConfig:
     return with_fields(model, **fields) if fields else model
 
 
-# A search asks for the same models thousands of times.
+# A search repeats the same models thousands of times.
 @functools.lru_cache(maxsize=1024)
 def _representatives(model: GPTConfig, seq_length: int) -> Sequence[int]:
-    """Return for each layer, those of the MTP modules included, the first one that is like it."""
+    """Return for each layer, including those of the MTP modules, the number of the first equal layer."""
     first: dict[object, int] = {}
     kinds = layer_kinds(model, seq_length)
-    # After a frozen embedding a layer keeps less.
+    # A layer after a frozen embedding saves less.
     keys = [(kind, number == 0 and bool(model.lora_rank)) for number, kind in enumerate(kinds)]
     return [first.setdefault(key, number) for number, key in enumerate(keys)]
 
 
 def _described_layer(plan: Plan, implementation: Implementation, number: int) -> PieceMemory:
-    """Return the memory of another program's layer: what it keeps, and gradients at work in its feed-forward."""
+    """Return the memory of another program's layer: saved activations, and gradients within its feed-forward."""
     assert implementation.saved is not None
     model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
     kept, whole = (_sum(implementation.saved, each, plan, number) for each in _with_and_without_recompute(model))
@@ -329,7 +331,7 @@ def _described_loss(plan: Plan, implementation: Implementation, further: PieceMe
     inputs = 1 if model.lora_rank else 2 + model.mtp.mtp_depth
     ends = inputs * plan.num_rows * model.hidden_size * element
     if model.sequence_parallel:
-        ends += element * plan.num_predictions * model.hidden_size  # the output layer's input, gathered
+        ends += element * plan.num_predictions * model.hidden_size  # gathered input of the output layer
     if not implementation.fuses_weight_gradients and not model.lora_rank:
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
     kept = model.mtp.mtp_depth * further.kept
@@ -342,7 +344,7 @@ def _sum(saved: SavedBytes, model: GPTConfig, plan: Plan, number: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _with_and_without_recompute(model: GPTConfig) -> tuple[GPTConfig, GPTConfig]:
-    """Return a model with its selective recompute, if it has that, and without any."""
+    """Return the model with its selective recompute, if any, and the model without recompute."""
     without = model
     if model.recompute_granularity is not None:
         without = dataclasses.replace(model, recompute_granularity=None)
@@ -350,7 +352,7 @@ def _with_and_without_recompute(model: GPTConfig) -> tuple[GPTConfig, GPTConfig]
 
 
 def _feed_forward_gradients(plan: Plan, *, has_experts: bool) -> int:
-    """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
+    """Return the gradient elements in a feed-forward's backward pass: output, intermediate activations, gates."""
     model, at_work = plan.model, plan.num_rows * plan.model.hidden_size
     if has_experts:
         return at_work + expert_layer(plan).at_work
@@ -358,15 +360,15 @@ def _feed_forward_gradients(plan: Plan, *, has_experts: bool) -> int:
 
 
 FIRST, REST = -1, -2
-"""Labels of `gathered_units` outside the layers: of an embedding that is used once, and of everything else."""
+"""Labels of `gathered_units` outside the layers: of an embedding that is used once, and of all other weights."""
 
 
 def parameters_of_buffers(
     model: GPTConfig, chunks: Sequence[StageContents], is_sharded: bool
 ) -> Iterator[tuple[list[ChunkParameter], list[int]]]:
-    """Yield the trained parameters of each chunk: experts, and those that travel in fp8 where they are sharded, apart.
+    """Yield the trained parameters of each chunk by gradient buffer, with their labels of `gathered_units`.
 
-    With them go the labels of what is gathered together where weights are sharded.
+    Experts have buffers of their own, and so have parameters that are gathered in FP8 if parameters are sharded.
     """
     for chunk in chunks:
         by_kind: dict[tuple[bool, bool], tuple[list[ChunkParameter], list[int]]] = {}
@@ -381,10 +383,10 @@ def parameters_of_buffers(
 
 @dataclass(frozen=True)
 class WholeWeights:
-    """Hold how much of sharded weights is there whole: at any time, in a layer's backward pass, and when it begins.
+    """Size of the weights that FSDP has gathered at the same time.
 
-    ``rest`` is in no layer and stays; beside it are ``layers``, one that runs and one that comes, or ``first``, the
-    embedding that is used once and the layer behind it.
+    ``rest`` is outside the layers and stays gathered. In addition there are ``layers`` (the layer that runs and the
+    next one) or ``first`` (the embedding that is used once, and the layer after it).
     """
 
     rest: int = 0
@@ -392,20 +394,20 @@ class WholeWeights:
     first: int = 0
 
     def beside(self, other: WholeWeights) -> WholeWeights:
-        """Return these and others of the same layers."""
+        """Return the sum of these weights and other weights of the same layers."""
         return WholeWeights(self.rest + other.rest, self.layers + other.layers, self.first + other.first)
 
     def after(self, other: WholeWeights) -> WholeWeights:
-        """Return these and those of another chunk, whose layers run at other times."""
+        """Return the maximum of these weights and those of another chunk, whose layers run at other times."""
         return WholeWeights(self.rest + other.rest, max(self.layers, other.layers), max(self.first, other.first))
 
     def times(self, size: int) -> WholeWeights:
-        """Return so many times as much."""
+        """Return the sizes multiplied by a number of bytes."""
         return WholeWeights(size * self.rest, size * self.layers, size * self.first)
 
 
 def whole_weights(units: Sequence[int], layout: ParamLayout) -> WholeWeights:
-    """Return the elements of a chunk's weights that are there whole; ``units`` has a label for each parameter."""
+    """Return the elements of a chunk's gathered weights; ``units`` has a label for each parameter."""
     sizes: dict[int, int] = {}
     for bucket in layout.buckets:
         label = units[bucket.ranges[0].index]
@@ -416,26 +418,27 @@ def whole_weights(units: Sequence[int], layout: ParamLayout) -> WholeWeights:
 
 
 def num_gathers(label: int) -> int:
-    """Return how often a unit's weights are gathered in the passes of one micro-batch.
+    """Return how often FSDP gathers a unit's weights per micro-batch.
 
-    A layer's are freed between its passes, an embedding's are not needed in the backward pass, and the rest's stay.
+    Weights of a layer are freed between its passes. An embedding is not needed in the backward pass. All other weights
+    stay.
     """
     return 2 if label >= 0 else 1
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Parts of a stage's memory in the order in which they are shown."""
+"""Parts of a stage's memory, in the order of reports."""
 _FLOAT8_COPIES = 2
-"""A weight's fp8 copy and its transpose."""
+"""FP8 copies of a weight: as it is, and transposed."""
 _NONE_WHOLE = WholeWeights()
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Hold the bytes of a rank of one stage at the fullest moment of a step, and how many parameters it has.
+    """Memory of a rank of one stage at the peak of a step, by part, and its number of parameters.
 
-    ``activations`` wait for backward passes. ``buffers`` are there for a moment: what a pass makes, what is computed
-    again, gradients on their way, whole weights of layers that run.
+    ``activations`` are saved for backward passes. ``buffers`` are temporary: work space of a pass, recomputed
+    activations, gradients in transit, gathered weights.
     """
 
     parameters: int
@@ -453,12 +456,12 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class StageState:
-    """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute.
+    """Memory of a rank of a stage between steps; it depends on the layout, not on batches or recompute.
 
-    Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
-    through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
-    ``whole`` are the bytes of weights that are there whole where weights are sharded. Of ``gathered_bytes`` and
-    ``gradients`` the experts' part is named too: other ranks share it.
+    Frozen parameters have weights, but neither gradients nor optimizer state. ``gradient_pool`` is the memory of the
+    full buckets from which sharded gradients are reduced. ``gathered_bytes`` are the bytes of trained parameters that
+    are all-gathered. ``whole`` has the bytes that are gathered at the same time if weights are sharded. The experts'
+    parts of ``gathered_bytes`` and ``gradients`` are counted separately too, since other ranks share them.
     """
 
     parameters: int
@@ -473,13 +476,13 @@ class StageState:
 
     @property
     def total(self) -> int:
-        """Return all bytes together, with the least that is there of whole weights."""
+        """Return the sum of all parts, with the minimum of gathered weights."""
         pools = self.gradient_pool + self.whole.rest + self.whole.layers
         return self.weights + self.gradients + self.optimizer + pools
 
 
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
-    """Return what a stage's ranks hold between steps."""
+    """Return the memory of a stage's ranks between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     parameters = [(chunk, chunk_parameters(model, chunk)) for chunk in chunks]
     grid = plan.parallel_sizes
@@ -490,7 +493,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     weights = num_frozen * element + rest.weights + experts.weights
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
     if implementation.caches_float8_weights and model.fp8.fp8_format is not None and not shards_weights:
-        # Every GPU type with fp8 multiplies the same weights in it.
+        # The same weights are in FP8 on every GPU type that has FP8.
         traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
         traces += [end_trace(plan, HOPPER, has_loss=True) for chunk in chunks if chunk.has_loss]
         copied = sum(trace.float8_weights for trace in traces)
@@ -516,7 +519,7 @@ def _trained_state(
     *,
     of_experts: bool,
 ) -> StageState:
-    """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
+    """Return the part of a stage's state that belongs to trained parameters with ``replicas`` copies."""
     shards, is_sharded = plan.ddp.num_shards(replicas), plan.ddp.shards_over(replicas)
     num_trained = num_elements = pool = gathered = optimizer_bytes = 0
     whole = WholeWeights()
@@ -553,7 +556,7 @@ def _trained_state(
     return StageState(
         parameters=num_trained,
         gathered_bytes=gathered,
-        # Weights that are gathered lie in a flat buffer, with its padding, and so does the state of their shards.
+        # Gathered weights are in a flat buffer with padding, and so is the optimizer state of their shards.
         weights=(num_elements if is_sharded else num_trained) * element // (shards if shards_weights else 1),
         gradients=num_elements * gradient // (shards if shards_gradients else 1),
         gradient_pool=pool * gradient if shards_gradients else 0,
@@ -565,10 +568,10 @@ def _trained_state(
 def stage_memory(
     plan: Plan, stage: int, implementation: Implementation, pieces: ModelPieces, state: StageState | None = None
 ) -> StageMemory:
-    """Return the memory of a stage's ranks.
+    """Return the peak memory of a stage's ranks.
 
-    ``pieces`` is what `model_pieces` returned for this plan, ``state`` what `stage_state` did for one of the same
-    layout.
+    ``pieces`` is the result of `model_pieces` for this plan. ``state`` is the result of `stage_state` for this plan, or
+    for another plan of the same layout.
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     state = state or stage_state(plan, stage, implementation)
@@ -596,14 +599,14 @@ def stage_memory(
 def _pooled_elements(
     layout: ParamLayout, plan: Plan, deferred: Sequence[bool], tied: Collection[int], *, has_shared: bool
 ) -> int:
-    """Return the elements of full buckets that a chunk keeps if its gradients are sharded.
+    """Return the elements of the full buckets that are allocated for a chunk if gradients are sharded.
 
-    ``deferred`` says of each parameter whether its gradient is deferred. Buckets are filled in their order, and each is
-    reduced when it and those before it are full. The last bucket stays open if it has weights that embedding and output
-    layer share (``has_shared``), and so do all buckets from the first in which a gradient is deferred. Where a bucket
-    ends within a layer, gradients of the next bucket come before the last of this one. ``tied`` parameters have buckets
-    of their own. If reductions overlap, the next bucket, or the first of the next micro-batch, is filled while one is
-    reduced.
+    ``deferred`` says for each parameter whether its weight gradient is deferred. Buckets are filled in order, and each
+    is reduced when it and all buckets before it are full. The last bucket stays open if it has weights that embedding
+    and output layer share (``has_shared``), and so do all buckets from the first one with a deferred gradient. If a
+    bucket ends within a layer, gradients of the next bucket are computed before the last gradient of this bucket.
+    ``tied`` parameters have buckets of their own. If reductions overlap, the next bucket, or the first bucket of the
+    next micro-batch, is filled while a bucket is reduced.
     """
     buckets, overlaps = layout.buckets, plan.ddp.overlap_grad_reduce
     ends_in_layer, has_deferred = not plan.ddp.shards_weights, False
@@ -627,7 +630,7 @@ def _defers(plan: Plan, parameter: ChunkParameter) -> bool:
 
 
 def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
-    # The embedding of further tokens has its gradient long before its turn.
+    # The embedding of an MTP module gets its gradient long before its bucket is reduced.
     is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.mtp.mtp_depth > 0
     return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule's passes over time as an SVG document, with what each rank's row says in words."""
+"""Timeline of a pipeline schedule as an SVG chart, with a summary for each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LETTERS = {
     Pass.BACKWARD_WEIGHT: "W",
     Pass.OUTPUT_WEIGHT: "O",
 }
-# Hue of each pass; chunks differ in lightness.
+# Hue of each kind of pass; chunks differ in lightness.
 HUES = {
     Pass.FORWARD: 210,
     Pass.BACKWARD: 140,
@@ -25,18 +25,18 @@ ROW_HEIGHT, LABEL_WIDTH, SUMMARY_WIDTH, MARGIN = 24, 60, 210, 10
 
 
 def label(event: Event, num_chunks: int) -> str:
-    """Return the name of a pass: its letter, micro-batch, and the chunk where there are several."""
+    """Return the label of a pass: its letter, its micro-batch, and its chunk if there are several chunks."""
     return f"{LETTERS[event.kind]}{event.microbatch}" + (f".{event.chunk}" if num_chunks > 1 else "")
 
 
 def summary(timeline: Timeline, rank: int) -> str:
-    """Return a rank's bubble and memory in words."""
+    """Return a rank's bubble and its peak of live activations as text."""
     peak = timeline.ranks[rank].peak_activations
     return f"bubble {100 * timeline.bubble(rank):5.1f} %  peak {peak} live"
 
 
 def title(timeline: Timeline) -> str:
-    """Return what is drawn in one line."""
+    """Return the title of the chart."""
     return (
         f"{timeline.pipeline_size} pipeline ranks x {timeline.num_chunks} chunks, {timeline.num_microbatches} "
         f"micro-batches: {timeline.makespan:g} time units, largest bubble {100 * timeline.worst_bubble:.1f} % of busy "
@@ -45,7 +45,6 @@ def title(timeline: Timeline) -> str:
 
 
 def rows_of(timeline: Timeline) -> list[list[Event]]:
-    """Return every rank's events."""
     rows: list[list[Event]] = [[] for _ in timeline.ranks]
     for event in timeline.events():
         rows[event.rank].append(event)
@@ -88,5 +87,5 @@ def draw_svg(timeline: Timeline, width: int | None, saved: str = "") -> str:
 
 
 def color(event: Event, num_chunks: int) -> str:
-    """Return a pass's color: a later chunk is lighter."""
+    """Return a pass's color; later chunks are lighter."""
     return f"hsl({HUES[event.kind]}, 65%, {60 + 25 * event.chunk // num_chunks}%)"

@@ -1,14 +1,13 @@
-"""The plan: a model, its layout over ranks and its batches, with the work that its layers do.
+"""The plan: a model, its layout over ranks and its batches, with the work of its layers.
 
-A plan holds nothing of a particular run. Layers are grouped by kind, since memory and time follow from the kind
+A plan does not depend on a particular run. Layers are grouped by kind, since memory and time follow from the kind
 alone.
 
-Expert layers assume a balanced load. A rank routes a part of its tensor-parallel group's tokens. Each token has a
-choice for each of its experts, and for each rank that shards the expert: as many choices go out as come in. Names
-are those of docs/mixture_of_experts.md.
+MoE layers assume a balanced load. A rank routes a part of the tokens of its tensor-parallel group. Each token is sent
+to each of its experts, and to each rank that shards an expert; as many rows are received as are sent. The terms are
+those of docs/mixture_of_experts.md.
 
-FLOPs of a step are counted in two ways: those that the model needs, and those that Megatron-LM counts for its
-TFLOP/s.
+FLOPs of a step are counted in two ways: those that the model needs, and those that Megatron-LM counts for its TFLOP/s.
 """
 
 from __future__ import annotations
@@ -32,9 +31,11 @@ if TYPE_CHECKING:
 
 
 class LayerKind(NamedTuple):
-    """Say whether a layer's products are in fp8, whether it has experts, to how many keys a query looks back at most,
-    its own among them, whether --no-rope-freq leaves it its rotary positions, by which exchange context-parallel ranks
-    share keys and values, and whether it predicts a further token, behind the model.
+    """Properties of a layer on which its memory and time depend.
+
+    ``in_float8`` says whether its matmuls are in FP8. ``window`` is the number of keys that a query attends to at most,
+    including its own. ``has_rotary`` is false if --no-rope-freq removes the rotary embedding. ``exchange`` is the
+    context-parallel communication type. ``is_further`` is set for the layer of an MTP module.
     """
 
     in_float8: bool
@@ -46,7 +47,7 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
-    """Return the kind of every layer, those that predict further tokens behind the others."""
+    """Return the kind of every layer; the layers of MTP modules come last."""
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
     float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
@@ -56,12 +57,12 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
 
 
 def layer_numbers(model: GPTConfig, chunk: StageContents) -> tuple[int, ...]:
-    """Return the numbers of a chunk's layers, and behind them those of the layers that predict further tokens."""
+    """Return the numbers of a chunk's layers; the layers of MTP modules come last."""
     further = model.mtp.mtp_depth if chunk.has_loss else 0
     return (*chunk.layer_numbers, *range(model.num_layers, model.num_layers + further))
 
 
-# A search asks for the same layers thousands of times.
+# A search repeats the same layers thousands of times.
 @functools.lru_cache(maxsize=1024)
 def _kinds(
     float8_layers: tuple[int, ...],
@@ -89,10 +90,10 @@ _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """Hold what a layer of experts has to do for one micro-batch on one rank.
+    """Work of an MoE layer for one micro-batch on one rank.
 
-    ``tokens`` are those of the tensor-parallel group, of so many ``sequences``, and ``element`` the bytes of a number
-    of the model's type.
+    ``tokens`` is the number of tokens of the tensor-parallel group, from ``sequences`` samples. ``element`` is the
+    element size of the model's dtype in bytes.
     """
 
     model: TransformerConfig
@@ -102,7 +103,7 @@ class ExpertLayer:
 
     @functools.cached_property
     def sizes(self) -> ParallelSizes:
-        """Return the grid, of which only what a model copy spans counts."""
+        """Return the parallel sizes; only those of one model copy matter here."""
         return self.model.parallel_sizes
 
     @property
@@ -111,23 +112,23 @@ class ExpertLayer:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the axes along which these ranks lie."""
+        """Return the grid axes of the expert-parallel ranks."""
         return ("ep", "etp") if self.sizes.has_expert_grid else ("tp",)
 
     @property
     def rows(self) -> int:
-        """Return the rows that a rank routes, empty ones among them."""
+        """Return the number of rows that a rank routes, including padding."""
         return -(-self.tokens // self.sizes.tp)
 
     @property
     def choices(self) -> int:
-        """Return the rows that a rank sends, and is given in turn."""
+        """Return the number of rows that a rank sends, which is also the number that it receives."""
         factor = min(self.model.moe.moe_expert_capacity_factor or 1.0, 1.0)
         return round(self.rows * self.model.moe.moe_router_topk * self.sizes.expert_tp * factor)
 
     @property
     def given(self) -> int:
-        """Return the rows that the experts of a rank compute, padding included."""
+        """Return the number of rows that the experts of a rank compute, including padding."""
         model, factor = self.model, self.model.moe.moe_expert_capacity_factor
         if factor is None or not model.moe.moe_pad_expert_input_to_capacity:
             return self.choices
@@ -143,7 +144,7 @@ class ExpertLayer:
 
     @property
     def num_local(self) -> int:
-        """Return how many of the experts are on this rank, whole or cut."""
+        """Return the number of experts on this rank, full or sharded."""
         return self.num_experts // self.sizes.ep
 
     @property
@@ -152,12 +153,12 @@ class ExpertLayer:
 
     @property
     def shared_width(self) -> int:
-        """Return the width of this rank's part of the shared expert, 0 for none."""
+        """Return the width of this rank's shard of the shared expert, or 0 without a shared expert."""
         return (self.model.moe.moe_shared_expert_intermediate_size or 0) // self.sizes.tp
 
     @property
     def gates(self) -> int:
-        """Return how many times its width an expert's first product gives."""
+        """Return the output width of an expert's first linear layer, as a multiple of the expert's width."""
         return 2 if self.model.is_gated else 1
 
     @property
@@ -170,22 +171,22 @@ class ExpertLayer:
 
     @property
     def weight_element(self) -> int:
-        """Return the bytes of the weight of an expert's output."""
+        """Return the bytes of a routing weight that scales an expert's output."""
         return self.element if self.model.moe.moe_router_dtype is None else self.wide
 
     @property
     def at_work(self) -> int:
-        """Return the numbers at work in the backward pass beside what the layer still keeps."""
+        """Return the elements that the backward pass needs in addition to the activations that are still saved."""
         h, width = self.model.hidden_size, self.width
-        # Gradients of what came back, three times while they are sorted, when that itself has gone; then of products.
+        # Gradients of the expert outputs, several copies while they are permuted; then gradients of the linear layers.
         copies = 2 if self._is_sent and self.num_ranks > 1 else 1
         experts = max(copies * self.choices * h, self.given * width, self.given * (self.gates * width - h))
         return max(experts, self.tokens * self.shared_width * (self.gates + 1))
 
     def kept(self, *, shared_keeps: bool = True) -> Mapping[str, int]:
-        """Return by part what the layer keeps beside its input.
+        """Return the saved activations of the layer by part, without its input.
 
-        ``shared_keeps`` says that the shared expert's second product keeps its input as it came.
+        ``shared_keeps`` says whether the second linear layer of the shared expert saves its input.
         """
         h, e, modules = self.model.hidden_size, self.element, self.model.recomputed_modules
         shared = self.tokens * self.shared_width * (self.gates + shared_keeps) * e
@@ -208,19 +209,19 @@ class ExpertLayer:
         }
 
     def _keeps(self, name: str) -> bool:
-        """Return whether the experts' product of this name keeps its input: for a gradient of weights or adapters."""
+        """Return whether the experts' linear layer saves its input, for a gradient of its weights or adapters."""
         return not self.model.lora_rank or name in self.model.adapted_parts
 
     @property
     def _adapter_width(self) -> int:
-        """Return the width of what the experts' adapters keep beside their inputs: their narrow products."""
+        """Return the total rank of the experts' adapters, whose low-rank activations are saved."""
         if not self.model.lora_rank:
             return 0
         parts = (self.model.adapted_parts.get(name, ()) for name in ("linear_fc1", "linear_fc2"))
         return self.model.lora_rank * sum(map(len, parts))
 
     def _router(self) -> int:
-        """Return what scores, weights and losses keep."""
+        """Return the bytes that scores, routing weights and losses save."""
         model, rows, k = self.model, self.rows, self.model.moe.moe_router_topk
         of_scores, of_weights = rows * self.num_experts * self.wide, rows * k * self.wide
         kept = 0
@@ -240,7 +241,7 @@ class ExpertLayer:
         return kept
 
     def _places(self) -> int:
-        """Return what says where rows go: whole numbers."""
+        """Return the bytes of the saved integer indices of the token permutation."""
         choices = self.rows * self.model.moe.moe_router_topk
         places = choices + (self.rows if self.model.moe.moe_aux_losses else 0)
         if not self._is_sent:
@@ -258,13 +259,13 @@ class ExpertLayer:
 
     @property
     def moved_rows(self) -> tuple[int, int]:
-        """Return how many times the choices are read or written between products and exchanges, forward and back."""
+        """Return the reads and writes per sent row between GEMMs and exchanges, forward and backward."""
         return (9, 18) if self._is_sent and self.num_ranks > 1 else (5, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Hold the configuration that memory and time follow from; all parts fit together."""
+    """Configuration on which memory and time depend, with consistent parts."""
 
     model: GPTConfig
     ddp: DistributedDataParallelConfig
@@ -279,7 +280,7 @@ class Plan:
 
     @staticmethod
     def of(config: RunConfig, stage_layout: StageLayout | None = None) -> Plan:
-        """Return what a run's configuration says of it; ``stage_layout`` is its own, where that is known already."""
+        """Return the plan of a run's configuration; ``stage_layout`` is the configuration's own, if it is known."""
         return Plan(
             model=config.model,
             ddp=config.ddp,
@@ -299,7 +300,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Return s/c · b: the tokens of a micro-batch that a rank holds."""
+        """Return the tokens of a micro-batch on a rank, s/c · b."""
         return self.seq_length // self.parallel_sizes.cp * self.micro_batch_size
 
     @property
@@ -309,40 +310,40 @@ class Plan:
 
     @property
     def num_logits(self) -> int:
-        """Return the logits of a micro-batch on a rank of the last stage, those of further tokens among them."""
+        """Return the logits of a micro-batch on a rank of the last stage, including those of MTP modules."""
         return self.num_predictions * (self.model.padded_vocab_size // self.parallel_sizes.tp)
 
     @property
     def num_predictions(self) -> int:
-        """Return how many tokens are predicted from a micro-batch on a rank: the next of each, and further ones."""
+        """Return the number of predicted tokens of a micro-batch on a rank, including those of MTP modules."""
         return self.num_tokens * (1 + self.model.mtp.mtp_depth)
 
     def warm_up_actions(self, stage: int) -> Sequence[Action]:
-        """Return a stage's actions of one step; of many rounds of micro-batches only the first."""
+        """Return a stage's actions of one step, limited to the first rounds of micro-batches."""
         return first_actions(*self._schedule(stage))
 
     def most_passes_in_flight(self, stage: int) -> int:
-        """Return the most passes of a stage's chunks that wait for their backward passes at once."""
+        """Return the maximum number of forward passes of a stage that wait for their backward passes."""
         return most_passes_in_flight(*self._schedule(stage))
 
     def _schedule(self, stage: int) -> tuple[str, int, int, int, int, int | None]:
-        """Return what a stage's pipeline schedule depends on, as `first_actions` takes it."""
+        """Return the arguments of `first_actions` for a stage."""
         group_size = self.model.microbatch_group_size_per_virtual_pipeline_stage
         pp, num_chunks = self.parallel_sizes.pp, self.stage_layout.num_chunks
         return self.pipeline_schedule, pp, stage, self.num_microbatches, num_chunks, group_size
 
 
 def megatron_step_flops(plan: Plan) -> float:
-    """Return the operations of a step as Megatron counts them for its TFLOP/s: attention as if all looked at all."""
+    """Return the FLOPs per step as Megatron-LM counts them for its TFLOP/s: attention without the causal mask."""
     return plan.global_batch_size * _megatron_flops(plan.model, plan.seq_length)
 
 
 def step_flops(plan: Plan) -> float:
-    """Return the operations of a step that a model needs, of attention those that are used."""
+    """Return the FLOPs per step that the model needs, without masked attention scores."""
     return 3.0 * plan.global_batch_size * _forward_flops(plan.model, plan.seq_length)
 
 
-# A search asks for the same models thousands of times.
+# A search repeats the same models thousands of times.
 @functools.lru_cache(maxsize=64)
 def _forward_flops(model: GPTConfig, s: int) -> float:
     return model.forward_flops_per_sequence(s)

@@ -24,7 +24,7 @@ _FLOAT8_MULTIPLE = 16
 
 
 def plan_refusals(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Sequence[str]:
-    """Return one line for each reason; none where the plan runs."""
+    """Return one line per reason why the plan is invalid; empty if it runs."""
     return [*_shape(plan), *_batches(plan, implementation), *_features(plan, implementation, gpu)]
 
 
@@ -98,16 +98,17 @@ def _divisors(size: int, most: int) -> str:
 
 _MIB = 2**20
 _DRIVER_BYTES = 361 * _MIB
-"""What of the memory of a GPU is never free: an H100 of 80 GiB shows 81,559 MiB."""
+"""GPU memory that the driver never frees: an H100 of 80 GiB shows 81,559 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Hold what GPUs show as used beside tensors: both numbers are fitted.
+    """Used GPU memory in addition to tensors; both numbers are fitted.
 
-    ``held_bytes`` are the driver's, the libraries' and the communicators'. ``fragment_bytes`` the allocator keeps in
-    pieces where chunks of a model come and go (interleaved stages). It gives them back before it fails, and takes its
-    time: a step in too little memory is slower than predicted.
+    ``held_bytes`` belong to the driver, libraries and NCCL communicators. ``fragment_bytes`` is the fragmentation of
+    the caching allocator with interleaved stages, whose chunks allocate and free memory in turn. The allocator frees
+    these fragments before it runs out of memory, which takes time: a step close to the memory limit is slower than
+    predicted.
     """
 
     held_bytes: int
@@ -115,15 +116,16 @@ class Platform:
 
 
 HOPPER_MACHINES = Platform(held_bytes=4326 * _MIB, fragment_bytes=2744 * _MIB)
-"""Machines of eight GPUs with NVLink, CUDA 12 and NCCL; expandable segments."""
+"""Nodes of eight GPUs with NVLink, CUDA 12 and NCCL; expandable segments."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Hold what is predicted of a plan: ``outcome`` is ok, oom or error, and ``reason`` says why it is not ok.
+    """Predicted outcome of a plan: ``outcome`` is ok, oom or error.
 
-    ``stages`` are tensors alone. ``used_bytes`` is the most that a GPU shows as used, None without figures of it.
-    ``time`` is None where the GPU type is not known or the plan does not run.
+    ``reason`` explains an error or oom, and says if an ok plan is at the memory limit. ``stages`` has the memory of
+    tensors alone. ``used_bytes`` is the largest used memory of a GPU, or None if it is not predicted. ``time`` is None
+    if the GPU type is not known or the plan does not run.
     """
 
     outcome: str
@@ -152,11 +154,11 @@ def predict(
     looked_at: Sequence[int] | None = None,
     pieces: ModelPieces | None = None,
 ) -> Prediction:
-    """Return what becomes of a plan; without a GPU type there is no time, without ``usable`` memory no limit.
+    """Return the predicted outcome, memory and time of a plan.
 
-    ``states`` are what the stages of a plan of the same layout hold between steps, where that is known already.
-    ``looked_at`` are the stages that can be the fullest, where not all of them are wanted. ``pieces`` is what
-    `model_pieces` returned for this plan, where it was asked already.
+    Without ``gpu`` no time is predicted. Without ``gpu`` and ``usable`` there is no memory limit. ``states`` are the
+    memory of the stages between steps, if it is known from a plan of the same layout. ``looked_at`` are the stages of
+    which memory is predicted, by default all. ``pieces`` is the result of `model_pieces` for this plan, if it is known.
     """
     if usable is None and gpu is not None:
         usable = usable_bytes(gpu)

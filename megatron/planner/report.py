@@ -31,11 +31,11 @@ from megatron.planner.step_time import StepTime
 
 _MIB = 2**20
 _MOST_ROWS = 64
-"""Lines of the rank map; larger worlds are in the JSON."""
+"""Maximum number of lines of the rank map; larger worlds are in the JSON only."""
 
 
 def to_text(explanation: Explanation, changes: tuple[Change, ...] = ()) -> str:
-    """Return the explanation in sections of lines, with changes that would make it run."""
+    """Return the explanation as text, with the changes that would make the run possible."""
     sections = {
         "run": _run(explanation),
         "ranks": rank_lines(explanation.sizes),
@@ -57,7 +57,7 @@ def describe_changes(changes: tuple[Change, ...]) -> Iterator[str]:
 
 
 def describe_experts(model: GPTConfig, imbalance: float) -> Iterator[str]:
-    """Yield a line on a model's experts, if it has some, and on their load."""
+    """Yield a line about a model's experts and their load, if it has experts."""
     spread = "the time is for a balanced load (--expert-imbalance 1)"
     if imbalance > 1:
         spread = f"the time is for {imbalance:g} times the mean number of tokens on the most loaded rank"
@@ -69,9 +69,9 @@ def describe_experts(model: GPTConfig, imbalance: float) -> Iterator[str]:
 
 
 def describe_chunk(chunk: StageContents, num_further: int = 0) -> str:
-    """Return what a model chunk holds in words; layers count from 1 as in log lines and checkpoints.
+    """Return a description of a model chunk; layers count from 1, as in log lines and checkpoints.
 
-    ``num_further`` tokens beyond the next are predicted where the loss is.
+    ``num_further`` is the number of MTP modules, which are on the stage with the loss.
     """
     numbers = [number + 1 for number in chunk.layer_numbers]
     layers = f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}" if numbers else ""
@@ -112,7 +112,7 @@ def _run(explanation: Explanation) -> Iterator[str]:
 
 
 def rank_lines(sizes: ParallelSizes) -> Iterator[str]:
-    """Yield a line for each tensor-parallel group, at most so many that a screen holds them."""
+    """Yield a line for each tensor-parallel group, at most `_MOST_ROWS`."""
     starts = range(0, sizes.world_size, sizes.tp)
     for start in starts[:_MOST_ROWS]:
         place, last = sizes.place(start), start + sizes.tp - 1
@@ -198,7 +198,7 @@ td.text, th.text { text-align: left; } .wide { overflow-x: auto; } .oom, .error 
 
 
 def to_page(explanation: Explanation, changes: Sequence[Change] = (), ranking: str = "") -> str:
-    """Return the page; ``ranking`` is a table of other layouts as text."""
+    """Return the HTML page; ``ranking`` is a table of other layouts as text."""
     prediction, plan = explanation.prediction, explanation.plan
     outcome = prediction.outcome + (f": {prediction.reason}" if prediction.reason else "")
     size = explanation.size.block + explanation.size.embedding
@@ -238,7 +238,7 @@ def to_page(explanation: Explanation, changes: Sequence[Change] = (), ranking: s
 
 
 def _after(changes: Sequence[Change], ranking: str) -> Iterator[str]:
-    """Yield what else could be run."""
+    """Yield the sections on changes and on other layouts."""
     if changes:
         yield "<h2>Changes that would make it run</h2>"
         yield _list(f"{each.flags}: {each.cost}" for each in changes)
@@ -256,7 +256,7 @@ def _speed(explanation: Explanation) -> str:
 
 
 def _memory_bars(explanation: Explanation) -> str:
-    """Return a bar for each stage, whose parts end at the memory of the GPU or beyond the line that marks it."""
+    """Return a memory bar for each stage, and a line at the usable memory of the GPU."""
     stages = explanation.prediction.stages
     if not stages:
         return "<p>none: this cannot run</p>"
@@ -339,14 +339,14 @@ _TIME_PARTS = {
 
 @dataclass(frozen=True)
 class _Row:
-    """Hold a line of the table: its label, a value per configuration, and how numbers are written."""
+    """A line of the comparison table: its label, one value per configuration, and the number of decimals."""
 
     label: str
     values: tuple[float | str | None, ...]
     digits: int = 0
 
     def texts(self) -> tuple[str, ...]:
-        """Return the values as text, "-" for those that are not known."""
+        """Return the values as text, "-" for unknown values."""
         return tuple(map(self._text, self.values))
 
     def _text(self, value: float | str | None) -> str:
@@ -356,7 +356,7 @@ class _Row:
 
     @property
     def change(self) -> str:
-        """Return by how much the last value differs from the first, in percent of the first."""
+        """Return the change from the first value to the last one, in percent."""
         first, last = self.values[0], self.values[-1]
         if isinstance(first, str) or isinstance(last, str) or first is None or last is None or first == last:
             return ""
@@ -424,7 +424,7 @@ _HEADS = "tp  pp  cp  dp vpp  schedule       micro  recompute  sharding     prec
 
 
 def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: int | None) -> Iterator[str]:
-    """Yield the table; its columns are fixed, and days are there where a number of tokens is given."""
+    """Yield the lines of the ranking table; it has a column of days if ``train_tokens`` is given."""
     has_experts = any(each.choice.ep is not None for each in shown)
     heads = _HEADS.replace("  dp", "  dp  ep") if has_experts else _HEADS
     yield f"rank  {heads}" + ("      days" if train_tokens else "") + "  MiB left  layers"
@@ -439,7 +439,7 @@ def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: in
 
 
 def launch_command(words: Sequence[str], world_size: int) -> str:
-    """Return the command that starts a run on machines of eight GPUs, or as many alike with fewer as there must be."""
+    """Return the torchrun command that starts a run on nodes with up to eight GPUs, the same number on each node."""
     here = max(size for size in range(1, GPUS_A_MACHINE + 1) if world_size % size == 0)
     launcher = ["torchrun", "--nproc-per-node", str(here)]
     if world_size > here:
@@ -448,7 +448,7 @@ def launch_command(words: Sequence[str], world_size: int) -> str:
 
 
 def ranking_json(found: Search, train_tokens: int | None) -> dict[str, Any]:
-    """Return every choice as JSON-ready values: those that fit in order, the others with their reason."""
+    """Return every choice as JSON-ready values: the ranked choices in order, and the others with the reason."""
     return {
         "ranked": [
             dataclasses.asdict(each.choice)
@@ -490,7 +490,7 @@ def _days(each: Candidate, train_tokens: int | None) -> float | None:
 
 
 def _dropped(found: Search) -> Iterator[str]:
-    """Yield how many choices were dropped for what, with one of each kind."""
+    """Yield the number of dropped choices by kind of reason, with an example of each kind."""
     counts = Counter(each.kind for each in found.dropped)
     for kind, count in counts.most_common():
         example = next(each for each in found.dropped if each.kind == kind)
@@ -503,7 +503,7 @@ _FACTORS = (0.5, 2.0)
 
 @dataclass(frozen=True)
 class Variation:
-    """Hold a change of one quantity: the flags that follow those of the run, the number of GPUs, and their type."""
+    """A change of one quantity: the flags that follow those of the run, the number of GPUs, and their type."""
 
     name: str
     words: tuple[str, ...]
@@ -513,14 +513,14 @@ class Variation:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Hold the fastest layout of a variation, or the reason why there is none."""
+    """Fastest layout of a variation, or the reason why there is none."""
 
     variation: Variation
     best: Candidate | None
     reason: str = ""
 
     def to_text(self) -> str:
-        """Return the speed and the layout, or the reason."""
+        """Return the step time, throughput and layout as text, or the reason."""
         best = self.best
         if best is None:
             return f" {self.reason}"
@@ -544,7 +544,7 @@ class Sensitivity:
 
 
 def variations(config: RunConfig, gpu: Gpu) -> Iterator[Variation]:
-    """Yield the run as it is, and changes of one quantity at a time."""
+    """Yield the unchanged run, and variations of one quantity each."""
     world, length, batch = config.world_size, config.data.seq_length, config.training.global_batch_size
     yield Variation("as configured", (), world, gpu)
     for factor in _MEMORY_FACTORS:
@@ -561,7 +561,7 @@ def variations(config: RunConfig, gpu: Gpu) -> Iterator[Variation]:
 
 
 def _scaled(number: int) -> list[int]:
-    """Return half and twice a number, if they are whole."""
+    """Return half and twice a number, without fractions."""
     return [int(factor * number) for factor in _FACTORS if (factor * number).is_integer()]
 
 

@@ -1,6 +1,6 @@
 """Search all layouts of a model on a number of GPUs: rejected, out of memory, or ranked by step time.
 
-Uneven pipeline splits give the last stage fewer layers, since it has the output layer too.
+Uneven pipeline splits give the last stage fewer layers, since it also has the output layer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron.planner.trace_store import trace_in_this_process
 
 
 def output_layers(model: GPTConfig) -> float:
-    """Return how many layers' work is behind the layers, the core of attention left out: the output layer is."""
+    """Return the work of the output layer and the MTP modules in units of one layer, without core attention."""
     width = model.ffn_hidden_size
     if model.moe.num_experts is not None:
-        # Of experts those that a token goes to.
+        # Only the experts to which a token is routed.
         of_experts = model.moe.moe_router_topk * model.moe.moe_ffn_hidden_size
         of_experts += model.moe.moe_shared_expert_intermediate_size or 0
         share = sum(model.moe_layers) / model.num_layers
@@ -39,15 +39,16 @@ def output_layers(model: GPTConfig) -> float:
     ffn = width * (3 if model.is_gated else 2)
     attention = 2 * (model.query_projection_size + model.kv_projection_size)
     further, layer = model.mtp.mtp_depth, ffn + attention
-    # Layers that predict further tokens are there too, with the product in front of each.
+    # Each MTP module has a layer, an output layer, and a linear layer that joins its two inputs.
     return ((1 + further) * model.padded_vocab_size + further * (layer + 2 * model.hidden_size)) / layer
 
 
 def balanced_splits(model: GPTConfig, pp: int, even: int) -> Iterator[tuple[int, ...]]:
-    """Yield layers by global stage, with one chunk a rank and with two, where the slowest rank has the least work.
+    """Yield layers per global stage that balance the ranks' work, with one chunk per rank and with two.
 
-    Layers that are over go to the last of the other ranks, since the first ranks have the most in flight. Nothing is
-    yielded where a chunk would have no layer, or where that is the split with ``even`` layers on every rank.
+    Remaining layers go to the later ranks, except the last one, since the first ranks have the most micro-batches in
+    flight. Nothing is yielded if a chunk would have no layer, or if the result is the split with ``even`` layers on
+    every rank.
     """
     if pp < 2:
         return
@@ -66,13 +67,16 @@ _MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 
 _MIB = 2**20
 
 FindProblems = Callable[[RunConfig], Sequence[str]]
-"""Return why a resolved configuration cannot run, one line each."""
+"""Function that returns the reasons why a resolved configuration cannot run, one line each."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold a choice that fits, with what is predicted of it; ``mfu`` is the share of the precision's dense peak that
-    the model's own operations reach, causal attention counted as the half that it is."""
+    """A choice that fits, with its prediction.
+
+    ``mfu`` is the model FLOPs utilization: the share of the dense peak of the precision, with causal attention counted
+    as half.
+    """
 
     choice: Choice
     config: RunConfig
@@ -85,7 +89,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Hold a choice that is not ranked, and why: ``kind`` is refused, oom, at the limit or slower."""
+    """A choice that is not ranked, with its reason: ``kind`` is refused, oom, at the limit or slower."""
 
     choice: Choice
     kind: str
@@ -94,12 +98,12 @@ class Dropped:
 
 @dataclass
 class Search:
-    """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
+    """Results of a layout search, and the state that its choices share.
 
-    ``states`` are what the stages of a layout hold between steps, and ``pieces`` the memory of the model's pieces,
-    which many choices share. ``bounds`` are of time and memory, and of the ``wanted`` fastest choices none is missed;
-    without bounds all are predicted. ``enough`` are the seconds of the last of the wanted choices, as far as those tell
-    that the bounds have traced.
+    ``num_predicted`` counts the choices whose memory and time were computed. ``states`` caches the memory of stages
+    between steps, and ``pieces`` the memory of the model's pieces. ``bounds`` drop slow choices early without losing
+    any of the ``wanted`` fastest ones; without bounds all choices are predicted. ``enough`` is the step time of the
+    slowest wanted choice among the choices that were predicted first.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -113,13 +117,13 @@ class Search:
 
     @property
     def slowest_wanted(self) -> float:
-        """Return the seconds of the last of the wanted candidates; infinity while too few are known."""
+        """Return the step time of the slowest of the ``wanted`` candidates, or infinity if there are too few."""
         fastest = heapq.nsmallest(self.wanted, (each.seconds for each in self.candidates))
         return min(self.enough, fastest[-1] if len(fastest) == self.wanted else math.inf)
 
     @property
     def ranked(self) -> Sequence[Candidate]:
-        """Return the choices that fit, the fastest first; of equal ones that with more room."""
+        """Return the candidates, fastest first; of equally fast ones, the one with more free memory first."""
         return sorted(self.candidates, key=lambda each: (each.seconds, -each.margin_bytes))
 
     @property
@@ -129,9 +133,10 @@ class Search:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Hold a layout that may run, with the smallest micro-batch: its configuration, and shardings and sizes to try.
+    """A layout that may fit, with the smallest micro-batch, and the shardings and micro-batch sizes to try.
 
-    ``least_seconds`` bounds the time of all of them, and ``problems`` are what the run's own checks find.
+    ``least_seconds`` is a lower bound of the step time of all these choices. ``problems`` returns the problems that the
+    run's own checks find.
     """
 
     choice: Choice
@@ -152,10 +157,11 @@ def search(
     tried: Callable[[int, int], None] = lambda done, total: None,
     wanted: int | None = None,
 ) -> Search:
-    """Return what becomes of every layout of a configuration's model and global batch on its number of ranks.
+    """Search the layouts of a configuration's model and global batch on its number of ranks.
 
-    ``tried`` is called with the number of layouts that were tried, and the number of all layouts. If ``wanted`` is
-    given, choices whose bound of time is above that of so many others are dropped as slower, without a prediction.
+    ``tried`` is called with the number of layouts tried so far and the number of all layouts. If ``wanted`` is given,
+    choices whose lower bound is above the time of the ``wanted`` fastest choices are dropped as slower, without a
+    prediction.
     """
     trace_in_this_process()
     found = Search(bounds=None if wanted is None else Bounds(gpu, implementation), wanted=wanted or 1)
@@ -185,11 +191,11 @@ def _bounded(
     implementation: Implementation,
     find_problems: FindProblems,
 ) -> list[_Layout]:
-    """Return layouts with the least seconds that each takes, in the order in which they are tried.
+    """Return the layouts with their lower bounds, fastest first.
 
-    Before, those choices are predicted of which the bounds have all traces: one sample per micro-batch, without context
-    parallelism, a schedule of their own, and recompute. Then those that shard tensors as the fastest of them. All
-    others are dropped if they are slower than enough of these.
+    To get a tight limit, layouts that need no further traces are predicted first: one sample per micro-batch, no
+    context parallelism, the default schedule, no recompute. Then layouts with the tensor-parallel size and precision of
+    the fastest one are predicted. Later, layouts whose bound is above this limit are dropped.
     """
     assert found.bounds is not None
     traced = Search(states=found.states, pieces=found.pieces, bounds=found.bounds, wanted=found.wanted)
@@ -216,7 +222,7 @@ def _bounded(
 
 
 def _least_seconds(found: Search, layout: _Layout, implementation: Implementation) -> float:
-    """Return the least seconds of a layout's choices; if they are above what is wanted, a lower bound of them."""
+    """Return a lower bound of the step time of a layout's choices; it may be less tight if it is above the limit."""
     assert found.bounds is not None
     choice = dataclasses.replace(layout.choice, sharding=layout.shardings[0])
     states = _states(found, lambda: layout.plan, choice, implementation)
@@ -260,7 +266,7 @@ def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: b
 
 
 def _expert_sizes(model: GPTConfig, ranks_of_stage: int) -> Sequence[int | None]:
-    """Return over how many of a stage's ranks experts may be spread; None where there are none."""
+    """Return the possible expert-parallel sizes within a stage; None for a dense model."""
     if model.moe.num_experts is None:
         return (None,)
     return _divisors(math.gcd(model.moe.num_experts, ranks_of_stage), _MOST_EXPERT_RANKS)
@@ -274,7 +280,7 @@ def _layout(
     implementation: Implementation,
     find_problems: FindProblems,
 ) -> _Layout | None:
-    """Return a layout that may run and of which at least the state fits, or note why there is none."""
+    """Return a layout that may fit, or None after noting why it is rejected or out of memory."""
     first = layout.apply(config)
     try:
         plan = Plan.of(first)
@@ -302,7 +308,7 @@ def _try_layout(
     find_problems: FindProblems,
     recomputes: Sequence[str] = RECOMPUTES,
 ) -> None:
-    """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
+    """Try a layout with every micro-batch size; gradients are sharded if sharding the optimizer state is not enough."""
     if layout.least_seconds > found.slowest_wanted:
         found.dropped.append(Dropped(layout.choice, "slower", _at_least(layout.least_seconds)))
         return
@@ -322,7 +328,7 @@ def _try_layout(
 def _has_room(
     found: Search, config: RunConfig, layout: Choice, sharding: str, gpu: Gpu, implementation: Implementation
 ) -> bool:
-    """Return whether what a sharding holds between steps fits, or note that it does not."""
+    """Return whether the memory between steps fits with a sharding; if not, note it."""
     choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
     states = _states(found, lambda: Plan.of(choice.apply(config)), choice, implementation)
     least = max(state.total for state in states) + HOPPER_MACHINES.held_bytes
@@ -335,7 +341,7 @@ def _has_room(
 def _states(
     found: Search, make_plan: Callable[[], Plan], choice: Choice, implementation: Implementation
 ) -> Sequence[StageState]:
-    """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
+    """Return the memory of the stages between steps; it does not depend on the context-parallel size."""
     key = (
         *(choice.tp, choice.pp, choice.ep, choice.chunks, choice.counts_ends, choice.split),
         *(choice.sharding, choice.precision, choice.schedule),
@@ -346,7 +352,7 @@ def _states(
 
 
 def _states_of(plan: Plan, implementation: Implementation) -> Sequence[StageState]:
-    """Return what the stages hold between steps. Stages with layers of the same kinds hold the same."""
+    """Return the memory of the stages between steps, computed once for stages with the same kinds of layers."""
     kinds = layer_kinds(plan.model, plan.seq_length)
     states: dict[Hashable, StageState] = {}
     of_stages = []
@@ -362,7 +368,7 @@ def _states_of(plan: Plan, implementation: Implementation) -> Sequence[StageStat
 
 
 def _pieces(found: Search, plan: Plan, choice: Choice, gpu: Gpu, implementation: Implementation) -> ModelPieces:
-    """Return the memory of a model's pieces for a micro-batch, whichever stage has them and whatever is sharded."""
+    """Return the memory of a model's pieces per micro-batch; it does not depend on pipeline splits or sharding."""
     key = _pieces_key(choice)
     if key not in found.pieces:
         found.pieces[key] = model_pieces(plan, implementation, gpu)
@@ -387,16 +393,16 @@ def _try_batches(
     known: tuple[RunConfig, Plan] | None,
     recomputes: Sequence[str],
 ) -> set[int]:
-    """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits and may be.
+    """Try micro-batch sizes of a layout and sharding, each with the least recompute that fits.
 
-    ``known`` are the choice's own configuration and plan, where they were made and found without problems already.
-    Returns the sizes that need no recompute, and those that are slower than others whatever they need.
+    ``known`` is the checked configuration and plan of ``layout``, if they exist. Return the sizes for which other
+    shardings need not be tried: those that fit without recompute, and those that are too slow without recompute.
     """
     first = known[0] if known else layout.apply(config)
     plan, roomy = known[1] if known else Plan.of(first), set[int]()
     problems_of_first = _no_problems if known else _asked_once(find_problems, first)
     states = _states(found, lambda: plan, layout, implementation)
-    # Configurations are many fields: one is made for each way to recompute, and not for each size.
+    # A configuration has many fields. One is made per recompute granularity, not per micro-batch size.
     of_recompute = {RECOMPUTES[0]: (first, plan, problems_of_first)}
     too_large: set[str] = set()
     for size in sizes:
@@ -418,7 +424,7 @@ def _try_batches(
             most = found.slowest_wanted
             least = 0.0 if found.bounds is None else found.bounds.seconds(of_size, states, most)
             if least > most:
-                # So are all that compute more again.
+                # More recompute is slower still.
                 found.dropped.append(Dropped(choice, "slower", _at_least(least)))
                 slower = recompute
                 break
@@ -429,7 +435,7 @@ def _try_batches(
                 too_large.add(recompute)
         if fits is None and slower is None:
             break
-        # Other shardings may leave room for less recompute, if that is not too slow.
+        # Another sharding may leave memory for less recompute, unless that is too slow.
         if RECOMPUTES[0] in (fits, slower):
             roomy.add(size)
     return roomy
@@ -444,7 +450,7 @@ def _no_problems() -> Sequence[str]:
 
 
 def _asked_once(find_problems: FindProblems, config: RunConfig) -> Callable[[], Sequence[str]]:
-    """Return a function that checks a configuration when it is first called, and remembers the answer."""
+    """Return a function that checks a configuration on its first call and caches the result."""
     return functools.cache(lambda: find_problems(config))
 
 
@@ -458,10 +464,10 @@ def _try_choice(
     states: Sequence[StageState],
     problems: Callable[[], Sequence[str]],
 ) -> str | None:
-    """Predict one choice, whose plan this is, and return None if it fits and may be run, or else why not, as `Dropped`
-    has it.
+    """Predict one choice, and return None if it fits, or the kind of reason why it is dropped.
 
-    Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
+    ``config`` has all settings of the choice except the micro-batch size. ``problems`` returns the problems that the
+    run's own checks find.
     """
     usable = usable_bytes(gpu)
     if found.bounds is not None and implementation.is_traced:
@@ -473,12 +479,12 @@ def _try_choice(
         if least > usable:
             return _drop(found, choice, "oom", f"stage 0 needs at least {least // _MIB} of {usable // _MIB} MiB")
     found.num_predicted += 1
-    # The first stage has the most in flight: most choices that do not fit are seen there.
+    # The first stage has the most micro-batches in flight, so most choices that are out of memory fail there.
     pieces = _pieces(found, plan, choice, gpu, implementation)
     first = stage_memory(plan, 0, implementation, pieces, states[0]).total + HOPPER_MACHINES.held_bytes
     if first > usable:
         return _drop(found, choice, "oom", f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB")
-    # Between the second stage and the last, layers are as many and less is in flight.
+    # Stages between the second and the last have the same number of layers as the second, and less in flight.
     looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1, *_uneven_stages(plan, choice)})
     prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, pieces=pieces)
     if prediction.time is None or prediction.used_bytes is None:
@@ -486,7 +492,7 @@ def _try_choice(
         return _drop(found, choice, kind, prediction.reason or prediction.outcome)
     if prediction.reason is not None:
         return _drop(found, choice, "at the limit", prediction.reason)
-    # What does not fit need not be checked, which takes longer.
+    # A choice that does not fit need not be checked, which takes longer.
     if problems():
         return _drop(found, choice, "refused", "; ".join(problems()))
     seconds, flops = prediction.time.total, step_flops(plan)
@@ -506,13 +512,13 @@ def _try_choice(
 
 
 def _drop(found: Search, choice: Choice, kind: str, reason: str) -> str:
-    """Note why a choice is dropped, and return the kind of reason."""
+    """Record a dropped choice, and return the kind of reason."""
     found.dropped.append(Dropped(choice, kind, reason))
     return kind
 
 
 def _uneven_stages(plan: Plan, choice: Choice) -> Iterator[int]:
-    """Yield the stages between that can be the fullest: the first with more layers, and what defers most."""
+    """Yield the middle stages that can have the most memory: more layers, or the most deferred gradients."""
     if choice.schedule == ZERO_BUBBLE:
         yield max(0, choice.pp - 2)
     if choice.split:

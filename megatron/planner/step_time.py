@@ -1,14 +1,13 @@
 """Time of a training step by part: pieces, layers, pipeline bubble, and the optimizer's update.
 
-The step takes the micro-batches of its slowest stage, the bubble, and what comes at the end.
+The step time is the time of all micro-batches on the slowest stage, plus the bubble and the work after the last pass.
 
-The layers of this program take the times of their traces, which are priced in NumPy. A GEMM takes its FLOPs at the
-rate that large GEMMs reach, and the writing of its result. A grouped GEMM reads the weights of each group too.
-Attention takes its FLOPs at published rates. Everything else takes the bytes that it moves. The host takes its time
-for each launch.
+Layers of this program take the time of their traces, computed with NumPy. A GEMM takes its FLOPs at the rate of large
+GEMMs, plus the time to write its result. A grouped GEMM also reads the weights of each group. Attention takes its FLOPs
+at published rates. All other operations take the bytes that they move. Each launch takes host time.
 
-The layers of another program take the times of their GEMMs, of attention and of the messages, and their own passes
-over memory.
+Layers of another program take the time of the traced GEMMs, attention and messages, and of that program's own memory
+passes.
 """
 
 from __future__ import annotations
@@ -31,22 +30,28 @@ from megatron.planner.plan import LayerKind, Plan, layer_kinds, layer_numbers
 from megatron.planner.traces import ATTENTION, GEMM, PHASES, PieceMemory, PieceTrace, Sent
 
 MEMORY_SHARE = 0.85
-"""Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
+"""Share of the memory bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 LAUNCH_S = 13.5e-6
-"""The host's time for a kernel that PyTorch launches: a linear layer's forward pass, one kernel, on an H100 node (13.48
-microseconds; github.com/NVIDIA/TransformerEngine, issue 2053)."""
+"""Host time to launch a kernel with PyTorch.
+
+Measured for a linear layer's forward pass, one kernel, on an H100 node: 13.48 microseconds
+(github.com/NVIDIA/TransformerEngine, issue 2053).
+"""
 OPERATOR_S, _TRITON_S, _FUNCTION_S = 9.7e-6, 56.5e-6, 147.6e-6
-"""The host's time for an operator, a Triton kernel and both passes of an autograd function of this program: the upper
-ends of what was measured on the host of one H200 (docs/development/measurements.md)."""
+"""Host time of an operator, of a Triton kernel, and of both passes of an autograd function of this program.
+
+They are the largest times measured on the host of one H200 (docs/development/measurements.md).
+"""
 _LAUNCH_SECONDS = np.array([OPERATOR_S, _TRITON_S, _FUNCTION_S])
 _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Hold the seconds of one pass of a piece by part; ``host`` is what the host takes to launch it.
+    """Seconds of one pass of a piece by part; ``host`` is the host time to launch it.
 
-    ``context_parallel`` leaves out the exchange of keys and values around a ring that attention hides.
+    ``passes`` is the time of memory-bound kernels. ``context_parallel`` leaves out ring communication that attention
+    hides.
     """
 
     products: float = 0.0
@@ -59,15 +64,16 @@ class PhaseTime:
 
     @property
     def total(self) -> float:
-        """Return all parts of the device together."""
+        """Return the device time of all parts."""
         sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
         return self.products + self.attention + self.passes + sent
 
 
 @dataclass(frozen=True)
 class PieceTime:
-    """Hold the times of a piece's passes. ``weights`` has the deferred weight gradients; without deferral they are in
-    ``backward``.
+    """Times of a piece's passes.
+
+    ``weights`` has the deferred weight gradients. If they are not deferred, they are in ``backward``.
     """
 
     forward: PhaseTime
@@ -75,18 +81,18 @@ class PieceTime:
     weights: PhaseTime
 
     def part(self, name: str) -> float:
-        """Return one part of all passes together."""
+        """Return the sum of one part over all passes."""
         return float(sum(getattr(each, name) for each in (self.forward, self.backward, self.weights)))
 
     @property
     def total(self) -> float:
-        """Return all passes together."""
+        """Return the device time of all passes."""
         return self.forward.total + self.backward.total + self.weights.total
 
 
 def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> PieceTime:
     """Return the time of a traced piece on a rank of a GPU type."""
-    # Messages of a piece are between the ranks of these axes, which lie together whatever the others are.
+    # Messages of a piece are between ranks of these axes, whose positions do not depend on the other axes.
     sizes = plan.parallel_sizes
     key = (
         gpu.speeds,
@@ -146,9 +152,9 @@ def _seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceT
 
 
 def computed_seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> float:
-    """Return the time of the FLOPs of matmuls and attention alone, which are proportional to tokens.
+    """Return the time of the FLOPs of matmuls and attention alone, which is proportional to tokens.
 
-    The plan may shard the tokens of the trace: the time of attention is that without context parallelism.
+    Attention takes its rate without context parallelism, even if the plan has context parallelism.
     """
     kind, flops = trace.column("kind"), trace.column("flops")
     alone = dataclasses.replace(plan, parallel_sizes=dataclasses.replace(plan.parallel_sizes, cp=1))
@@ -158,7 +164,7 @@ def computed_seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace
 
 
 def _product_rates(gpu: Gpu, trace: PieceTrace) -> np.ndarray:
-    """Return the FLOPs per second of each operation, if it is a matmul."""
+    """Return the matmul FLOP/s for the element size of each operation."""
     itemsize = trace.column("itemsize")
     rates: np.ndarray = np.where(itemsize == 1, gpu.matmul_flops(1), gpu.matmul_flops(2))
     rates[itemsize > 2] = gpu.matmul_flops(4)
@@ -166,7 +172,7 @@ def _product_rates(gpu: Gpu, trace: PieceTrace) -> np.ndarray:
 
 
 def _attention_rates(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> np.ndarray:
-    """Return the FLOPs per second of each operation, if it is one of attention."""
+    """Return the attention FLOP/s for the pass of each operation."""
     on_hopper = gpu.capability >= (9, 0)
     takes_cudnn = implementation.attention_on_hopper == "cudnn" and not plan.model.attention_dropout
     rates = gpu.cudnn if on_hopper and takes_cudnn else gpu.flash
@@ -187,10 +193,10 @@ def _axis(sent: Sent) -> str:
 
 
 def sent_seconds(sent: Sent, links: Links) -> float:
-    """Return how long a message of the piece takes; an all-reduce is a reduce-scatter and a gather."""
+    """Return the time of a message of a piece; an all-reduce counts as a reduce-scatter and an all-gather."""
     rounds, axis = (2 if sent.operation == "all_reduce" else 1), _axis(sent)
     if axis == "tensor" and sent.operation == "send":
-        # A part of what a gather would carry, on its way round a ring.
+        # One of the chunks that an all-gather would carry, on its way around a ring.
         return links.tensor_parallel_seconds(sent.num_bytes * sent.group_size / max(sent.group_size - 1, 1))
     if axis == "tensor":
         return rounds * links.tensor_parallel_seconds(sent.num_bytes)
@@ -203,12 +209,12 @@ def sent_seconds(sent: Sent, links: Links) -> float:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Hold the seconds of a layer and a micro-batch by part; ``again`` is what full recompute computes a second time.
+    """Seconds of a layer per micro-batch by part; ``again`` is the recomputation with full recompute.
 
-    ``expert_parallel`` is the tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the
-    forward pass and the deferred weight gradients, within the parts. ``host`` is the time of the host to launch the
-    layer once, and ``host_again`` to launch what is computed again. ``host_forward`` is its part for the forward pass,
-    if the host waits for the device in that pass.
+    ``expert_parallel`` is the token exchange of expert parallelism. ``forward`` and ``weight_gradients`` are the
+    forward pass and the deferred weight gradients; the other parts include them. ``host`` is the host time to launch
+    the layer once, and ``host_again`` to launch its recomputation. ``host_forward`` is the host time of the forward
+    pass, if the host waits for the device in that pass, and 0 otherwise.
     """
 
     products: float
@@ -227,14 +233,14 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        """Return all parts together, or the time of the host if that is longer."""
+        """Return the device time of all parts, or the host time if it is longer."""
         whole, host = self.device, self.host + self.host_again
         rest = max(host - self.host_forward, whole - self.forward)
         return max(self.host_forward, self.forward) + rest if self.host_forward else max(host, whole)
 
     @property
     def device(self) -> float:
-        """Return the GPU time of all parts."""
+        """Return the device time of all parts."""
         busy = self.products + self.attention + self.passes + self.again
         return busy + self.tensor_parallel + self.context_parallel + self.expert_parallel + self.offload
 
@@ -246,10 +252,10 @@ class LayerTime:
 def layer_time(
     plan: Plan, gpu: Gpu, implementation: Implementation, kept: PieceMemory, kind: LayerKind, number: int
 ) -> LayerTime:
-    """Return the time of one layer, forward and backward, with the recompute that is configured.
+    """Return the time of one layer, forward and backward, with the configured recompute.
 
-    ``kept`` is the layer's memory. The host waits in the forward pass of a layer of experts, for how many tokens each
-    expert has.
+    ``kept`` is the layer's memory. In the forward pass of an MoE layer the host waits for the number of tokens per
+    expert.
     """
     trace = layer_trace(plan, gpu.capability, number)
     time = piece_time(plan, gpu, implementation, trace)
@@ -258,7 +264,7 @@ def layer_time(
         passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
         time = _of_other_program(plan, gpu, trace, time, passes, launches * LAUNCH_S)
     elif plan.uses_cuda_graphs:
-        # A replayed pass is one launch.
+        # A replayed CUDA graph of a pass is one launch.
         phases = (time.forward, time.backward, time.weights)
         time = PieceTime(*(dataclasses.replace(each, host=min(each.host, OPERATOR_S)) for each in phases))
     forward = time.forward.total
@@ -280,7 +286,7 @@ def layer_time(
 
 
 def end_times(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
-    """Return the time of the embedding, and of all that comes after the layers."""
+    """Return the time of the embedding, and the time of everything after the layers."""
     traces = [end_trace(plan, gpu.capability, has_loss=has_loss) for has_loss in (False, True)]
     first, last = (piece_time(plan, gpu, implementation, trace) for trace in traces)
     if not implementation.is_traced:
@@ -297,8 +303,8 @@ def _of_other_program(
 ) -> PieceTime:
     """Return the time of a piece of another program.
 
-    Matmuls, attention and messages are those of the trace. ``passes`` is the time of the program's passes over memory,
-    and ``host`` that of its launches. A third of both is in the forward pass.
+    Matmuls, attention and messages take the times of the trace. ``passes`` is the time of the program's memory passes,
+    and ``host`` the host time of its launches. The forward pass has a third of both.
     """
     shares = {"forward": 1 / 3, "backward": 2 / 3, "weights": 0.0}
     phases = {
@@ -316,7 +322,7 @@ def _of_other_program(
 def _tensor_parallel(plan: Plan, gpu: Gpu, trace: PieceTrace, phase: int) -> float:
     """Return the time of the tensor-parallel messages in a pass of a piece.
 
-    With sequence parallelism, all-reduces carry amaxes and the cross-entropy's sums alone. They are not counted.
+    With sequence parallelism, all-reduces carry only amaxes and the sums of the cross-entropy. They are not counted.
     """
     operations = {"all_gather", "reduce_scatter", "send"} | (set() if plan.model.sequence_parallel else {"all_reduce"})
     links = Links(gpu, plan.parallel_sizes)
@@ -336,18 +342,18 @@ def _offload(plan: Plan, gpu: Gpu, kept: PieceMemory, forward: float) -> float:
 
 
 _UPDATE_BYTES = 30
-"""Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
+"""Bytes that the optimizer reads and writes per parameter: gradient, main parameter, two moments, weight."""
 SIMULATED_ROUNDS = 2
-"""Rounds of micro-batches after which one more takes every stage as long as the slowest."""
+"""Rounds of micro-batches to simulate; each further round takes every stage the time of the slowest stage."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Hold the seconds of a step by part; ``slowest_stage`` is one micro-batch there.
+    """Seconds of a step by part; ``slowest_stage`` is the time of one micro-batch on the slowest stage.
 
-    ``layer`` is in fp8 where any layers are; the first and the last ones that are not take their own time.
-    ``exposed_data_parallel`` is what gradients and parameters travel while nothing is computed. ``host`` is what the
-    host takes to launch the layers of the slowest stage. It overlaps with ``busy``, which is longer if the host is
+    ``layer`` is an FP8 layer if the model has any. The first and last layers that are not in FP8 are counted with their
+    own time. ``exposed_data_parallel`` is the exposed time of gradient reductions and parameter gathers. ``host`` is
+    the host time to launch the layers of the slowest stage. It overlaps with ``busy``, which is longer if the host is
     slower than the GPU (``is_host_bound``).
     """
 
@@ -364,7 +370,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Return all parts together."""
+        """Return the sum of all parts that do not overlap."""
         return self.busy + self.bubble + self.neighbors + self.exposed_data_parallel + self.update
 
 
@@ -373,10 +379,10 @@ def step_time(
 ) -> StepTime:
     """Return the time of a training step.
 
-    ``stages`` are what every stage holds between steps, and ``pieces`` what `model_pieces` returned.
+    ``stages`` is the memory of every stage between steps, and ``pieces`` the result of `model_pieces`.
     """
     kinds = layer_kinds(plan.model, plan.seq_length)
-    # The last layer of a kind: after a frozen embedding the first one computes less.
+    # The last layer of a kind: after a frozen embedding the first layer computes less.
     layers = {
         kind: layer_time(plan, gpu, implementation, pieces.layers[number], kind, number)
         for kind, number in dict(zip(kinds, range(plan.model.num_layers))).items()
@@ -413,7 +419,7 @@ def step_time(
 
 
 def neighbors_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> float:
-    """Return the time of exchanges between stages in a step, as far as computation does not hide them."""
+    """Return the exposed time of pipeline communication in a step."""
     message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
     num_chunks = plan.stage_layout.num_chunks
     is_exposed = implementation.waits_for_neighbors and num_chunks == 1
@@ -423,7 +429,7 @@ def neighbors_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> f
 
 
 def update_seconds(gpu: Gpu, stages: Sequence[StageState]) -> float:
-    """Return the time of the optimizer's update on the stage with most of its state."""
+    """Return the time of the optimizer's update on the stage with the most optimizer state."""
     return max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
@@ -434,9 +440,10 @@ def _simulated_bubble(
     seconds: Sequence[float],
     output: float,
 ) -> float:
-    """Return what a step with one chunk a rank takes beyond the slowest stage's passes, by its list of actions.
+    """Return the bubble of a step with one chunk per rank: its simulated time without the passes of the slowest stage.
 
-    ``seconds`` are of one micro-batch on each stage. The output layer's passes are taken to be equally long.
+    ``seconds`` are the times of one micro-batch on each stage. The output layer is assumed to take the same time in the
+    forward pass, for input gradients and for weight gradients.
     """
     durations = []
     for stage, total in enumerate(seconds):
@@ -453,7 +460,7 @@ def _simulated_bubble(
     return _makespan(plan.pipeline_schedule, some, tuple(durations)) - some * max(seconds)
 
 
-# A search asks again for layouts that differ in what their ranks share alone: context parallelism and micro-batches.
+# A search repeats layouts with the same durations, such as those with other context-parallel sizes.
 @functools.lru_cache(maxsize=1024)
 def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, ...]) -> float:
     return simulate(build_schedule(schedule, len(durations), num_microbatches), 1, durations).makespan
@@ -465,7 +472,7 @@ def _layers(
     layers: Mapping[LayerKind, LayerTime],
     chunk: StageContents,
 ) -> Iterator[tuple[int, LayerTime]]:
-    """Yield how many layers of a chunk take which time: block recompute and offload take the first layers only."""
+    """Yield the number of layers of a chunk with each time: block recompute and offload apply to its first layers."""
     model, numbers = plan.model, chunk.layer_numbers
     _, again = recomputed_groups(model, len(numbers))
     offloaded = min(len(numbers), model.num_offloaded_layers) if model.cpu_offloading else 0

@@ -1,8 +1,8 @@
-"""Find traces in this process or in the cache folder, or take them.
+"""Get traces from memory or from the cache folder, or take them.
 
-The names in the cache folder have a hash of the sources, of torch's version and of each request. Where torch is
-imported already, a worker process takes the traces: it starts without torch, reads requests from its standard input and
-prints traces, as lines of JSON. What libraries print goes to its standard error.
+File names in the cache folder contain a hash of the sources, of torch's version and of each request. If torch is
+already imported, a worker process takes the traces. The worker starts without torch, reads requests from its standard
+input and prints traces as lines of JSON. Output of libraries goes to its standard error.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megatron.planner.traces import (
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = ("core", "planner")
-"""Folders of sources that a trace may depend on."""
+"""Folders of sources on which a trace may depend."""
 
 
 class TraceStore:
-    """Return traces: those of this process, of earlier ones, or taken anew.
+    """Traces of pieces, cached in this process and in a folder.
 
-    ``folder`` is by default one for temporary files.
+    ``folder`` is by default in the folder for temporary files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -60,13 +60,13 @@ class TraceStore:
         if request.key not in self._traces:
             records = self._records(request.traced)
             if not _have_same_operations(records):
-                # Attention in blocks, for example, has more of them for larger micro-batches.
+                # Blockwise attention, for example, has more operations for larger micro-batches.
                 records = self._records([request])
             self._traces[request.key] = _trace_of(records, request.micro_batch_size)
         return self._traces[request.key]
 
     def _records(self, requests: Sequence[TraceRequest]) -> list[Mapping[str, Any]]:
-        """Return what was recorded of each request's micro-batch size. What is not known yet is traced now."""
+        """Return the record of each request; records that are not cached are taken now."""
         missing = {request.key: request for request in requests if request.key not in self._known}
         for key in list(missing):
             path = self._folder / f"{key}.json"
@@ -108,9 +108,9 @@ class TraceStore:
 
 
 def trace_in_this_process() -> None:
-    """Let this process take traces itself, unless it has imported torch already, so that torch is imported once.
+    """Let this process take traces itself, so that torch is imported once, unless it has already imported torch.
 
-    If this node cannot simulate CUDA, the first trace that is missing says so.
+    If this node cannot simulate CUDA, the error is raised by the first trace that is not cached.
     """
     from megatron.planner.simulation import load_fake_cuda
 
@@ -137,7 +137,7 @@ def _have_same_operations(records: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _trace_of(records: Sequence[Mapping[str, Any]], size: int) -> PieceTrace:
-    """Return a trace at a micro-batch size from its own record, or from those at `FEWEST_SAMPLES`."""
+    """Return a trace at a micro-batch size from its own record, or from the records at `FEWEST_SAMPLES`."""
     small, large = records[0], records[-1]
     first, second = (_operations(each) for each in (small, large))
     more = size - FEWEST_SAMPLES[0]
@@ -159,10 +159,10 @@ def _operations(record: Mapping[str, Any]) -> np.ndarray:
 
 
 def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """Take traces in another process, which imports torch after the library that replaces the CUDA driver.
+    """Take traces in a worker process, which imports torch after the library that replaces the CUDA driver.
 
     Raises:
-        ConfigurationError: the process ends, or a trace raises; why.
+        ConfigurationError: the process ends, or a trace raises an error.
     """
     worker = _worker()
     assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018 both are pipes
@@ -184,7 +184,7 @@ def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[
 
 @functools.cache
 def _worker() -> subprocess.Popen[str]:
-    """Return a process that takes traces until its standard input ends, which is at the end of this one."""
+    """Return a process that takes traces until its standard input is closed, when this process ends."""
     found = [str(_PACKAGE.parent), *sys.path]
     start = "from megatron.planner.trace_store import run_trace_worker; run_trace_worker()"
     program = f"import sys; sys.path[:0] = {found!r}; {start}"
@@ -198,7 +198,7 @@ def _default_folder() -> Path:
 
 @functools.cache
 def _sources_key() -> str:
-    """Return a hash of the sources that a trace depends on, and of torch's version."""
+    """Return a hash of torch's version and of the sources on which a trace depends."""
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
     for name in _SOURCES:
         for path in sorted((_PACKAGE / name).rglob("*.py")):
@@ -207,14 +207,14 @@ def _sources_key() -> str:
 
 
 def _may_trace_here() -> bool:
-    """Return whether CUDA can be simulated in this process: torch is not imported yet, or with the library."""
+    """Return whether this process can simulate CUDA: torch is not imported yet, or the library was loaded first."""
     from megatron.planner.simulation import load_fake_cuda
 
     return "torch" not in sys.modules or load_fake_cuda.cache_info().currsize > 0
 
 
 def run_trace_worker() -> None:
-    """Write the traces of each request until standard input ends."""
+    """Answer requests on standard input with their traces, until standard input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     problem = ""

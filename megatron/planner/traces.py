@@ -1,8 +1,9 @@
-"""Traces of pieces of a model: what a layer or an end computes, keeps and sends for a micro-batch.
+"""Traces of pieces of a model: operations, saved activations and messages of a layer or an end per micro-batch.
 
-A tracer builds a piece, and runs it forward and backward on fake tensors. One sample per micro-batch is traced
-itself, since tensors need no transposed copies then. Two and three samples are traced for all other sizes: every
-number is affine in the number of samples. If these two have other operations, each size is traced itself.
+A tracer builds a piece, and runs it forward and backward on fake tensors. A micro-batch of one sample has its own
+trace, since its tensors need no transposed copies. Traces of all larger sizes follow from traces of two and three
+samples, since every number is affine in the number of samples. If these two traces have different operations, each size
+has its own trace.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.pipeline_parallel import StageContents
 
 PHASES = ("forward", "backward", "weights")
-"""The passes of a piece; ``weights`` has the weight gradients where a schedule defers them."""
+"""Passes of a piece; ``weights`` has the weight gradients if a schedule defers them."""
 GEMM, ATTENTION, MEMORY = range(3)
-"""What limits an operation: matmul FLOPs, attention FLOPs, or the bytes that it moves."""
+"""Limit of an operation: matmul FLOPs, attention FLOPs, or the bytes that it moves."""
 OPERATION_FIELDS = (
     *("phase", "kind", "itemsize", "batch", "rows", "inner", "columns", "num_bytes", "flops", "is_recomputed"),
     "is_expert",
 )
 LAUNCH_KINDS = ("operators", "triton_kernels", "autograd_functions")
-"""What the host launches."""
+"""Kinds of launches by the host."""
 _OF_PIPELINE = (
     *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
     *("pipeline_model_parallel_layout", "pipeline_schedule", "account_for_embedding_in_pipeline_split"),
     *("account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "microbatch_group_size_per_virtual_pipeline_stage",
 )
-"""Fields that no piece depends on."""
+"""Fields on which no piece depends."""
 FEWEST_SAMPLES = (2, 3)
-"""Samples per micro-batch at which a piece is traced for every larger size."""
+"""Samples per micro-batch of the two traces from which the traces of all larger sizes follow."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Describe communications of a piece that are alike: their pass, and how many there are of so many bytes."""
+    """One communication of a piece in one of its passes."""
 
     phase: int
     operation: str
@@ -54,12 +55,11 @@ class Sent:
 
 @dataclass(frozen=True)
 class PieceMemory:
-    """Hold bytes of a piece and micro-batch on the device, weights and gradients of weights left out.
+    """Device memory of a piece per micro-batch in bytes, without weights and weight gradients.
 
-    ``kept`` is what the backward pass needs, the piece's input included where it is saved. ``forward_peak`` and
-    ``backward_peak`` are the most that is live while the piece runs forward and backward, of which the input and the
-    incoming gradient are a part. ``deferred`` is what deferred weight gradients keep after the backward pass, and
-    ``logits`` the part of the peaks that logits are.
+    ``kept`` are the saved activations, with the piece's input if it is saved. ``forward_peak`` and ``backward_peak``
+    are the peaks while the piece runs forward and backward, with its input and its incoming gradient. ``deferred`` is
+    kept after the backward pass for deferred weight gradients. ``logits`` is the part of the peaks that logits take.
     """
 
     kept: int
@@ -71,9 +71,10 @@ class PieceMemory:
 
 @dataclass(frozen=True, eq=False)
 class PieceTrace:
-    """Hold the operations, communications and memory of a piece for a micro-batch. ``prices`` caches its times.
+    """Operations, communications and memory of a piece per micro-batch. ``prices`` caches its times.
 
-    ``launches`` has for each pass the numbers of `LAUNCH_KINDS`; an autograd function counts in the forward pass.
+    ``launches`` has the numbers of `LAUNCH_KINDS` for each pass; an autograd function counts in the pass that applies
+    it.
     """
 
     operations: np.ndarray
@@ -89,7 +90,7 @@ class PieceTrace:
 
     @property
     def float8_weights(self) -> int:
-        """Return the elements of weights that the forward pass multiplies in fp8."""
+        """Return the number of weight elements that the forward pass multiplies in FP8."""
         sizes = self.column("batch") * self.column("inner") * self.column("columns")
         is_forward = self.column("phase") == PHASES.index("forward")
         chosen = is_forward & (self.column("kind") == GEMM) & (self.column("itemsize") == 1)
@@ -98,9 +99,9 @@ class PieceTrace:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Name the piece to trace, and how: ``micro_batch_size`` samples of ``seq_length`` tokens on a GPU of a capability.
+    """A piece to trace, for ``micro_batch_size`` samples of ``seq_length`` tokens on a GPU with a compute capability.
 
-    ``splits_backward`` defers weight gradients. ``fuses_accumulation`` adds them in the matmul to gradients in float32
+    ``splits_backward`` defers weight gradients. ``fuses_accumulation`` accumulates them within the matmul, in float32
     (``reduces_in_float32``) or in the model's dtype.
     """
 
@@ -115,14 +116,14 @@ class TraceRequest:
 
     @property
     def traced(self) -> tuple[TraceRequest, ...]:
-        """Return the requests of the micro-batch sizes from which the trace follows."""
+        """Return the requests of the micro-batch sizes from which this trace follows."""
         if self.micro_batch_size <= max(FEWEST_SAMPLES):
             return (self,)
         return tuple(dataclasses.replace(self, micro_batch_size=size) for size in FEWEST_SAMPLES)
 
     @functools.cached_property
     def key(self) -> str:
-        """Return a hash of everything that the trace depends on."""
+        """Return a hash of everything on which the trace depends."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["model"]
         return hashlib.sha256(repr((_structure(self.model), sorted(fields.items()))).encode()).hexdigest()[:24]
@@ -133,7 +134,7 @@ def request_to_json(request: TraceRequest) -> dict[str, Any]:
 
 
 def request_from_json(values: Mapping[str, Any]) -> TraceRequest:
-    """Return the request that `request_to_json` has written."""
+    """Return a request from the values that `request_to_json` wrote."""
     given = {name: _as_tuples(value) for name, value in values.items()}
     model = from_fields(GPTConfig, **{name: _as_tuples(value) for name, value in values["model"].items()})
     contents = StageContents(**{name: _as_tuples(value) for name, value in values["contents"].items()})
@@ -144,9 +145,9 @@ def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-# A search asks for the same configurations thousands of times.
+# A search repeats the same configurations thousands of times.
 @functools.lru_cache(maxsize=4096)
 def _structure(model: GPTConfig) -> tuple[Any, ...]:
-    """Return the fields of a configuration that a piece depends on."""
+    """Return the fields of a configuration on which a piece depends."""
     names = (spec.name for spec in field_specs(GPTConfig))
     return tuple(field_value(model, name) for name in names if name not in _OF_PIPELINE)

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from megatron.training import ForwardStep, ModelProvider
 
 CLOSE = 0.02
-"""Relative difference that is allowed between the dry run's peak of memory and the plan."""
+"""Largest allowed relative difference between the peak memory of the plan and of the dry run."""
 _BLOCKS = 8 * 2**20
-"""Blocks in which memory is given make up that much in the smallest models."""
+"""Allowed difference in bytes: rounding to allocator blocks matters in the smallest models."""
 _ROUNDS = 2
-"""Rounds of micro-batches after which no more of them are in flight."""
+"""Rounds of micro-batches after which the number in flight no longer grows."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class VerifiedStage:
-    """Hold both accounts of a rank: ``planned`` of the whole step, the dry run of its first micro-batches.
+    """Plan and dry run of a rank; ``planned`` is of the full step, the dry run of its first micro-batches.
 
-    ``unlike`` are communications whose number or bytes are not the same, by operation and axes, planned and seen.
+    ``unlike`` has the communications whose number or bytes differ, by operation and axes: planned, and recorded.
     """
 
     stage: int
@@ -48,17 +48,17 @@ class VerifiedStage:
 
     @property
     def memory_error(self) -> float:
-        """Return how far the planned memory is from the dry run's peak, as a part of it."""
+        """Return the relative error of the planned peak memory."""
         return self.planned.total / self.peak_bytes - 1.0
 
     @property
     def agrees(self) -> bool:
-        """Return whether both say the same."""
+        """Return whether plan and dry run agree on parameters, memory and communication."""
         is_close = abs(self.planned.total - self.peak_bytes) <= max(_BLOCKS, CLOSE * self.peak_bytes)
         return self.parameters == self.planned.parameters and is_close and not self.unlike
 
     def lines(self) -> Iterator[str]:
-        """Yield what was compared, and each difference."""
+        """Yield a report of the comparison, with each difference."""
         some = "" if self.num_run == self.num_microbatches else f" of {self.num_microbatches}"
         yield (
             f"stage {self.stage} (rank {self.rank}, {self.num_run}{some} micro-batches): "
@@ -88,7 +88,7 @@ class VerifiedStage:
 
 
 def stages_to_verify(config: RunConfig, gpu: Gpu) -> list[int]:
-    """Return the first stage, the last one, and the fullest."""
+    """Return the first stage, the last stage, and the stage with the most memory."""
     plan, pp = Plan.of(config), config.parallel_sizes.pp
     pieces = model_pieces(plan, NATIVE, gpu)
     fullest = max(range(pp), key=lambda stage: stage_memory(plan, stage, NATIVE, pieces).total)
@@ -98,9 +98,9 @@ def stages_to_verify(config: RunConfig, gpu: Gpu) -> list[int]:
 def verify_stage(
     config: RunConfig, stage: int, gpu: Gpu, model_provider: ModelProvider, forward_step: ForwardStep
 ) -> VerifiedStage:
-    """Run a step of a stage's first rank on a simulated GPU, beside what is planned of it.
+    """Compare the plan of a stage with a simulated step of its first rank.
 
-    Of many micro-batches the first are run, after which the schedule only repeats itself.
+    Only the first micro-batches are run; later ones repeat the schedule.
     """
     from megatron.planner.simulation.dry_run import dry_run
 
@@ -129,7 +129,7 @@ def verify_stage(
 
 
 def _with_fewer_microbatches(config: RunConfig) -> RunConfig:
-    """Return the configuration with as many micro-batches as fill the pipeline and empty it again."""
+    """Return the configuration with only as many micro-batches as fill the pipeline and drain it."""
     plan = Plan.of(config)
     round_size = max(config.model.microbatch_group_size_per_virtual_pipeline_stage or 0, plan.parallel_sizes.pp)
     few = min(plan.num_microbatches, _ROUNDS * round_size + plan.num_microbatches % round_size)
@@ -145,13 +145,13 @@ def _with_fewer_microbatches(config: RunConfig) -> RunConfig:
 
 
 def _num_steps(config: RunConfig) -> int:
-    """Return after how many steps every further one is the same: scales that earlier steps give need one more."""
+    """Return the number of steps until all further steps are equal: delayed scaling needs scales of an earlier step."""
     is_delayed = config.model.fp8.fp8_format is not None and config.model.fp8.fp8_recipe == "delayed"
     return 2 if is_delayed else 1
 
 
 def _traffic(record: StepRecord) -> Traffic:
-    """Return what was sent; what another rank sends is counted there."""
+    """Return the recorded traffic that this rank sends; a receive is counted on the sending rank."""
     seen: Traffic = {}
     for each in record.communications:
         if each.call.operation == "receive":

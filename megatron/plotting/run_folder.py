@@ -257,7 +257,7 @@ class RunFolder:
             planned = planned_timeline(recorded)
             yield (
                 f"<h2>Planned schedule of {escape(self.name)}, seconds</h2><p>The same passes with the usual time of "
-                f"each, and none that waits for more than it needs: {planned.makespan:.4g} s in place of "
+                f"each, and none that waits for more than it needs: {planned.makespan:.4g} s instead of "
                 f'{recorded.makespan:.4g} s.</p><div class="wide">{draw_svg(planned, _CHART_WIDTH)}</div>'
             )
 

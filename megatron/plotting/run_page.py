@@ -93,6 +93,6 @@ def _stragglers(records: Sequence[MetricsRecord]) -> Iterator[str]:
             at, each = slow[-1]
             yield (
                 f"<h2>Slow ranks of {escape(record.name)}</h2><p>At iteration {at}, rank {each['slow_rank']} took "
-                f"{_figure(each.get('factor'))} times as long as its like, most at {escape(str(each.get('part')))}; "
+                f"{_figure(each.get('factor'))} times as long as its peers, most at {escape(str(each.get('part')))}; "
                 f"{len(slow)} of {len(record.stragglers)} reports name a slow rank.</p>"
             )

@@ -326,7 +326,7 @@ class PutApi:
             given = self._jobs.submit(asked)
             answer = self._translator.answer(asked, api, given)
         except BadRequest as error:
-            return HTTPStatus.BAD_REQUEST, str(error), f"refused: {error}"
+            return HTTPStatus.BAD_REQUEST, str(error), f"rejected: {error}"
         except ServiceEnding as error:
             return HTTPStatus.SERVICE_UNAVAILABLE, str(error), str(error)
         except (InputError, GenerationFailed) as error:

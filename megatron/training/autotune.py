@@ -95,7 +95,7 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
     library, origin = recorded_choice(config, runtime, "cpu_gemm_backend"), "as in the checkpoint"
     if library is not None and is_missing(library):
         log(
-            f"WARNING: the checkpoint's matrix products are computed by {library}, which torch lacks for "
+            f"WARNING: the checkpoint's GEMMs are computed by {library}, which torch lacks for "
             f"{model.params_dtype} on this processor: the last bits will differ"
         )
         library = AUTO
@@ -104,7 +104,7 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
         library = AUTO if is_missing(library) else library
     if library == AUTO:
         return config
-    log(f" > matrix products on CPU: {library} ({origin})")
+    log(f" > GEMMs on CPU: {library} ({origin})")
     return dataclasses.replace(config, model=dataclasses.replace(model, cpu_gemm_backend=library))
 
 
@@ -243,7 +243,7 @@ def choose_tp_overlap(config: RunConfig, runtime: Runtime, log: Callable[[str], 
     else:
         recorded = recorded_choice(config, runtime, "tp_comm_overlap_impl")
         impl, why = (recorded, "as in the checkpoint") if recorded in ("ring", "whole") else _measured(config, runtime)
-    log(f" > tensor-parallel communication beside products: {_WORDS[impl]} ({why})")
+    log(f" > tensor-parallel communication overlapped with GEMMs: {_WORDS[impl]} ({why})")
     return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_impl=impl))
 
 

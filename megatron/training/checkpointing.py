@@ -115,7 +115,7 @@ def _earlier_checkpoint(stored: ScheduleConfig, given: ScheduleConfig, num_sampl
     by_samples = bool(config.training.train_samples)
     place = f"{start} samples" if by_samples else f"{start / config.training.global_batch_size:.10g} iterations"
     return (
-        f"; its WSD decay began after {place}: a checkpoint from before (--ckpt-step) goes on with the new one as it is"
+        f"; its WSD decay began after {place}: an earlier checkpoint (--ckpt-step) resumes with the new decay as it is"
     )
 
 

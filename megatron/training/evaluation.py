@@ -162,7 +162,7 @@ def plan_evaluation(
     lasting = None
     if datasets.valid is not None:
         if config.validation.full_validation:
-            assert not isinstance(datasets.valid, ExternalSamples), "refused with the command line"
+            assert not isinstance(datasets.valid, ExternalSamples), "rejected with the command line"
             validation.append(whole("validation", "validation set", datasets.valid, None))
         else:
             # One source for the whole run: each evaluation continues after the previous one.

@@ -154,7 +154,7 @@ def build_optimizer(
             _check_host_memory(dataclasses.replace(config, optimizer=optimizer), runtime)
         log(
             f"optimizer offload: {optimizer.offload_fraction:.0%} of the main parameters and the optimizer's state, "
-            f"{num_bytes / _GIB:.2f} GiB on this rank, in the machine's memory ({why})"
+            f"{num_bytes / _GIB:.2f} GiB on this rank, in host memory ({why})"
         )
     trained = [p for chunk in ddp_chunks for p in chunk.parameters() if p.requires_grad]
     ParamRates(optimizer).check_patterns(trained, runtime.state.world)

@@ -83,7 +83,7 @@ class ResumeState(Callback):
             use_checkpoint=scheduler.use_checkpoint_opt_param_scheduler,
         )
         checkpoints.go_on(record["model_record"], self.member.kept.counts.saved is not None)
-        checkpoints.log(f"going on from the copies in memory, at iteration {self.found.iteration}")
+        checkpoints.log(f"resuming from the copies in memory, at iteration {self.found.iteration}")
         return TrainState.from_progress(TrainProgress(**record["progress"]))
 
     def after_iteration(self, run: TrainingRun) -> None:

@@ -96,7 +96,7 @@ def test_another_machine_takes_a_lost_ones_place_and_copies(
     reached = first.iteration()
     machines.start()
     assert first.wait(PATIENCE_S) == 0, first.text[-6000:]
-    match = re.search(r"going on from the copies in memory, at iteration (\d+)", first.text + all_started[2].text)
+    match = re.search(r"resuming from the copies in memory, at iteration (\d+)", first.text + all_started[2].text)
     assert match is not None, first.text[-6000:]
     assert int(match.group(1)) >= reached - 1
     quiet = fork_training(toy_args(folder / "quiet", FLAGS), nproc=4, timeout_s=PATIENCE_S).check()

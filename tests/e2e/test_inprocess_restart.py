@@ -104,9 +104,9 @@ def test_a_killed_rank_is_replaced_and_the_figures_stay(tmp_path: Path, runs: li
     before = attacked.launch.ranks()
     reached = attacked.launch.iteration()
     attacked.kill(0)
-    attacked.wait_for("going on from the copies in memory")
+    attacked.wait_for("resuming from the copies in memory")
     after = attacked.launch.ranks()
-    match = re.search(r"going on from the copies in memory, at iteration (\d+)", attacked.launch.text)
+    match = re.search(r"resuming from the copies in memory, at iteration (\d+)", attacked.launch.text)
     assert match is not None
     assert int(match.group(1)) >= reached - 1
     # The other rank has kept its process.

@@ -68,7 +68,7 @@ def find_weights(metadata: StoredMetadata) -> dict[str, str]:
     if EMBEDDING not in found:
         named = f"it names {_listed(sorted(keys))}" if keys else "it names no tensor"
         raise CheckpointError(
-            f"{metadata.path}: without a common.pt beside it this is no checkpoint of Megatron, and without "
+            f"{metadata.path}: without a common.pt in its folder this is no checkpoint of Megatron, and without "
             f"{EMBEDDING} none of torchtitan's Llama ({named}); save the model as a Hugging Face folder"
         )
     return found

@@ -1,4 +1,4 @@
-"""Context parallelism: how a sequence is split over ranks, and how attention sees all of it."""
+"""Context parallelism: the split of a sequence over ranks, and attention over the whole sequence."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Context-parallel attention: all-gather, Ulysses all-to-all, ring, and ring within Ulysses.
 
-All-gather: the keys and values of all ranks are gathered in one collective, for any attention core.
-Ulysses: an all-to-all before attention and another after it shard the heads instead of the sequence.
-Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
-Ring: keys and values go around the ranks while each rank attends to the block that it holds. With the zigzag split no
-rank waits for another: after the rank's own block, every step is half a block of work on every rank.
-Liu et al. 2023, https://arxiv.org/abs/2310.01889.
+All-gather: the keys and values of all ranks are gathered in one collective, for any core attention.
+Ulysses: an all-to-all before attention and another after it shard the heads instead of the sequence. Jacobs et al.
+2023, https://arxiv.org/abs/2309.14509.
+Ring: keys and values are passed around the ranks while each rank attends to the block that it holds. With the zigzag
+split no rank waits for another: after the rank's own block, every step is half a block of work on every rank. Liu et
+al. 2023, https://arxiv.org/abs/2310.01889.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 @dataclass(frozen=True)
 class AllGatherAttention:
-    """Attend with this rank's queries to the gathered keys and values of the whole sequence.
+    """All-gather context parallelism: this rank's queries attend to the gathered keys and values.
 
-    Each of the rank's two chunks is given to ``core`` with the keys that it may look at: up to its own end where
-    attention is causal, and from where its first query's window begins. No mask is made of positions: the core is told
-    which part of the pattern it is. Forward: all-gather of keys and values along s;
-    backward: reduce-scatter of their gradients.
+    For each of the rank's two chunks, ``core`` gets only the keys that the chunk can attend to: up to the chunk's end
+    for causal attention, and from the start of its first query's window. The core gets the part of the pattern instead
+    of a mask of positions. Forward: all-gather of keys and values along s; backward: reduce-scatter of their gradients.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
@@ -56,7 +55,6 @@ class AllGatherAttention:
     core: AttentionCore
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the attention output."""
         pattern, device = inputs.pattern, inputs.query.device
         both = gather_from_sequence_parallel_region(torch.stack((inputs.key, inputs.value), dim=1), self.cp)
         keys, values = to_sequence_order(both, self.cp.size, dim=0).unbind(dim=1)
@@ -77,10 +75,10 @@ class AllGatherAttention:
 
 @dataclass(frozen=True)
 class UlyssesAttention:
-    """Attend with a share of the heads to the whole sequence.
+    """Ulysses context parallelism: each rank attends with a part of the heads to the whole sequence.
 
-    Key-value heads that are too few for the ranks are repeated, and their gradients summed. Forward: all-to-all from
-    the sequence to the heads and back; backward: the same in the other order.
+    If there are fewer key-value heads than ranks require, they are repeated, and their gradients are summed. Forward:
+    all-to-all from sequence to heads and back; backward: the same in reverse order.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
@@ -89,7 +87,6 @@ class UlyssesAttention:
     core: AttentionCore
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the attention output."""
         query, key, value = inputs.heads
         size, num_heads, num_groups = self.cp.size, query.shape[2], key.shape[2]
         copies = copies_of_key_value_heads(num_heads, num_groups, size)
@@ -98,7 +95,7 @@ class UlyssesAttention:
         widths = [tensor.shape[2] // size for tensor in (query, key, value)]
         local_length, batch, _, head_dim = query.shape
         shares = [tensor.reshape(local_length, batch, size, -1, head_dim) for tensor in (query, key, value)]
-        # [s/cp, b, cp, heads/cp, d] with the receiving rank first; what arrives has the sending rank first.
+        # [s/cp, b, cp, heads/cp, d], with the receiving rank first; the result has the sending rank first.
         received = _all_to_all(torch.cat(shares, dim=3).movedim(2, 0), self.cp).flatten(0, 1)
         queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
         own = slice(self.cp.rank * widths[0], (self.cp.rank + 1) * widths[0])
@@ -125,19 +122,19 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(tensor: torch.Tensor, cp: Group) -> torch.Tensor:
-    """Give row i to rank i. Forward and backward: all-to-all along dim 0. Shapes: ``[cp, …] -> [cp, …]``."""
+    """Send row i to rank i. Forward and backward: all-to-all along dim 0. Shapes: ``[cp, …] -> [cp, …]``."""
     received: torch.Tensor = _AllToAll.apply(tensor, cp)  # type: ignore[no-untyped-call]
     return received
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Attend to the whole sequence with queries, keys and values split by `partition` over the ranks of ``cp``.
+    """Ring attention: queries, keys and values are split by `partition` over the ranks of ``cp``.
 
-    Every rank's keys and values reach every other in ``cp.size − 1`` hops, each under way while the block before it is
-    computed; blocks are merged by their log-sum-exp in at least float32. The backward pass sends keys and
-    values round once more, followed by their gradients, which arrive at home after ``cp.size`` hops. Sinks are merged
-    in last, as one more block that each rank has for its own queries.
+    Every rank's keys and values reach all other ranks in ``cp.size − 1`` hops, each overlapped with the previous
+    block's computation. Blocks are merged by their log-sum-exp in at least float32. The backward pass sends keys and
+    values around the ring again, followed by their gradients, which return to their owner after ``cp.size`` hops. Sinks
+    are merged last, as one more block of each rank's own queries.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
@@ -146,7 +143,6 @@ class RingAttention:
     blocks: AttentionBlocks
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the attention output."""
         ring = _Ring(self.cp, self.blocks, inputs.pattern, inputs.dropout)
         output: torch.Tensor = _RingFunction.apply(*inputs.heads, inputs.sinks, ring)  # type: ignore[no-untyped-call]
         return output
@@ -154,7 +150,7 @@ class RingAttention:
 
 @dataclass(frozen=True)
 class _Step:
-    """Hold what a rank computes at one step: queries from ``first_query`` on, keys before ``end_key``."""
+    """A rank's block at one ring step: queries from ``first_query`` on, keys before ``end_key``."""
 
     first_query: int
     end_key: int
@@ -163,7 +159,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Ring:
-    """Hold what both directions of one call have in common."""
+    """State of one call that forward and backward share."""
 
     cp: Group
     blocks: AttentionBlocks
@@ -171,10 +167,11 @@ class _Ring:
     dropout: AttentionDropout | None
 
     def step(self, number: int, query: torch.Tensor) -> _Step:
-        """Return the work of a step for ``query: [s/cp, …]``; keys and values are those of rank ``cp.rank − number``.
+        """Return the block of a ring step for ``query: [s/cp, …]``, with the keys of rank ``cp.rank − number``.
 
-        Where attention is causal, both of this rank's chunks see an earlier rank's first chunk whole and its second not
-        at all. Of a later rank's, this rank's first chunk sees nothing and the second sees both whole.
+        For causal attention both of this rank's chunks attend to all of an earlier rank's first chunk and to nothing of
+        its second chunk. For a later rank, this rank's first chunk attends to nothing and its second chunk to both
+        chunks.
         """
         rank, size, pattern, local_length = self.cp.rank, self.cp.size, self.pattern, query.shape[0]
         source = (rank - number) % size
@@ -211,7 +208,7 @@ class _RingFunction(torch.autograd.Function):
             keys, values = traveling[:, : step.end_key].permute(0, 2, 3, 1, 4)
             block = ring.blocks.forward(heads_first[:, :, step.first_query :], keys, values, step.mask)
             if number == 0:
-                # A copy, because the kernel may return what it keeps, and merging is in place.
+                # A copy, because the kernel may return a tensor that it has saved, and merging is in place.
                 output = block[0].to(arithmetic_dtype(query.dtype), copy=True)
                 logsumexp = block[1].to(output.dtype, copy=True)
             else:
@@ -262,18 +259,19 @@ class _RingFunction(torch.autograd.Function):
 def with_context_parallel(
     core: AttentionCore, exchange: str, cp: Group, *, plain_blocks: bool = False, softcap: float | None = None
 ) -> AttentionCore:
-    """Return ``core`` for sequences that are split over ``cp``; the core itself where one rank holds them whole.
+    """Wrap ``core`` for sequences that are split over ``cp``; without context parallelism return ``core`` itself.
 
-    The result takes a pattern without a mask: that of a whole sequence would be larger than anything else that a rank
-    holds. ``plain_blocks`` keeps ring attention from kernels; ``softcap`` must be the core's. With ``a2a+p2p`` the
-    ranks of the group's inner level share the heads, and each of them goes round a ring with the outer level's.
+    The result takes a pattern without a mask, because the mask of a whole sequence would be larger than all other
+    tensors of a rank. ``plain_blocks`` disables fused kernels in ring attention. ``softcap`` must be the core's. With
+    ``a2a+p2p`` the ranks of the group's inner level shard the heads, and each of them forms a ring with ranks of the
+    outer level.
     """
     if cp.size == 1:
         return core
     if exchange == "a2a+p2p":
         assert cp.levels is not None, "the group is cut in no levels"
         inner, outer = cp.levels
-        # Neighbors hold stretches of the two chunks that one rank of a ring of the outer size would hold.
+        # Inner ranks together hold the two chunks that one rank of a ring of the outer size would hold.
         core = with_context_parallel(core, "p2p", outer, plain_blocks=plain_blocks, softcap=softcap)
         return with_context_parallel(core, "a2a", inner)
     if exchange == "p2p":

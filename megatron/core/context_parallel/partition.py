@@ -1,8 +1,8 @@
-"""How a sequence is split over context-parallel ranks so that causal attention gives each of them equal work.
+"""The zigzag split of a sequence over context-parallel ranks, which balances the work of causal attention.
 
 The sequence is split into ``2 · size`` chunks. Rank ``r`` holds chunk ``r`` and chunk ``2 · size − 1 − r``: an early
-one, which looks at little, and a late one, which looks at much. "Rank order" below means the parts of rank 0, 1, … put
-together, as a collective leaves them.
+chunk, which attends to few keys, and a late chunk, which attends to many. "Rank order" below means the concatenation of
+the parts of rank 0, 1, …, as in the result of a collective.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from megatron.core.process_group import Group
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """Return the two chunks that a rank holds, in the order in which it holds them."""
+    """Return the numbers of the two chunks that a rank holds, in ascending order."""
     return rank, 2 * size - 1 - rank
 
 
 def chunk_length(length: int, size: int) -> int:
-    """Return the length of one of the chunks of a sequence.
+    """Return the chunk length of a sequence.
 
     Raises:
-        ValueError: the sequence cannot be cut into equal chunks.
+        ValueError: the sequence cannot be split into equal chunks.
     """
     if length % (2 * size):
         raise ValueError(f"a sequence of {length} cannot be cut into 2 x {size} equal chunks")
@@ -29,7 +29,7 @@ def chunk_length(length: int, size: int) -> int:
 
 
 def positions_of(rank: int, size: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the positions of the whole sequence that a rank holds, in ascending order.
+    """Return the positions in the whole sequence that a rank holds, in ascending order.
 
     Shapes: ``-> [length / size]`` int64.
     """
@@ -39,7 +39,7 @@ def positions_of(rank: int, size: int, length: int, device: torch.device | str =
 
 
 def cut_sequence(tensor: torch.Tensor, cp: Group, dim: int) -> torch.Tensor:
-    """Return this rank's part of a whole sequence along ``dim``; the tensor itself where one rank holds everything.
+    """Return this rank's part of a whole sequence along ``dim``; without context parallelism the tensor itself.
 
     Shapes: ``[…, s, …] -> […, s/cp, …]``.
     """
@@ -50,7 +50,7 @@ def cut_sequence(tensor: torch.Tensor, cp: Group, dim: int) -> torch.Tensor:
 
 
 def to_sequence_order(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Bring a sequence from rank order into its own order: the inverse of cutting it for every rank.
+    """Reorder a sequence from rank order into its original order.
 
     Shapes: ``[…, s, …] -> […, s, …]``.
     """
@@ -59,7 +59,7 @@ def to_sequence_order(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor
 
 
 def to_rank_order(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Put the parts of rank 0, 1, … of a sequence one after the other.
+    """Reorder a sequence into rank order: the parts of rank 0, 1, ….
 
     Shapes: ``[…, s, …] -> […, s, …]``.
     """

@@ -317,7 +317,7 @@ class BlendedDatasetBuilder:
         for name, builder in self._extra_valid_builders():
             with _named_errors(name):
                 dataset = builder._build_split(SPLIT_NAMES.index("valid"), counted)
-            assert dataset is not None, "a validation set without data is refused"
+            assert dataset is not None, "a validation set without data is rejected"
             extra_valid[name] = dataset
         valid, test = (self._build_split(split, counted) for split in (1, 2))
         if counted is not None:

@@ -301,17 +301,17 @@ def continue_history(
     if dataloader_type != history.dataloader_type:
         raise DataError(
             f"the checkpoint's run reads with --dataloader-type {history.dataloader_type}: with {dataloader_type} it "
-            f"would repeat samples; give --dataloader-type {history.dataloader_type}, or --finetune to begin anew"
+            f"would repeat samples; give --dataloader-type {history.dataloader_type}, or --finetune to start a new run"
         )
     if history.seed is not None and history.seed != seed:
         raise DataError(
             f"the checkpoint's run has --seed {history.seed}, which decides the order of --dataloader-type cyclic: "
-            f"with {seed} it would repeat samples; give --seed {history.seed}, or --finetune to begin anew"
+            f"with {seed} it would repeat samples; give --seed {history.seed}, or --finetune to start a new run"
         )
     if history.consumed_samples != consumed_samples:
         raise DataError(
             f"the checkpoint's record of the data that was read is of {history.consumed_samples} consumed samples, but "
-            f"the run stands at {consumed_samples}; take another checkpoint (--ckpt-step), or --finetune to begin anew"
+            f"the run is at {consumed_samples}; use another checkpoint (--ckpt-step), or --finetune for a new run"
         )
     history, numbers = _with_parts(history, parts)
     last = history.phases[-1]
@@ -320,7 +320,7 @@ def continue_history(
     if dataloader_type == "cyclic":
         raise DataError(
             "the blend is another than in the checkpoint, and --dataloader-type cyclic has permuted the samples of the "
-            "old one together; keep --data-path as it was, or give --finetune to begin anew"
+            "old one together; keep --data-path as it was, or give --finetune to start a new run"
         )
     phase = _next_phase(history, parts, numbers, weights, consumed_samples, num_samples)
     kept = history.phases if last.start < consumed_samples else history.phases[:-1]

@@ -105,7 +105,7 @@ class BeamSearch:
             return list(range(self.config.num_beams))
         going = [candidate for candidate, has_ended in zip(candidates, ends, strict=True) if not has_ended]
         going = going[: self.config.num_beams]
-        assert len(going) == self.config.num_beams, "too few candidates go on"
+        assert len(going) == self.config.num_beams, "too few candidates are left"
         self.texts = [(*self.texts[candidate.beam], candidate.token) for candidate in going]
         self.scores = [candidate.log_probability for candidate in going]
         self.is_done = self.is_done or self._nothing_better_can_come(length)

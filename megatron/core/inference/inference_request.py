@@ -124,7 +124,7 @@ def _beam_problems(config: GPTConfig, request: GenerationRequest) -> list[str]:
     if request.bias:
         problems.append("beams take no bias of tokens: leave one of them out")
     if request.log_probabilities or request.new_log_probabilities:
-        problems.append("beams give scores in place of log-probabilities: ask for one of them")
+        problems.append("beams give scores instead of log-probabilities: ask for one of them")
     if request.stop.closing_tokens or request.stop.closing_pairs != TokenPairs():
         problems.append("beams end at an end token alone: do not stop at the end of a line, or leave the beams out")
     return problems

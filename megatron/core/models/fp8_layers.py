@@ -33,18 +33,18 @@ _LINEAR = (ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SharedGrou
 def compute_in_float8(
     models: Sequence[nn.Module], config: TransformerConfig, device: torch.device | str, num_averaged: int = 1
 ) -> Float8State | None:
-    """Let the linear layers of the chunks' transformer layers compute in fp8, as far as the configuration asks for it.
+    """Enable FP8 in the linear layers of the chunks' transformer layers, by the configuration.
 
-    In front of layers that predict further tokens, the product that joins their inputs does, too.
+    In MTP modules the linear layer that joins the inputs also computes in FP8.
 
-    ``num_averaged`` is over how many ranks gradients are averaged. Returns what delayed scaling remembers, None for
-    other recipes. Embedding and output layer stay as they are.
+    ``num_averaged`` is the number of ranks over which gradients are averaged. Returns the state of delayed scaling,
+    None for other recipes. Embedding and output layer are unchanged.
     """
     if config.fp8.fp8_format is None:
         return None
     recipe = Float8Recipe.of(config.fp8)
     if torch.device(device).type == "cuda" and triton_works():
-        # Asked for here: the answer costs a wait, which no step should have.
+        # Probed here, because the probe synchronizes with the device, which no step should do.
         casts_to_float8("cuda")
     places = config.float8_places
     state = Float8State(config.fp8, places, device, num_averaged) if recipe.is_delayed else None
@@ -77,12 +77,12 @@ def compute_in_float8(
 
 
 def _reads_stream(name: str, module: nn.Module) -> bool:
-    """Return whether a linear layer's input is what a norm of the residual stream gives."""
+    """Return whether a linear layer's input is the output of a norm of the residual stream."""
     return not isinstance(module, RowParallelLinear) and not name.endswith("_up_proj")
 
 
 def describe_float8(config: TransformerConfig, device: torch.device | str) -> str | None:
-    """Return one line that says which products are in fp8 and what computes them; None where none are."""
+    """Return one line that names the GEMMs in FP8 and how they are computed, or None without FP8."""
     layers = config.fp8.float8_layers(config.num_layers)
     if not layers:
         return None

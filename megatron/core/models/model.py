@@ -1,4 +1,4 @@
-"""The interface that training requires of a model, and its wrapper for data parallelism."""
+"""The interface of models for training, and their wrapper for data parallelism."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from megatron.core.weight_prefetch import has_memory
 
 
 class Model(nn.Module):
-    """Be one chunk of a model, on one pipeline stage.
+    """One chunk of a model, on one pipeline stage.
 
-    A chunk with ``pre_process`` begins the model. Every other one is given the hidden states of the chunk before. A
-    chunk with ``post_process`` ends in the loss, every other one in hidden states of ``config.hidden_shape``. How a
-    chunk is called is between the model and its forward step.
+    A chunk with ``pre_process`` is the first of the model. All other chunks take the hidden states of the previous
+    chunk. A chunk with ``post_process`` returns the loss, all others return hidden states of ``config.hidden_shape``.
+    The arguments of a chunk are defined by the model and its forward step.
     """
 
     config: TransformerConfig
     pre_process: bool
     post_process: bool
     seed: int | None = None
-    """What the first values are drawn from, zeros without it, of parameters that were made without memory."""
+    """Seed for parameters that were created without memory; without a seed they are initialized to zero."""
     parallel_state: ParallelState | None = None
-    """The groups of ranks that divide the drawing of initial values; without it each rank draws its own."""
+    """Process groups that divide the generation of initial values; without them each rank generates its own values."""
     auxiliary_loss_names: tuple[str, ...] = ()
-    """Names of the whole model's auxiliary losses that are reported, the same on every chunk."""
+    """Names of all reported auxiliary losses of the model, the same on every chunk."""
 
     @property
     def blocks(self) -> tuple[TransformerBlock, ...]:
-        """Return the blocks of layers, whose weights may be elsewhere while other layers run."""
+        """Return the blocks of layers, whose weights may be freed or offloaded while other layers run."""
         return tuple(module for module in self.modules() if isinstance(module, TransformerBlock))
 
     @property
     def first_alone(self) -> nn.Module | None:
-        """Return what runs before all layers, if its backward pass and all else do without its weights."""
+        """Return the module before all layers, if only its own forward pass needs its weights."""
         return None
 
     def name_parameters(self) -> None:
-        """Put each module's place in the model before the names in its parameters' descriptions."""
+        """Prefix the parameter names in all `ParamSpec` with the module's path in the model."""
         for module_name, module in self.named_modules():
             for parameter in module.parameters(recurse=False):
                 attach_spec(parameter, spec_of(parameter).with_prefix(f"{module_name}."))
 
     def initialize_parameters(self, seed: int | None, some: Sequence[nn.Parameter] | None = None) -> None:
-        """Give the named parameters, or ``some`` of them, their first values.
+        """Initialize all parameters, or ``some`` of them; names must be set.
 
-        They are drawn from ``seed``, or zeros without one; on ``meta`` there are none. Of a parameter that this rank
-        holds in parts the parts are filled. With ``parallel_state`` a drawing is collective, see `initialize_divided`.
+        Values are generated from ``seed``. Without a seed they are zero. On ``meta`` nothing is initialized. If this
+        rank holds only parts of a parameter, these parts are initialized. With ``parallel_state`` the generation is
+        collective (see `initialize_divided`).
         """
         parameters = list(self.parameters()) if some is None else some
         if seed is None:
@@ -71,9 +72,9 @@ def wrap_model(
     *,
     calculate_per_token_loss: bool = False,
 ) -> DistributedDataParallel:
-    """Wrap a model chunk; where weights are sharded, its blocks have them while their layers run.
+    """Wrap a model chunk for data parallelism; with FSDP its blocks gather and free their layers' weights.
 
-    Parameters without memory have their first values then: all of a parameter, or what this rank holds of it.
+    Parameters without memory are initialized here: the whole parameter, or this rank's shard of it.
     """
     unfilled = [parameter for parameter in model.parameters() if not has_memory(parameter)]
     wrapped = DistributedDataParallel(

@@ -1,4 +1,4 @@
-"""Operators: attention, matrix products, activations, dropout, cross-entropy, and fp8 operands."""
+"""Operators: attention, GEMMs, activations, dropout, cross-entropy, and FP8 quantization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention backends: per device an order of preference, from which each call takes the first supported kernel.
+"""Attention backends: an order of preference per device, from which each call takes the first supported kernel.
 
 The flash-attn packages, version 3 and version 2, are loaded here if they are installed and work.
 """
@@ -40,27 +40,27 @@ class FlashAttention(Protocol):
     """Attention by a flash-attn package, in float16 or bfloat16 on CUDA."""
 
     def __call__(self, inputs: AttentionInputs, softcap: float | None) -> torch.Tensor:
-        """Return the attention output, of scores kept within ``softcap`` of 0; queries are at the end of the keys."""
+        """Return the attention output, with scores soft-capped; queries are the last positions of the keys."""
 
 
 @functools.cache
 def load_flash_attention(*, is_deterministic: bool = False) -> FlashAttention | None:
-    """Return attention over flash-attn 2, or None where the package is not to be had.
+    """Return attention by flash-attn 2, or None if the package is unavailable.
 
-    ``is_deterministic`` asks for the same bits again: by default its backward pass adds to the gradient of the queries
-    in whatever order its blocks come. Before 2.4.1 it has nothing else, and None is returned.
-    A package that is installed but cannot be imported (a broken shared object, a missing package that it needs) is
-    named in one warning, however many layers ask.
+    ``is_deterministic`` requests bitwise reproducible gradients: by default the backward pass accumulates the query
+    gradient in a nondeterministic order. Versions before 2.4.1 do not support this, and None is returned. An installed
+    package that cannot be imported (a broken shared object, a missing dependency) causes one warning, independent of
+    the number of layers.
     """
     return _load_package("flash_attn", "flash-attn", takes_dropout=True, is_deterministic=is_deterministic)
 
 
 @functools.cache
 def load_flash_attention_3() -> FlashAttention | None:
-    """Return attention over flash-attn 3, which has no dropout, or None where the package is not to be had.
+    """Return attention by flash-attn 3, which has no dropout, or None if the package is unavailable.
 
-    Its backward pass does not give the same bits again, asked to or not (Dao-AILab/flash-attention #2244).
-    A broken package is named in one warning.
+    Its backward pass is not reproducible, even in deterministic mode (Dao-AILab/flash-attention #2244). A broken
+    package causes one warning.
     """
     return _load_package("flash_attn_interface", "flash-attn 3", takes_dropout=False, is_deterministic=False)
 
@@ -95,7 +95,7 @@ def _load_package(
             options["softcap"] = softcap
         with drawing_as(inputs.dropout, inputs.query.device):
             context = flash_attn_func(*(tensor.transpose(0, 1) for tensor in inputs.heads), **options)
-        # Early versions of flash-attn 3 return the log-sum-exps too.
+        # Early versions of flash-attn 3 also return the log-sum-exp.
         output: torch.Tensor = context[0] if isinstance(context, tuple) else context
         return output.transpose(0, 1)
 
@@ -103,7 +103,7 @@ def _load_package(
 
 
 PLAIN_BACKENDS = ("unfused", "local")
-"""Values of ``--attention-backend`` that ask for attention without fused kernels."""
+"""Values of ``--attention-backend`` that select attention without fused kernels."""
 
 SDPA = "torch's scaled_dot_product_attention"
 STEP_BY_STEP = "step by step, with all scores in memory"
@@ -119,7 +119,7 @@ _ENGINE_LENGTHS = 128
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Hold what decides which kernels can compute a call."""
+    """Properties of an attention call that determine which kernels support it."""
 
     dtype: torch.dtype
     head_dim: int
@@ -137,22 +137,22 @@ class AttentionCall:
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether direction and window are the only rules, and the queries are the last positions."""
+        """Return whether causality and window are the only rules, and the queries are the last positions."""
         pattern = self.pattern
         return pattern.document_ids is None and pattern.mask is None and pattern.first_query is None
 
     @property
     def is_common(self) -> bool:
-        """Tell whether scaled_dot_product_attention can do it without a mask."""
+        """Return whether scaled_dot_product_attention supports the call without a mask."""
         has_own_rule = not self.pattern.is_causal or self.num_queries in (1, self.num_keys)
         return self.pattern.is_plain and has_own_rule and not self.has_softcap
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Name a kernel, say which calls it can compute, and compute them.
+    """An attention kernel with its name, a predicate of supported calls, and its implementation.
 
-    It is asked for calls with sinks only if it ``takes_sinks``.
+    Calls with sinks are passed to it only if it ``takes_sinks``.
     """
 
     name: str
@@ -163,13 +163,13 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """Compute each call by the first kernel that can; the last one can compute every call."""
+    """Core attention that uses the first supporting kernel for each call; the last kernel supports every call."""
 
     kernels: tuple[AttentionKernel, ...]
     has_softcap: bool = False
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the attention output, as every `AttentionCore` does."""
+        """Compute the attention output like any `AttentionCore`."""
         query = inputs.query
         call = AttentionCall(
             *(query.dtype, query.shape[3], inputs.num_queries, inputs.num_keys, inputs.pattern),
@@ -181,7 +181,7 @@ class AttentionKernels:
         return self.choose(call).compute(inputs)
 
     def choose(self, call: AttentionCall) -> AttentionKernel:
-        """Return the kernel that computes a call."""
+        """Return the first kernel that supports a call."""
         return next(
             kernel for kernel in self.kernels if (kernel.takes_sinks or not call.has_sinks) and kernel.can(call)
         )
@@ -190,9 +190,9 @@ class AttentionKernels:
 def select_attention_core(
     backend: str, device: torch.device | str, softcap: float | None = None, transformer_impl: str = "local"
 ) -> AttentionKernels:
-    """Return the attention core that ``--attention-backend`` names on this device.
+    """Return the core attention that ``--attention-backend`` selects on this device.
 
-    Under ``auto`` that of ``--transformer-impl`` comes first.
+    With ``auto`` the kernel of ``--transformer-impl`` has the highest priority.
     """
     plain = AttentionKernel(
         STEP_BY_STEP,
@@ -224,7 +224,7 @@ def has_flash_package(device: torch.device | str) -> bool:
 def describe_missing_flash(
     attention_backend: str, params_dtype: str, device: torch.device | str, *, has_sinks: bool = False
 ) -> str | None:
-    """Return one line that says why FlashAttention, asked for by name, is not used on this device, or None."""
+    """Return one line with the reason why FlashAttention, which was requested, is not used on this device, or None."""
     if attention_backend != "flash":
         return None
     if torch.device(device).type != "cuda":
@@ -244,7 +244,7 @@ def describe_missing_flash(
 
 def _kernels_of_engine(engine: TransformerEngine, device: torch.device) -> list[AttentionKernel]:
     capability = compute_capability(device) or _FIRST_WITH_FLASH
-    # On Blackwell cuDNN 9.18 is the first that can give the same bits again, and then not with dropout.
+    # On Blackwell cuDNN 9.18 is the first version with deterministic kernels, and only without dropout.
     has_no_kernel = torch.are_deterministic_algorithms_enabled() and capability >= _BLACKWELL
     if has_no_kernel or capability < _FIRST_WITH_FLASH:
         return []
@@ -253,9 +253,9 @@ def _kernels_of_engine(engine: TransformerEngine, device: torch.device) -> list[
 
 
 def _fits_engine(call: AttentionCall) -> bool:
-    """Tell whether cuDNN computes it: where it does not, transformer-engine may keep all scores.
+    """Return whether cuDNN supports the call; otherwise transformer-engine might materialize all scores.
 
-    cuDNN plans each length anew, which is why it is not used for prompts of any length.
+    cuDNN builds a plan for each new length, so it is not used for prompts of arbitrary length.
     """
     has_shape = call.num_queries == call.num_keys and call.num_queries % _ENGINE_LENGTHS == 0
     has_width = call.head_dim % 8 == 0 and call.head_dim <= _WIDEST_ENGINE_HEAD
@@ -266,7 +266,7 @@ def _fits_engine(call: AttentionCall) -> bool:
 
 def _packages(device: torch.device, softcap: float | None) -> list[AttentionKernel]:
     def fits(call: AttentionCall) -> bool:
-        # For documents these packages want the number of them, which only the device knows.
+        # For packed documents these packages need the number of documents, which only the device knows.
         return call.is_half and call.is_dense and call.head_dim <= 256
 
     capability = compute_capability(device)
@@ -290,7 +290,7 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
         return call.is_half and call.head_dim % 8 == 0 and call.head_dim <= widest
 
     kernels = [
-        # With groups, and no flash kernel, it would compute all scores.
+        # With GQA and without a flash kernel it would materialize all scores.
         AttentionKernel(
             SDPA, lambda call: call.is_common and (not call.has_groups or fits_flash(call)), fused_attention
         ),
@@ -315,7 +315,7 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
 
 
 def _fits_flex(call: AttentionCall) -> bool:
-    """Tell whether FlexAttention can; it is compiled for a length, which is why it is not used for prompts."""
+    """Return whether FlexAttention supports the call, excluding prompts, as it is compiled per length."""
     is_whole = call.num_queries % BLOCK_SIZE == 0 and call.num_keys % BLOCK_SIZE == 0
     has_format = call.is_half or call.dtype == torch.float32
     has_rule = not call.is_dense or call.pattern.window is not None or call.has_softcap or call.has_sinks

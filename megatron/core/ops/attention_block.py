@@ -1,8 +1,9 @@
-"""Attention of some queries to some keys with its log-sum-exp, the gradients of such a block, and how blocks merge.
+"""Blockwise attention: output and log-sum-exp of a block of keys, its gradients, and the merging of blocks.
 
-All tensors here are ``[b, heads, s, d]``. With the log-sum-exp of every row, the attention to a whole sequence is put
-together from blocks of keys (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867; Dao et al. 2022,
-https://arxiv.org/abs/2205.14135), and a block's gradients need nothing of the others but that row's total.
+All tensors here are ``[b, heads, s, d]``. The log-sum-exp of every row allows attention to a whole sequence to be
+computed block by block (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867; Dao et al. 2022,
+https://arxiv.org/abs/2205.14135). A block's gradients need only the total log-sum-exp of each row from the other
+blocks.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from megatron.core.precision import arithmetic_dtype
 _FIRST_WITH_FLASH = (8, 0)
 _WITH_WIDE_FLASH = ((8, 0), (9, 0), (10, 0), (10, 3))
 MAX_SCORES = 2**24
-"""Scores that are in memory at once where no kernel computes a block: 64 MiB of float32."""
+"""Maximum number of scores in memory at once if no fused kernel computes a block: 64 MiB of float32."""
 
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Say what a block's queries may look at.
+    """Attention mask and dropout of a block.
 
-    ``visible`` of bool, True where a query may look (``[b or 1, 1, sq, sk]``), or None: then everything, or, if
-    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. ``dropout`` is that of
-    the block's queries and keys.
+    ``visible`` is a bool tensor (``[b or 1, 1, sq, sk]``), True where a query may attend, or None. With None a query
+    attends to all keys, or, if ``is_causal``, to the keys up to its own position in a block of equally many keys and
+    queries. ``dropout`` is for the block's queries and keys.
     """
 
     visible: torch.Tensor | None = None
@@ -37,7 +38,7 @@ class BlockMask:
     dropout: AttentionDropout | None = None
 
     def rows(self, start: int, end: int, num_keys: int, device: torch.device) -> BlockMask:
-        """Return the mask of some of the queries."""
+        """Return the mask of a range of the queries."""
         visible = None if self.visible is None else self.visible[:, :, start:end]
         if visible is None and self.is_causal:
             visible = torch.ones(end - start, num_keys, dtype=torch.bool, device=device).tril(start)[None, None]
@@ -47,13 +48,13 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """Compute blocks: by torch's fused kernels where they can, unless ``plain`` asks for every step written out.
+    """Compute blocks with torch's fused kernels if supported, or with unfused operations; ``plain`` forces the latter.
 
-    On CUDA it is cuDNN's kernel where `scaled_dot_product_attention` would take it, else FlashAttention-2: both return
-    the log-sum-exp of every row, and their backward passes take that of all blocks together.
+    On CUDA the fused kernel is cuDNN's if `scaled_dot_product_attention` would choose it, else FlashAttention-2. Both
+    return the log-sum-exp of every row, and their backward passes take the log-sum-exp of all blocks together.
 
-    With ``softcap`` every step is, and scores are kept within that number of 0, by a tanh. Written out, so many queries
-    at a time are computed that about ``max_scores`` scores are in memory.
+    With ``softcap`` operations are unfused, and a tanh keeps scores within that number of 0. Unfused operations process
+    the queries in slices, so that about ``max_scores`` scores are in memory.
     """
 
     plain: bool = False
@@ -63,10 +64,10 @@ class AttentionBlocks:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block's output and log-sum-exp; 0 and −inf for a query that sees none of the keys.
+        """Return the block's output and log-sum-exp; 0 and −inf for a query that attends to none of the keys.
 
-        Shapes: ``query: [b, n, sq, d]``, ``key, value: [b, g, sk, d]`` ``-> [b, n, sq, d]``, ``[b, n, sq]`` in at
-        least float32.
+        Shapes: ``query: [b, n, sq, d]``, ``key, value: [b, g, sk, d]`` ``-> [b, n, sq, d]``, ``[b, n, sq]`` in at least
+        float32.
         """
         if not self._has_kernel(query, mask):
             parts = [
@@ -88,10 +89,10 @@ class AttentionBlocks:
             query, key, value, 0.0, mask.is_causal, attn_mask=_additive(mask, query.dtype)
         )
         if mask.visible is not None:
-            # The kernel gives such rows 0 for their log-sum-exp.
+            # The kernel returns a log-sum-exp of 0 for such rows.
             blind = ~mask.visible.any(dim=-1)
             logsumexp = logsumexp.masked_fill(blind, -torch.inf)
-            # In place, which leaves the output in the order in which the next layer reads it.
+            # In place, to keep the memory layout that the next layer reads.
             output.masked_fill_(blind[..., None], 0.0)
         return output, logsumexp
 
@@ -107,7 +108,7 @@ class AttentionBlocks:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return this block's part of the gradients of its queries, keys and values.
 
-        ``output`` and ``logsumexp`` are those of the queries' attention to all blocks together.
+        ``output`` and ``logsumexp`` are the results of the queries' attention to all blocks together.
         """
         if not self._has_kernel(query, mask):
             return self._plain_backward(grad, query, key, value, output, logsumexp, mask)
@@ -157,7 +158,7 @@ class AttentionBlocks:
     def has_kernel(
         self, device_type: str, dtype: torch.dtype, head_dim: int, *, has_mask: bool, has_dropout: bool
     ) -> bool:
-        """Tell whether a flash kernel computes blocks; the others are written out."""
+        """Return whether a flash kernel computes blocks; otherwise operations are unfused."""
         if self.plain or self.softcap is not None or has_dropout:
             return False
         if device_type == "cpu":
@@ -175,7 +176,7 @@ class AttentionBlocks:
         )
 
     def _parts(self, query: torch.Tensor, key: torch.Tensor, mask: BlockMask) -> Iterator[tuple[slice, BlockMask]]:
-        """Yield the rows that are computed at once, and their mask."""
+        """Yield slices of the queries that are processed at once, and their masks."""
         length, num_keys = query.shape[2], key.shape[2]
         at_once = max(1, self.max_scores // (query.shape[0] * query.shape[1] * num_keys))
         if at_once >= length:
@@ -187,7 +188,7 @@ class AttentionBlocks:
 
 
 def takes_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask) -> bool:
-    """Return whether `scaled_dot_product_attention` takes cuDNN's kernel for a block, by torch's own choice."""
+    """Return whether torch's `scaled_dot_product_attention` would choose cuDNN's kernel for a block."""
     if query.device.type != "cuda" or mask.visible is not None:
         return False
     has_groups = query.shape[1] != key.shape[1]
@@ -196,9 +197,9 @@ def takes_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mas
 
 
 def widest_flash_head(capability: tuple[int, int] | None) -> int:
-    """Return how wide the heads are, at most, that torch's flash kernel for CUDA trains; 0 before Ampere.
+    """Return the maximum head width that torch's CUDA flash kernel supports in training; 0 before Ampere.
 
-    A device whose compute capability is not known counts as one that takes the widest.
+    An unknown compute capability counts as one that supports the maximum.
     """
     if capability is not None and capability < _FIRST_WITH_FLASH:
         return 0
@@ -208,9 +209,9 @@ def widest_flash_head(capability: tuple[int, int] | None) -> int:
 def merge_block(
     output: torch.Tensor, logsumexp: torch.Tensor, block_output: torch.Tensor, block_logsumexp: torch.Tensor
 ) -> None:
-    """Merge a block into the output and log-sum-exp of the blocks before it, in place.
+    """Merge a block into the output and log-sum-exp of the previous blocks, in place.
 
-    Rows that see nothing in either have a log-sum-exp of −inf and stay 0.
+    Rows that attend to nothing in either have a log-sum-exp of −inf and stay 0.
 
     Shapes: outputs ``[b, n, sq, d]``, log-sum-exps ``[b, n, sq]``, all in at least float32.
     """
@@ -224,7 +225,7 @@ def merge_block(
 def plain_block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a block step by step: the oracle of the kernels, and what is left where none of them can."""
+    """Compute a block with unfused operations: the reference for the kernels, and the fallback without one."""
     heads_per_group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
     scores = _masked(_scores(query, key, softcap), mask)
@@ -245,7 +246,7 @@ def plain_block_backward(
     mask: BlockMask,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute a block's gradients step by step."""
+    """Compute a block's gradients with unfused operations."""
     groups, heads_per_group = key.shape[1], query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
     scores = _scores(query, key, softcap)
@@ -267,7 +268,7 @@ def plain_block_backward(
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    # A product of float16 heads can pass its largest number before it is scaled.
+    # A dot product of float16 heads can overflow before it is scaled.
     wide = arithmetic_dtype(query.dtype)
     scores: torch.Tensor = (query.to(wide) @ key.to(wide).mT) * query.shape[-1] ** -0.5
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
@@ -281,12 +282,12 @@ def _masked(scores: torch.Tensor, mask: BlockMask) -> torch.Tensor:
 
 
 def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
-    """Replace −inf by 0: subtracted from scores of −inf, it leaves weights of 0 and not NaN."""
+    """Replace −inf by 0, so that subtracting it from scores of −inf gives weights of 0 and not NaN."""
     return logsumexp.masked_fill(logsumexp.isneginf(), 0.0)
 
 
 def _additive(mask: BlockMask, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the mask in the only form that the CPU kernel takes: numbers of the queries' type, added to the scores."""
+    """Return the mask in the form that the CPU kernel requires: additive, in the dtype of the queries."""
     if mask.visible is None:
         return None
     return torch.zeros_like(mask.visible, dtype=dtype).masked_fill(~mask.visible, -torch.inf)

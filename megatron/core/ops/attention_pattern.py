@@ -14,14 +14,15 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, eq=False)
 class AttentionPattern:
-    """Say which keys each query may look at: by default those up to its own position.
+    """Which keys each query attends to: by default those up to its own position (causal).
 
-    Without ``is_causal`` a query looks in both directions. ``document_ids`` number the documents that are packed into a
-    sequence, and a query then looks at its own document only; under context parallelism too they are those of the whole
-    sequence in its own order. A ``mask`` replaces both rules: it is True where a query may look. With a ``window`` a
-    query looks back at so many keys only, its own among them, whatever the other rules are.
+    Without ``is_causal`` attention is bidirectional. ``document_ids`` number the documents that are packed into a
+    sequence, and a query then attends only within its own document. Under context parallelism they still cover the
+    whole sequence, in its original order. A ``mask`` replaces both rules: it is True where a query may attend. With a
+    sliding ``window`` a query attends back to only this number of positions, including its own, in addition to the
+    other rules.
 
-    The queries are the last positions of the keys, or those from ``first_query`` on.
+    The queries are the last positions of the keys, or the positions from ``first_query`` on.
 
     Shapes: ``document_ids: [b, sk]``; ``mask: [b or 1, 1, sq, sk]`` of bool.
     """
@@ -34,23 +35,23 @@ class AttentionPattern:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether the direction is the only rule, and the queries are the last positions."""
+        """Return whether causality or its absence is the only rule, and the queries are the last positions."""
         rules = (self.document_ids, self.mask, self.window, self.first_query)
         return all(rule is None for rule in rules)
 
     @property
     def is_plain_causal(self) -> bool:
-        """Tell whether causality is the only rule, which kernels know by themselves."""
+        """Return whether causality is the only rule, which all kernels support."""
         return self.is_causal and self.is_plain
 
     def within(self, window: int) -> AttentionPattern:
-        """Return this pattern narrowed to a window; layers with the same one share what documents give."""
+        """Return this pattern with a window; layers with the same window share the tensors derived from documents."""
         return self.shared(("window", window), lambda: replace(self, window=window))
 
     def part(self, queries: range, keys: range) -> AttentionPattern:
-        """Return the pattern of some queries and keys of the whole sequence, which ends no earlier than the queries.
+        """Return the pattern of a range of queries and a range of keys, which ends no earlier than the queries.
 
-        Layers share that of documents.
+        Layers share the tensors derived from documents.
         """
         assert self.mask is None, "a mask knows no positions"
         assert self.first_query is None, "a part has no parts"
@@ -62,7 +63,7 @@ class AttentionPattern:
         return self.shared(("part", queries, keys), lambda: replace(self, document_ids=ids, first_query=first_query))
 
     def shared(self, name: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` makes of the documents, once for all layers; without documents nothing is kept."""
+        """Return ``make()``, cached for all layers if there are documents."""
         if self.document_ids is None:
             return make()
         if name not in self._made:
@@ -75,7 +76,7 @@ class AttentionPattern:
         return {}
 
     def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return which keys the queries at some positions of the sequence may look at; None is all of them.
+        """Return which keys the queries at these positions attend to; None is all of them.
 
         Shapes: positions ``[sq]``, ``[sk]`` ``-> [b or 1, 1, sq, sk]`` of bool.
         """
@@ -94,7 +95,7 @@ class AttentionPattern:
         return num_keys - num_queries if self.first_query is None else self.first_query
 
     def matrix(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
-        """Return which of ``num_keys`` positions ``num_queries`` of them may look at; None is all of them.
+        """Return which of ``num_keys`` keys each of ``num_queries`` queries attends to; None is all of them.
 
         Shapes: ``-> [b or 1, 1, sq, sk]`` of bool.
         """

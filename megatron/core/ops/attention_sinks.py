@@ -1,8 +1,8 @@
-"""Attention sinks for kernels without support for them: merge the sinks in by the log-sum-exp of each row.
+"""Attention sinks for kernels without support for them: sinks are merged by the log-sum-exp of each row.
 
 A sink is a key of one head whose score is the same for every query and whose value is 0 (Xiao et al. 2023,
-https://arxiv.org/abs/2309.17453). With the log-sum-exp of a row it is one more block to merge. The backward pass is the
-kernel's own, given the output and the log-sum-exp that include the sinks.
+https://arxiv.org/abs/2309.17453). With the log-sum-exp of a row it is merged like one more block. The backward pass is
+the kernel's own, with an output and a log-sum-exp that include the sinks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.precision import arithmetic_dtype
 def merge_sinks(
     output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of rows that have a sink beside their keys.
+    """Return the output and the log-sum-exp after adding one sink per head to every row.
 
     Shapes: ``output: [b, n, sq, d]``, ``logsumexp: [b, n, sq]`` in at least float32, ``sinks: [n]``.
     """
@@ -30,7 +30,7 @@ def merge_sinks(
 def sinks_gradient(
     grad: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of the sinks; output and log-sum-exp are those with the sinks in them.
+    """Return the gradient of the sinks; ``output`` and ``logsumexp`` include the sinks.
 
     Shapes: ``grad, output: [b, n, sq, d]``, ``logsumexp: [b, n, sq]`` ``-> [n]``.
     """
@@ -41,7 +41,7 @@ def sinks_gradient(
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> torch.Tensor:
-    """Compute attention as one block: by torch's flash kernels where they can, else so many queries at a time."""
+    """Compute attention as one block: with torch's flash kernels if supported, else in slices of the queries."""
     pattern, num_queries, num_keys = inputs.pattern, inputs.num_queries, inputs.num_keys
     needs_no_matrix = pattern.is_plain_causal and num_queries in (1, num_keys)
     visible = None if needs_no_matrix else pattern.matrix(num_queries, num_keys, inputs.query.device)
@@ -75,7 +75,7 @@ class _BlockWithSinks(torch.autograd.Function):
 
 
 def torch_flash_with_sinks(inputs: AttentionInputs) -> torch.Tensor:
-    """Compute attention by torch's flash kernel for CUDA, as `torch_flash_attention` does, which names its limits."""
+    """Compute attention with torch's CUDA flash kernel, with the same limits as `torch_flash_attention`."""
     pattern = inputs.pattern
     with drawing_as(inputs.dropout, inputs.query.device):
         context: torch.Tensor = _FlashWithSinks.apply(  # type: ignore[no-untyped-call]

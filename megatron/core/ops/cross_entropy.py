@@ -1,6 +1,6 @@
-"""The rows of a cross-entropy over some columns of the vocabulary: the normalizer, and the gradient in place.
+"""Softmax cross-entropy rows over some columns of the vocabulary: the normalizer, and the gradient in place.
 
-The torch twin processes the logits in slabs of rows that fit in a cache.
+The torch version processes the logits in slabs of rows that fit into a cache.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _CUDA_SLAB_ELEMENTS = 1 << 28
 def normalizer_and_label_logits(
     logits: torch.Tensor, labels: torch.Tensor, num_columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return every row's log-sum-exp over its first ``num_columns``, and the logit of its label.
+    """Return every row's log-sum-exp over its first ``num_columns`` columns, and the logit of its label.
 
-    A label that is not among these columns gives 0.
+    A label outside these columns gives 0.
 
     Shapes: ``logits: [n, v], labels: [n] -> [n], [n]`` in float32 (float64 for float64 logits).
     """
@@ -34,7 +34,7 @@ def normalizer_and_label_logits(
     normalizer = torch.full_like(label_logits, -torch.inf)
     if num_columns:
         for slab, wide, softmax in _slab_softmax(real):
-            # The largest probability is 1 over the sum of exp(logit - maximum).
+            # The largest probability is 1 / sum(exp(logit - maximum)).
             normalizer[slab] = wide.amax(dim=1) - softmax.amax(dim=1).log_()
         columns, elsewhere = _columns(labels, num_columns)
         label_logits = real.gather(1, columns).squeeze(1).to(label_logits.dtype).masked_fill_(elsewhere, 0)
@@ -49,9 +49,9 @@ def overwrite_with_gradient(
     log_normalizer: torch.Tensor,
     row_grad: torch.Tensor,
 ) -> None:
-    """Put the gradient of every row's loss in place of its logits, and zeros behind ``num_columns``.
+    """Overwrite every row's logits with the gradient of its loss, and columns after ``num_columns`` with zeros.
 
-    ``normalizer`` is the log-sum-exp over these columns, ``log_normalizer`` the one over the whole vocabulary.
+    ``normalizer`` is the log-sum-exp over these columns, ``log_normalizer`` the log-sum-exp over the whole vocabulary.
 
     Shapes: ``logits: [n, v]``, the others ``[n]``.
     """
@@ -64,11 +64,11 @@ def overwrite_with_gradient(
     if num_columns:
         columns, elsewhere = _columns(labels, num_columns)
         label_grad = row_grad.masked_fill(elsewhere, 0).neg_()
-        # The softmax over these columns, times their share of the whole, is the whole's softmax.
+        # The softmax over the whole vocabulary is the softmax over these columns times their total probability.
         row_factor = row_grad * (normalizer - log_normalizer).exp()
         for slab, _, softmax in _slab_softmax(real):
             softmax.mul_(row_factor[slab, None])
-            # Before the rounding to a low precision: a confident label's p - 1 would be lost in it.
+            # Subtract before rounding to low precision, which would lose p - 1 of a confident label.
             softmax.scatter_add_(1, columns[slab], label_grad[slab, None])
             real[slab] = softmax
     logits[:, num_columns:] = 0
@@ -79,7 +79,7 @@ def _takes_triton(logits: torch.Tensor) -> bool:
 
 
 def _columns(labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column of every label, and which labels are not among the columns (for those it is 0)."""
+    """Return the column of every label, 0 for labels outside the columns, and which labels those are."""
     elsewhere = (labels < 0) | (labels >= num_columns)
     return labels.masked_fill(elsewhere, 0)[:, None], elsewhere
 
@@ -98,7 +98,7 @@ def _rows_per_slab(logits: torch.Tensor) -> int:
 def _slab_softmax(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Yield each slab's rows with the logits and their softmax, both in the arithmetic dtype.
 
-    Every slab reuses the memory of the two tensors: allocating new memory takes longer than the computation.
+    All slabs reuse the memory of the two tensors, because allocating memory takes longer than the computation.
     """
     shape = (_rows_per_slab(logits), logits.shape[1])
     logits_memory, softmax_memory = logits.new_empty((2, *shape), dtype=arithmetic_dtype(logits.dtype)).unbind()

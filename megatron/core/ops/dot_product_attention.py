@@ -1,4 +1,4 @@
-"""The attention core: softmax(q kᵀ / √d) v, by torch's fused kernels or written out plainly.
+"""Core attention, softmax(q kᵀ / √d) v, with torch's fused kernels or unfused operations.
 
 Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://arxiv.org/abs/2205.14135.
 """
@@ -20,7 +20,7 @@ from megatron.core.precision import arithmetic_dtype
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The arguments of attention: ``sinks`` are scores of one more key per head, whose value is 0.
+    """Arguments of core attention; ``sinks`` are the scores of one additional key per head, whose value is 0.
 
     Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``sinks: [n]``.
     """
@@ -51,21 +51,21 @@ class AttentionInputs:
 
     @property
     def has_groups(self) -> bool:
-        """Tell whether several query heads share a key-value head."""
+        """Return whether several query heads share a key-value head (GQA)."""
         return self.key.shape[2] != self.query.shape[2]
 
 
 class AttentionCore(Protocol):
-    """Attention of queries to keys and values, whatever computes it."""
+    """Interface of core attention implementations."""
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return the attention output. Shapes: ``-> [sq, b, n, d]``."""
 
 
 def plain_attention(inputs: AttentionInputs, softcap: float | None = None) -> torch.Tensor:
-    """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels.
+    """Compute attention with unfused operations and the softmax in at least float32: the reference for fused kernels.
 
-    With ``softcap`` the scores are kept within that number of 0, by a tanh.
+    With ``softcap`` a tanh keeps the scores within that number of 0.
     """
     query, key, value = inputs.heads
     groups = key.shape[2]
@@ -73,7 +73,7 @@ def plain_attention(inputs: AttentionInputs, softcap: float | None = None) -> to
     key = key.repeat_interleave(heads_per_group, dim=2)
     value = value.repeat_interleave(heads_per_group, dim=2)
     visible = inputs.pattern.matrix(inputs.num_queries, inputs.num_keys, query.device)
-    # A product of float16 heads can pass its largest number, 65,504, before it is scaled.
+    # A dot product of float16 heads can overflow 65,504 before it is scaled.
     wide = arithmetic_dtype(query.dtype)
     scores = torch.einsum("qbnd,kbnd->bnqk", query.to(wide), key.to(wide)) * query.shape[-1] ** -0.5
     if softcap is not None:
@@ -92,10 +92,10 @@ def plain_attention(inputs: AttentionInputs, softcap: float | None = None) -> to
 
 
 def fused_attention(inputs: AttentionInputs) -> torch.Tensor:
-    """Compute attention by torch's scaled_dot_product_attention, which picks the kernel.
+    """Compute attention with torch's scaled_dot_product_attention, which chooses the kernel.
 
-    With dropout on CPU it has none but the plain steps, and the plain core takes its place: that drops the same weights
-    at every layout.
+    On CPU torch has no fused kernel with dropout. `plain_attention` is used instead, which drops the same weights in
+    any layout.
     """
     assert inputs.sinks is None, "the kernels have no sinks"
     query, key, value = inputs.heads
@@ -103,7 +103,7 @@ def fused_attention(inputs: AttentionInputs) -> torch.Tensor:
     if inputs.dropout and query.device.type == "cpu":
         return plain_attention(inputs)
     num_queries, num_keys = inputs.num_queries, inputs.num_keys
-    # The kernels' own causal rule is that of as many queries as keys; a single query sees all keys.
+    # The kernels' causal mask assumes equally many queries and keys; a single query attends to all keys.
     needs_no_matrix = pattern.is_plain_causal and num_queries in (1, num_keys)
     with drawing_as(inputs.dropout, query.device):
         context = F.scaled_dot_product_attention(
@@ -117,9 +117,9 @@ def fused_attention(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def torch_flash_attention(inputs: AttentionInputs) -> torch.Tensor:
-    """Compute attention by torch's flash kernel for CUDA, which knows windows and queries at the end of more keys.
+    """Compute attention with torch's CUDA flash kernel, which supports windows and fewer queries than keys.
 
-    Key-value heads are not repeated. The kernel takes float16 and bfloat16, heads whose width is a multiple of 8, and
+    Key-value heads are not repeated. The kernel supports float16 and bfloat16, head widths that are multiples of 8, and
     no documents.
     """
     assert inputs.sinks is None, "the kernel has no sinks"
@@ -136,10 +136,10 @@ def torch_flash_attention(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def masked_attention(inputs: AttentionInputs) -> torch.Tensor:
-    """Compute attention by torch's scaled_dot_product_attention with a mask where one is needed, for CUDA.
+    """Compute attention on CUDA with torch's scaled_dot_product_attention, with a mask if needed.
 
-    Key-value heads are repeated: of torch's kernels none takes both a mask and groups, and without a kernel the scores
-    of all heads are in memory. The layers share the mask of documents.
+    Key-value heads are repeated, because no fused kernel of torch supports both a mask and GQA, and without a fused
+    kernel the scores of all heads are materialized. Layers share the mask of documents.
     """
     assert inputs.sinks is None, "the kernels have no sinks"
     query, key, value = inputs.heads
@@ -166,20 +166,20 @@ def masked_attention(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def lower_right_mask(num_queries: int, num_keys: int) -> torch.Tensor:
-    """Return torch's causal mask whose last query sees all keys; its kernels do not need the mask in memory."""
-    # The import loads torch's compiler, which is half of the time that a run takes to start.
+    """Return torch's causal mask aligned to the last key, which its kernels do not materialize."""
+    # Imported here, because the import loads torch's compiler, which takes half of the startup time.
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(num_queries, num_keys)
 
 
 def _added(visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask as what is added to scores, which torch would otherwise make of it in every layer."""
+    """Convert a bool mask to an additive one once, because torch would convert it in every layer."""
     if visible is None:
         return None
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, -torch.inf)
 
 
 def drawing_as(dropout: AttentionDropout | None, device: torch.device) -> AbstractContextManager[None]:
-    """Have a library's kernel draw what it drops from the dropout's own seed."""
+    """Make a library's kernel draw its dropout mask from the seed of ``dropout``."""
     return seeded_generator(device, dropout.seed) if dropout else nullcontext()

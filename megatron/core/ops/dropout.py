@@ -1,17 +1,17 @@
-"""Dropout whose mask is a function of two keys per row and of the column, and the keys of each element.
+"""Counter-based dropout: the mask is a function of two keys per row and of the column.
 
-No generator is drawn from and no mask is kept: the backward pass computes it again from the keys. The mask of a column
-``c`` follows from 32-bit words, all products and sums wrapping around and all shifts bringing in zeros::
+There is no generator state and no stored mask: the backward pass recomputes the mask from the keys. The mask of a
+column ``c`` is computed with 32-bit words, wrapping arithmetic and logical shifts::
 
     x = k0 + (c + 1) * 0x9E3779B1
     x ^= x >> 16;  x *= 0x21F0AAAD;  x ^= x >> 15;  x ^= k1;  x *= 0x735A2D97;  x ^= x >> 15
 
-The element is kept where ``x >> 8`` is at least ``round(p * 2**24)``, and then divided by ``1 - p``.
+The element is kept if ``x >> 8`` is at least ``round(p * 2**24)``, and is then divided by ``1 - p``.
 
-The keys are a function of the seed, the iteration, the sample, its position, the layer and the site.
-Every number here is one of the whole run: a sample's place in the global batch, a position of the whole sequence, a
-layer of the whole model, a head of all heads. Ranks that compute the same element therefore drop the same, at any
-layout, and nothing has to be remembered between two steps. Routers that choose at random are keyed alike.
+The keys are a function of the seed, the iteration, the sample, its position, the layer and the site. All these numbers
+are global: the sample's index in the global batch, the position in the whole sequence, the layer in the whole model,
+and the head among all heads. Ranks that compute the same element therefore drop the same elements in any layout, and no
+state is saved between steps. Random routing uses keys in the same way.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _FIRST_FACTOR = 0x21F0AAAD
 _SECOND_FACTOR = 0x735A2D97
 _MASK_BITS = 24
 
-# Elements in a block of rows. On CPU the words of a block stay in the cache; elsewhere this bounds the memory of words.
+# Elements in a block of rows. On CPU the words of a block stay in the cache; elsewhere this bounds memory use.
 _CPU_BLOCK = 1 << 15
 _BLOCK = 1 << 26
 
 
 class RowKeys(NamedTuple):
-    """Hold two int32 tensors with a key for each row: of the shape of what is dropped without its last dimension."""
+    """Two int32 tensors with keys for each row, with the shape of the dropout's input without its last dim."""
 
     k0: torch.Tensor
     k1: torch.Tensor
@@ -45,9 +45,9 @@ class RowKeys(NamedTuple):
 def keyed_dropout(
     x: torch.Tensor, keys: RowKeys, probability: float, columns: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return ``x`` with elements set to 0 and the others divided by ``1 - probability``.
+    """Set elements of ``x`` to 0 and divide the others by ``1 - probability``.
 
-    ``columns`` number the last dimension; None is 0, 1, ….
+    ``columns`` are the indices of the last dim. None is 0, 1, ….
 
     Shapes: ``x: […, c]``; keys ``[…]``; ``columns: [c]`` of any integers ``-> […, c]``.
     """
@@ -58,7 +58,7 @@ def keyed_dropout(
 def drop_hidden(
     x: torch.Tensor, keys: RowKeys, probability: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return what keyed dropout leaves of hidden states, added to the ``residual`` stream where that is given.
+    """Apply keyed dropout to hidden states, and add the result to the ``residual`` stream if given.
 
     Shapes: ``x, residual: […, h]``; keys ``[…]`` ``-> […, h]``.
     """
@@ -74,12 +74,12 @@ def drop_hidden(
 def drop_elements(
     x: torch.Tensor, keys: RowKeys, probability: float, columns: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return what `keyed_dropout` returns, without a gradient."""
+    """Compute `keyed_dropout` without autograd."""
     rows = x.reshape(-1, x.shape[-1])
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     k0, k1 = (key.reshape(-1, 1) for key in keys)
     steps = _column_steps(x, columns)
-    # Kept where the unsigned word is at least this one; subtracting 2**31 from both makes signed words of them.
+    # Kept if the unsigned word is at least this number; subtracting 2**31 from both makes the comparison signed.
     smallest_kept = (round(probability * (1 << _MASK_BITS)) << (32 - _MASK_BITS)) - (1 << 31)
     factor = 1.0 / (1.0 - probability)
     limit = _CPU_BLOCK if x.device.type == "cpu" else _BLOCK
@@ -97,7 +97,7 @@ def drop_elements(
         _xor_shifted(word, 15, other)
         word.bitwise_xor_(k1[block]).mul_(_SECOND_FACTOR)
         _xor_shifted(word, 15, other)
-        # A product with 0 and 1 of x's own type, since torch's filling by a mask is slow on CPU.
+        # Multiply by 0 and 1 in x's own dtype, because torch's masked fill is slow on CPU.
         torch.ge(word.bitwise_xor_(-(1 << 31)), smallest_kept, out=mask)
         torch.mul(rows[block], factor, out=output[block]).mul_(mask)
     return output.view(x.shape)
@@ -106,12 +106,12 @@ def drop_elements(
 def _column_steps(x: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
     if columns is None:
         columns = torch.arange(x.shape[-1], device=x.device)
-    # A product of int64 whose lowest 32 bits are those of the 32-bit product.
+    # An int64 multiplication whose lowest 32 bits equal the 32-bit product.
     return ((columns.to(torch.int64) + 1) * _COLUMN_STEP).to(torch.int32)
 
 
 def _xor_shifted(word: torch.Tensor, shift: int, other: torch.Tensor) -> None:
-    """Compute ``word ^= word >> shift`` in place, with zeros coming in; ``other`` is room of the same shape."""
+    """Compute ``word ^= word >> shift`` in place with a logical shift; ``other`` is a scratch tensor."""
     torch.bitwise_right_shift(word, shift, out=other)
     word.bitwise_xor_(other.bitwise_and_((1 << (32 - shift)) - 1))
 
@@ -147,9 +147,9 @@ _ADAPTERS_OF_A_LAYER = 8
 
 @dataclass(frozen=True, eq=False)
 class DropoutSamples:
-    """Name the samples of one micro-batch to dropout: made once for each, and handed to the model beside it.
+    """The samples of one micro-batch as dropout identifies them; created once per micro-batch and passed to the model.
 
-    ``number`` is of the micro-batch as this data-parallel rank sees it, for kernels that take one number as a seed.
+    ``number`` identifies the micro-batch on this data-parallel rank, for kernels that take one number as a seed.
 
     Shapes: ``states: [b]`` int64.
     """
@@ -159,18 +159,19 @@ class DropoutSamples:
 
     @classmethod
     def at(cls, seed: int, iteration: int, first_sample: int, count: int, device: torch.device | str) -> DropoutSamples:
-        """Return ``count`` samples in a row, numbered from ``first_sample`` in the iteration's global batch."""
+        """Return ``count`` consecutive samples, numbered from ``first_sample`` in the iteration's global batch."""
         numbers = torch.arange(first_sample, first_sample + count, device=device)
         return cls(hash_numbers(seed, iteration, first_sample), _mixed(hash_numbers(seed, iteration), numbers))
 
 
 @dataclass(frozen=True, eq=False)
 class DropoutKeys:
-    """Hold what dropout in a model's chunk is keyed by: one micro-batch at the positions that a rank holds.
+    """Dropout keys of a model chunk for one micro-batch, at the positions that a rank holds.
 
-    ``positions`` are those that attention's queries have on this rank, ``hidden`` of them those of the hidden states:
-    all, or under sequence parallelism a part. ``layers`` are numbered over the whole model, up to the end of the range.
-    ``rank`` numbers the ranks that share a sample, and decides with the layer how libraries seed their own dropout.
+    ``positions`` are the positions of this rank's attention queries. ``hidden`` selects the positions of the hidden
+    states: all of them, or a part under sequence parallelism. ``layers`` are layer numbers over the whole model, up to
+    the end of the range. ``rank`` numbers the ranks that share a sample. Together with the layer it determines the seed
+    of library kernels.
 
     Shapes: ``positions: [s]`` int64.
     """
@@ -187,11 +188,11 @@ class DropoutKeys:
         return self._of_site(_EMBEDDING_SITE)
 
     def after_attention(self, layer_number: int) -> RowKeys:
-        """Return the keys of an attention's output. Shapes: as for the embedding."""
+        """Return the keys of a layer's attention output. Shapes: as for the embedding."""
         return self._of_site(2 * layer_number)
 
     def after_feed_forward(self, layer_number: int) -> RowKeys:
-        """Return the keys of a feed-forward's output. Shapes: as for the embedding."""
+        """Return the keys of a layer's feed-forward output. Shapes: as for the embedding."""
         return self._of_site(2 * layer_number + 1)
 
     def of_attention(self, layer_number: int, probability: float, heads: range) -> AttentionDropout:
@@ -206,41 +207,41 @@ class DropoutKeys:
         )
 
     def of_adapter(self, layer_number: int, number: int, is_whole: bool) -> RowKeys:
-        """Return the keys of an adapter's input, of which a layer has up to 8.
+        """Return the keys of an adapter's input; a layer has up to 8 adapters.
 
-        ``is_whole`` asks for those of all of this rank's positions, whatever sequence parallelism leaves it of them.
+        ``is_whole`` selects all of this rank's positions, independent of sequence parallelism.
 
-        Shapes: ``[s, b]``; ``[s/tp, b]`` under sequence parallelism, where not all are asked for.
+        Shapes: ``[s, b]``; ``[s/tp, b]`` under sequence parallelism without ``is_whole``.
         """
         positions = self.positions if is_whole else self.positions[self.hidden]
         states = _mixed(self.samples.states, positions[:, None])
         return _row_keys(_mixed(states, _ADAPTER_SITES + _ADAPTERS_OF_A_LAYER * layer_number + number))
 
     def of_router(self, layer_number: int, num_experts: int, tokens: slice) -> torch.Tensor:
-        """Return a random number of each token and expert, from a standard normal distribution.
+        """Return a standard normal random number for each token and expert.
 
-        ``tokens`` are some of those at this rank's positions, in the order of ``[s, b]``.
+        ``tokens`` selects tokens at this rank's positions, in the order of ``[s, b]``.
 
         Shapes: ``-> [n, experts]`` float32.
         """
         states = _mixed(self.samples.states, self.positions[:, None]).flatten()[tokens]
         states = _mixed(states, _ROUTER_SITES + layer_number)
         drawn = _mixed(states[:, None], torch.arange(num_experts, device=states.device)) & _LARGEST_DRAWN
-        # Halves keep the ends away from 0 and 1; all of these are exact in float32.
+        # Adding one half keeps the values away from 0 and 1; all of them are exact in float32.
         normal: torch.Tensor = torch.special.ndtri((drawn.float() + 0.5) / (_LARGEST_DRAWN + 1))
         return normal
 
     def static_copy(self) -> DropoutKeys:
-        """Return keys in memory of their own, which `overwrite` fills for one micro-batch after the other.
+        """Return keys in static memory, which `overwrite` fills for each micro-batch, for CUDA graphs.
 
-        Libraries' own dropout cannot follow them: its seed is a number of the host.
+        Dropout of library kernels cannot use them, because its seed is a number on the host.
         """
         copy = replace(self, samples=DropoutSamples(0, self.samples.states.clone()))
         copy.__dict__["_of_sites"] = RowKeys(*(keys.clone() for keys in self._of_sites))
         return copy
 
     def overwrite(self, keys: DropoutKeys) -> None:
-        """Take over the keys of another micro-batch at the same place, in this one's memory."""
+        """Copy the keys of another micro-batch with the same layout into this object's memory."""
         self.samples.states.copy_(keys.samples.states)
         for own, new in zip(self._of_sites, keys._of_sites):
             own.copy_(new)
@@ -256,7 +257,7 @@ class DropoutKeys:
 
     @cached_property
     def _of_sites(self) -> RowKeys:
-        """Return the keys of all sites of hidden states, computed together. Shapes: ``[sites, s, b]``."""
+        """Return the keys of all hidden-state sites, computed together. Shapes: ``[sites, s, b]``."""
         sites = torch.arange(self._first_site, 2 * self.layers.stop, device=self.positions.device)
         states = _mixed(self.samples.states, self.positions[self.hidden, None])
         return _row_keys(_mixed(states, sites[:, None, None]))
@@ -264,11 +265,11 @@ class DropoutKeys:
 
 @dataclass(frozen=True, eq=False)
 class AttentionDropout:
-    """Hold the dropout of one layer's attention weights, for any queries, keys and heads.
+    """Dropout of one layer's attention weights, for any queries, keys and heads.
 
-    ``queries`` and ``keys`` are positions of the whole sequence, ``heads`` numbers of all heads; without ``keys`` these
-    are the positions 0, 1, …. ``site`` tells layers apart. A kernel with dropout of its own is given ``seed`` in place
-    of the keys: it drops other weights, and nothing is computed here.
+    ``queries`` and ``keys`` are positions in the whole sequence, and ``heads`` are numbers among all heads. Without
+    ``keys`` the key positions are 0, 1, …. ``site`` distinguishes layers. A kernel with its own dropout takes ``seed``
+    instead of the keys, and drops other weights.
 
     Shapes: ``states: [b]``; ``queries: [sq]``; ``keys: [sk]``, all int64.
     """
@@ -283,13 +284,13 @@ class AttentionDropout:
 
     @cached_property
     def row_keys(self) -> RowKeys:
-        """Return the keys of the weights' rows. Shapes: ``[b, n, sq]``."""
+        """Return the keys of the rows of attention weights. Shapes: ``[b, n, sq]``."""
         heads = torch.arange(self.heads.start, self.heads.stop, device=self.queries.device)
         by_head = _mixed(_mixed(self.states, self.site)[:, None], heads)
         return _row_keys(_mixed(by_head[..., None], self.queries))
 
     def of_chunk(self, number: int, queries: torch.Tensor, keys: torch.Tensor) -> AttentionDropout:
-        """Return the dropout of some queries and keys, with a seed of its own."""
+        """Return the dropout of a chunk of queries and keys, with its own seed."""
         return replace(self, queries=queries, keys=keys, seed=hash_numbers(self.seed, number))
 
     def drop(self, weights: torch.Tensor) -> torch.Tensor:
@@ -298,13 +299,13 @@ class AttentionDropout:
 
 
 def hash_numbers(*numbers: int) -> int:
-    """Return a 63-bit number that depends on all of these."""
+    """Hash the numbers to a 63-bit number."""
     text = ",".join(map(str, numbers))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _mixed(states: torch.Tensor | int, numbers: torch.Tensor | int) -> torch.Tensor:
-    """Return states that depend on the given ones and on numbers, at least one of which is a tensor; they broadcast."""
+    """Mix numbers into states, with broadcasting; at least one of the arguments is a tensor."""
     steps = _signed((numbers + 1) * _STEP) if isinstance(numbers, int) else (numbers + 1) * _signed(_STEP)
     mixed = torch.as_tensor(states + steps)
     for factor in _FACTORS:
@@ -313,7 +314,7 @@ def _mixed(states: torch.Tensor | int, numbers: torch.Tensor | int) -> torch.Ten
 
 
 def _shifted(states: torch.Tensor) -> torch.Tensor:
-    """Shift to the right by 32 bits, with zeros coming in."""
+    """Logical shift right by 32 bits."""
     return (states >> 32) & 0xFFFFFFFF
 
 
@@ -322,6 +323,6 @@ def _row_keys(states: torch.Tensor) -> RowKeys:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 of the lowest 64 bits."""
+    """Convert the lowest 64 bits to int64."""
     lowest = number % (1 << 64)
     return lowest - (1 << 64) if lowest >> 63 else lowest

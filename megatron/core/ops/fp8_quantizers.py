@@ -30,7 +30,7 @@ from megatron.core.ops.fp8_tensor import (
 from megatron.core.process_group import Group
 
 OPERANDS = ("input", "weight", "grad")
-"""What the three products of a linear layer are made of; ``grad`` is the gradient of the output."""
+"""Operands of the three GEMMs of a linear layer; ``grad`` is the gradient of the output."""
 
 _BLOCKS: Mapping[str, Blocks] = {
     "delayed": WHOLE,
@@ -44,10 +44,10 @@ _GRAD_DTYPES = {"e4m3": E4M3, "hybrid": E5M2}
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """Hold a recipe of fp8: what shares a scale, the format of gradients, and which products are in fp8.
+    """FP8 recipe: which elements share a scale, the format of gradients, and which GEMMs run in FP8.
 
-    ``is_delayed`` says that scales are those of earlier steps. Without ``has_weight_gradients`` those are computed in
-    the model's own precision.
+    ``is_delayed`` means that scales come from earlier steps. Without ``has_weight_gradients`` weight gradients are
+    computed in the model's own precision.
     """
 
     blocks: Blocks
@@ -58,7 +58,7 @@ class Float8Recipe:
 
     @classmethod
     def of(cls, config: Fp8Config) -> Float8Recipe:
-        """Return the recipe that a configuration asks for."""
+        """Return the configured recipe."""
         blocks = _BLOCKS[config.fp8_recipe]
         return cls(
             blocks=blocks,
@@ -69,27 +69,29 @@ class Float8Recipe:
         )
 
     def dtype(self, operand: str) -> torch.dtype:
-        """Return the format of an operand."""
+        """Return the FP8 format of an operand."""
         return self.grad_dtype if operand == "grad" else E4M3
 
 
 _SCALE_STRIDE = 4
-"""Elements from one scale to the next: cuBLAS requires the address of a scale to be a multiple of 16 bytes."""
+"""Stride between scales in elements: cuBLAS requires scales to be aligned to 16 bytes."""
 
 
 class Float8State:
-    """Hold the scales and the histories of the whole model, the same on every rank of any layout.
+    """Scales and amax histories of the whole model for delayed scaling, identical on every rank in any layout.
 
-    A rank writes the amax of what it quantizes into ``amax``. `update` takes the largest of all ranks, in one
-    collective a step, and makes the scales of the next step from it. Memory stays where it is, as CUDA graphs need it.
+    A rank writes the amax of each tensor that it quantizes into ``amax``. `update` reduces it to the maximum over all
+    ranks, in one collective per step, and computes the scales of the next step. Memory addresses never change, as CUDA
+    graphs require.
 
-    What is kept does not depend on the layout either: ``num_averaged`` is over how many ranks gradients are averaged
-    after the backward pass, in which they are as many times as large.
+    The saved state does not depend on the layout either: ``num_averaged`` is the number of ranks over which gradients
+    are averaged after the backward pass. During the backward pass gradients are larger by this factor.
 
-    An expert may be given no tokens for many steps. As long as none was seen, it is scaled as the layer's others are.
+    An expert may receive no tokens for many steps. Until its first tokens, it uses the scale of the layer's other
+    experts.
 
     Shapes: ``amax, scale, expected: [layers, places, 3]``, ``history: [layers, places, 3, length]``, the newest first;
-    all float32. Scales lie 16 bytes apart.
+    all float32. The stride between scales is 16 bytes.
     """
 
     def __init__(
@@ -109,36 +111,36 @@ class Float8State:
 
     @torch.no_grad()
     def update(self, world: Group, iteration: int) -> None:
-        """Take the amax of a step, which was the iteration of this number, and set the scales of the next; collective.
+        """Record the amax of the step with this iteration number, and set the scales of the next step; collective.
 
-        An amax that is not finite counts for nothing.
+        Non-finite amax values are ignored.
         """
         all_reduce(self.amax, world, "max")
         amax = torch.where(self.amax.isfinite(), self.amax, 0.0) / self._times
         self.history.copy_(torch.cat((amax.unsqueeze(-1), self.history[..., :-1]), dim=-1))
         if iteration % self._config.fp8_interval == 0 or not self.has_history:
             expected = self.history.amax(-1) if self._config.fp8_amax_compute_algo == "max" else self.history[..., 0]
-            # An operand that nothing was seen of keeps its scale.
+            # An operand without an observed amax keeps its scale.
             self.expected.copy_(torch.where(expected > 0, expected, self.expected))
             self._set_scales()
         self.amax.zero_()
         self.has_history = True
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return by name what a checkpoint keeps; filling them in place loads them."""
+        """Return the checkpointed tensors by name; copying into them in place loads a checkpoint."""
         return {"expected_amax": self.expected, "amax_history": self.history}
 
     def loaded(self) -> None:
-        """Note that `tensors` were filled."""
+        """Update the scales after `tensors` were loaded."""
         self.has_history = bool(self.history.any())
         self._set_scales()
 
     def snapshot(self) -> tuple[torch.Tensor, ...]:
-        """Return a copy of all that a step changes, for `restore`; nothing waits for the device."""
+        """Return a copy of all state that a step changes, for `restore`, without synchronizing with the device."""
         return tuple(each.clone() for each in (self.amax, self.scale, self.expected, self.history))
 
     def restore(self, snapshot: tuple[torch.Tensor, ...]) -> None:
-        """Go back to a snapshot of this state."""
+        """Restore a snapshot of this state."""
         for each, values in zip((self.amax, self.scale, self.expected, self.history), snapshot, strict=True):
             each.copy_(values)
 
@@ -148,7 +150,7 @@ class Float8State:
         self.scale.copy_(torch.stack(scales, dim=-1))
 
     def _expected_of_all(self) -> torch.Tensor:
-        """Return the amax that each operand is scaled by: of experts not seen yet, the largest of the layer's others.
+        """Return the amax for each operand's scale; unseen experts use the maximum of the layer's other experts.
 
         Shapes: ``-> [layers, places, 3]``.
         """
@@ -163,29 +165,29 @@ class Float8State:
 
 
 class Fp8Quantizers:
-    """Quantize the operands of one linear layer as a recipe says; ``place`` is the layer's in the state.
+    """Quantize the operands of one linear layer by a recipe; ``place`` is the layer's index in the state.
 
-    A product sums along the rows of its operands, so that each is quantized along its own rows: with blocks that are
-    not square, a matrix and its transpose are rounded differently.
+    A GEMM sums along the rows of its operands, so each operand is quantized along its own rows: with non-square blocks,
+    a matrix and its transpose are rounded differently.
     """
 
     def __init__(self, recipe: Float8Recipe, state: Float8State | None = None, place: tuple[int, int] = (0, 0)) -> None:
         self.recipe = recipe
         self.input_is_recomputed = False
-        """Whether what the layer saves of its input is made anew in the backward pass, if it is saved as it came."""
+        """Whether the saved input of the layer is recomputed in the backward pass, if it is saved unquantized."""
         self._state = state
         self._place = place
 
     @property
     def turns(self) -> bool:
-        """Return whether the transpose of a quantized input or gradient is the quantized transpose."""
+        """Return whether the transpose of a quantized input or gradient equals the quantized transpose."""
         return self.recipe.blocks == WHOLE
 
     @property
     def gathers_gradients(self) -> bool:
-        """Return whether a gradient whose parts ranks hold travels in fp8.
+        """Return whether a gradient that is sharded over ranks is all-gathered in FP8.
 
-        Where its transpose is rounded on its own, both would be as many bytes as the gradient in 16 bits.
+        If its transpose is quantized separately, both together have as many bytes as the 16-bit gradient.
         """
         return self.turns and self.recipe.has_weight_gradients
 
@@ -196,10 +198,10 @@ class Fp8Quantizers:
     def matrix(
         self, operand: str, x: torch.Tensor, *, transpose: bool, records: bool, group: Group | None = None
     ) -> tuple[Quantized, Quantized | None]:
-        """Return an input or a gradient quantized along its rows, and with ``transpose`` along its columns too.
+        """Return an input or gradient quantized along its rows, and with ``transpose`` also along its columns.
 
-        ``records`` lets delayed scaling see it. The ranks of ``group`` hold parts of one matrix, cut along its rows,
-        and find the same scales where these are of parts that they share.
+        ``records`` lets delayed scaling record the amax. The ranks of ``group`` hold row shards of one matrix, and
+        compute the same scales if a scale covers several shards.
 
         Shapes: ``x: [n, m] -> [n, m], [m, n]``.
         """
@@ -212,7 +214,7 @@ class Fp8Quantizers:
         return quantize(x, dtype, blocks), self.columns(operand, x, group) if transpose else None
 
     def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantized:
-        """Return the transpose of an input or a gradient, quantized along its rows, where these have scales.
+        """Return the transpose of an input or gradient, quantized along its rows.
 
         Shapes: ``x: [n, m] -> [m, n]``.
         """
@@ -226,9 +228,10 @@ class Fp8Quantizers:
     def input_again(
         self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None
     ) -> Quantized:
-        """Return an input, or with ``transpose`` its transpose, quantized as `matrix` did.
+        """Return an input, or with ``transpose`` its transpose, quantized like in `matrix`.
 
-        ``scale`` is that of the first time where a whole matrix has one; without it the transpose is meant.
+        ``scale`` is the scale of the first quantization if there is one per tensor. Without it the transpose is
+        returned.
 
         Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
         """
@@ -243,7 +246,7 @@ class Fp8Quantizers:
     def weight(self, x: torch.Tensor, *, transpose: bool, records: bool, scale: torch.Tensor | None) -> Quantized:
         """Return a weight, or its transpose, quantized along its rows.
 
-        ``scale`` is what the weight was quantized by before, where that is known.
+        ``scale`` is the scale of an earlier quantization, if known.
 
         Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
         """
@@ -264,12 +267,12 @@ class Fp8Quantizers:
     def _scale(
         self, operand: str, x: torch.Tensor, group: Group | None, records: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scale of a whole matrix, and where its amax is to be noted."""
+        """Return the scale of a whole matrix, and the tensor that records its amax."""
         state, index = self._state, (*self._place, OPERANDS.index(operand))
         seen = state.amax[index] if state is not None and records else None
         if state is not None and state.has_history:
             return state.scale[index].view(1, 1), seen
-        # The first step has no history: it scales by what it sees.
+        # The first step has no history and uses the current amax.
         return scale_of(_shared_amax(x, WHOLE, group), self.recipe.dtype(operand)), seen
 
 

@@ -1,9 +1,8 @@
 """FP8 matrices with one scale per block of elements, and GEMMs of them.
 
-Every scale is a power of two, so that scaling rounds nothing: a number becomes the same one at whichever scale, as long
-as it is in range. Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; blocks of 32 (MX): Rouhani et al. 2023,
-https://arxiv.org/abs/2310.10537. GEMMs run on the
-device's own FP8 kernels, or in float32 on the values that the matrices hold.
+Every scale is a power of two, so that scaling is exact: the quantized value does not depend on the scale while it is in
+range. Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; blocks of 32 (MX): Rouhani et al. 2023,
+https://arxiv.org/abs/2310.10537. GEMMs run on the device's native FP8 kernels, or in float32 on the dequantized values.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _MANTISSA_BITS = 23
 
 @dataclass(frozen=True)
 class Blocks:
-    """Say which elements of a matrix share a scale: blocks of so many rows and columns, 0 for all of them."""
+    """Shape of the blocks of a matrix that share a scale; 0 rows or columns means all of them."""
 
     rows: int
     columns: int
 
     def fit(self, shape: torch.Size) -> bool:
-        """Return whether blocks fill a matrix of a shape, with none cut off at its edges."""
+        """Return whether the blocks divide a matrix of this shape evenly."""
         return all(length == 0 or size % length == 0 for size, length in zip(shape, (self.rows, self.columns)))
 
 
@@ -46,9 +45,9 @@ SEGMENTS_OF_32 = Blocks(1, 32)
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Hold a matrix in fp8, and the scales by which its blocks are multiplied.
+    """A matrix in FP8 and the scales that its blocks are multiplied by to dequantize it.
 
-    Shapes: ``data: [n, m]``, ``scale``: float32, one number for each block in two dimensions.
+    Shapes: ``data: [n, m]``, ``scale``: float32, one number per block, in two dimensions.
     """
 
     data: torch.Tensor
@@ -56,19 +55,19 @@ class Quantized:
     blocks: Blocks
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the numbers that the matrix stands for.
+        """Return the dequantized matrix.
 
         Shapes: ``-> [n, m]``.
         """
         return self.data.to(dtype) * _spread(self.scale, self.blocks, self.data.shape).to(dtype)
 
     def transposed(self) -> Quantized:
-        """Return the transpose, whose blocks are transposed too."""
+        """Return the transpose, with transposed blocks."""
         return Quantized(self.data.t(), self.scale.t(), Blocks(self.blocks.columns, self.blocks.rows))
 
 
 def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Return the largest absolute value of each block, of which those at the edges may be cut off.
+    """Return the largest absolute value of each block; blocks at the edges may be partial.
 
     Shapes: ``[n, m] -> [blocks along n, blocks along m]`` float32.
     """
@@ -88,26 +87,26 @@ def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.Tensor:
-    """Return the smallest power of two by which values up to ``amax`` can be divided and lie in a format's range.
+    """Return the smallest power of two that brings values up to ``amax`` into a format's range by division.
 
-    ``margin`` more powers of two are left free. The scale of zeros is 1, that of what is not finite NaN.
+    ``margin`` further powers of two are added as headroom. The scale is 1 for zeros, and NaN for non-finite values.
 
     Shapes: ``[...] -> [...]`` float32.
     """
     mantissa, exponent = torch.frexp(amax.float() / torch.finfo(dtype).max)
     exponent = exponent - (mantissa == 0.5).int() + margin
     bits = exponent.clamp(_SMALLEST_EXPONENT, _LARGEST_EXPONENT).int() + _EXPONENT_BIAS
-    # By its bits: a power that a device computes may be off by one of them.
+    # Built from its bits, because a power of two computed on a device may be off by one ulp.
     scale = (bits << _MANTISSA_BITS).view(torch.float32)
     return torch.where(amax.isfinite(), torch.where(amax > 0, scale, 1.0), torch.nan)
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, scale: torch.Tensor | None = None) -> Quantized:
-    """Round a matrix to fp8, by its own scales or by a given one; what is out of range is cut off.
+    """Quantize a matrix to FP8, with its own scales or a given one; values out of range saturate.
 
-    What is not finite becomes NaN, so that it is not lost.
+    Non-finite values become NaN, so that they are not hidden.
 
-    Shapes: ``x: [n, m]``, ``scale`` as of `Quantized`.
+    Shapes: ``x: [n, m]``, ``scale`` as in `Quantized`.
     """
     if scale is None:
         scale = scale_of(amax_of(x, blocks), dtype)
@@ -123,9 +122,10 @@ def quantize_whole(
     plain: bool = True,
     transpose: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Round a matrix (``plain``), its transpose or both to fp8 by one scale; on CUDA, rows lie together in both.
+    """Quantize a matrix (``plain``), its transpose, or both to FP8 with one scale; on CUDA both are row-major.
 
-    ``amax`` is raised to the matrix's largest absolute value. With Triton all of it is one pass over ``x``.
+    ``amax`` is updated to the maximum of itself and the matrix's largest absolute value. On Triton one kernel reads
+    ``x`` once.
 
     Shapes: ``x: [n, m]``, ``scale: [1, 1]``, ``amax: []``.
     """
@@ -149,12 +149,12 @@ def _cast_whole(
 def _cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     scaled = x.detach().float() / scale
-    # Zero times what is not finite is NaN.
+    # Non-finite values times zero are NaN.
     return (scaled.clamp(-limit, limit) + scaled * 0.0).to(dtype)
 
 
 def _spread(scale: torch.Tensor, blocks: Blocks, shape: torch.Size) -> torch.Tensor:
-    """Return the scales so that they multiply a matrix of a shape element by element."""
+    """Expand the scales, so that they multiply a matrix of this shape elementwise."""
     for dim, length in enumerate((blocks.rows, blocks.columns)):
         if length > 1:
             scale = scale.repeat_interleave(length, dim).narrow(dim, 0, shape[dim])
@@ -162,18 +162,18 @@ def _spread(scale: torch.Tensor, blocks: Blocks, shape: torch.Size) -> torch.Ten
 
 
 _SCALES_ALIGNMENT = 4
-"""Rows of scales of 128 × 128 blocks lie a multiple of so many scales apart, where cuBLAS reads them."""
+"""cuBLAS reads rows of scales of 128 × 128 blocks at a stride that is a multiple of this number of scales."""
 _PROBE = 256
-"""Rows and columns of the product by which a device is tried: whole blocks of every kind."""
+"""Rows and columns of the GEMM that probes a device: whole blocks of every kind."""
 
 
 def scaled_product(
     left: Quantized, right: Quantized, out_dtype: torch.dtype, bias: torch.Tensor | None = None, library: str = "auto"
 ) -> torch.Tensor:
-    """Return ``left @ right.T + bias``, summed in float32.
+    """Compute ``left @ right.T + bias`` with accumulation in float32.
 
-    The blocks of both have their length along the columns. By the device's own fp8 products where it has them for
-    these blocks, else by its float32 products of the same numbers: the CPU's fp8 products are slower than those.
+    Blocks of both operands extend along the columns. Native FP8 GEMMs are used if the GPU supports them for these
+    blocks, otherwise float32 GEMMs of the dequantized values. On CPU native FP8 GEMMs are slower than float32.
 
     Shapes: ``left: [a, n]``, ``right: [b, n]``, ``bias: [b] -> [a, b]``.
     """
@@ -185,7 +185,7 @@ def scaled_product(
 
 
 def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return ``left @ right.T`` by torch's scaled product, or raise RuntimeError where there is none.
+    """Compute ``left @ right.T`` with torch's scaled GEMM; raises RuntimeError if it is unsupported.
 
     Shapes: ``left: [a, n]``, ``right: [b, n] -> [a, b]``.
     """
@@ -199,7 +199,7 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) ->
         left_scale, right_scale = (_swizzled(scale.to(torch.float8_e8m0fnu)) for scale in scales)
         computed_dtype = torch.bfloat16
     else:
-        # Rows' and segments' scales lie column by column on CUDA.
+        # On CUDA scales of rows and segments are column-major.
         left_scale = left.scale if left.blocks == ROWS else left.scale.t().contiguous().t()
         right_scale = right.scale.t().contiguous()
         computed_dtype = torch.bfloat16 if left.data.is_cuda else out_dtype
@@ -214,10 +214,10 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) ->
 
 
 def _product_with_squares(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``left @ right.T`` where the right operand has a scale for each 128 × 128 numbers.
+    """Compute ``left @ right.T`` if the right operand has one scale per 128 × 128 block.
 
-    ``torch._scaled_mm`` lets their scales lie close together, where cuBLAS reads others unless a row has a multiple of
-    four (pytorch/pytorch #166752); the function with named scales asks for rows that are filled up.
+    ``torch._scaled_mm`` accepts densely packed scales, which cuBLAS misreads unless a row has a multiple of four scales
+    (pytorch/pytorch #166752). ``F.scaled_mm``, which takes named scaling types, requires padded rows.
     """
     missing = -right.scale.shape[1] % _SCALES_ALIGNMENT
     filled = F.pad(right.scale, (0, missing)) if missing else right.scale.contiguous()
@@ -233,7 +233,7 @@ def _product_with_squares(left: Quantized, right: Quantized, dtype: torch.dtype)
 
 
 def has_scaled_products(blocks: Blocks, weight_blocks: Blocks, device: str) -> bool:
-    """Return whether a kind of device has products of its own for operands quantized in these blocks."""
+    """Return whether a device type has native FP8 GEMMs for operands quantized with these blocks."""
     return _probed(blocks, weight_blocks, E4M3, E4M3, device)
 
 
@@ -244,7 +244,7 @@ def _has_scaled_product(left: Quantized, right: Quantized) -> bool:
 
 @functools.cache
 def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: torch.dtype, device: str) -> bool:
-    """Compute one product, and return whether that succeeds."""
+    """Run one GEMM and return whether it succeeds."""
     x = torch.ones(_PROBE, _PROBE, device=device)
     try:
         device_product(quantize(x, left_dtype, left), quantize(x, right_dtype, right), torch.bfloat16)
@@ -254,9 +254,9 @@ def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: t
 
 
 def _swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in the order in which cuBLAS reads them: tiles of 128 × 4, each row by row of every 32nd together.
+    """Return scales in cuBLAS's swizzled layout: tiles of 128 × 4, in which every 32nd row of scales is contiguous.
 
-    Scale ``(r, c)`` of a tile is at ``16 (r mod 32) + 4 (r div 32) + c``. Rows and columns that are missing are zero.
+    Scale ``(r, c)`` of a tile is at ``16 (r mod 32) + 4 (r div 32) + c``. Missing rows and columns are zero.
 
     Shapes: ``[n, m] -> [128 * 4 * tiles]``.
     """

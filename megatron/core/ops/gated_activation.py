@@ -13,20 +13,20 @@ from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 
 _STEEPNESS = {"swiglu": 1.0, "quick_geglu": 1.702}
-"""The activations of the form ``x * sigmoid(steepness x)``."""
+"""Slopes of the activations of the form ``x * sigmoid(slope * x)``."""
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
     "geglu": partial(F.gelu, approximate="tanh"),
 }
-"""The activations that torch has as one function, by the name of the gated activation."""
+"""Gated activations whose activation is a single torch function."""
 
 
 def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: float | None = None) -> torch.Tensor:
     """Return the activation of the first half of the channels times the second half.
 
-    ``kind`` is swiglu, geglu, whose GELU is the approximation by tanh, or quick_geglu, whose GELU is
-    ``x * sigmoid(1.702 x)``. ``offset`` is added to the second half. With ``limit`` the first half is at most that,
-    and the second half at most that far from 0 before the offset is added.
+    ``kind`` is swiglu, geglu (tanh approximation of GELU) or quick_geglu (``x * sigmoid(1.702 x)``). ``offset`` is
+    added to the second half. ``limit`` clamps the first half from above, and the absolute value of the second half
+    before ``offset`` is added.
 
     Shapes: ``[..., 2f] -> [..., f]``.
     """
@@ -44,7 +44,7 @@ def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: flo
 
 
 class _LimitedGate(torch.autograd.Function):
-    """Keep the input alone for the backward pass, as the Triton programs do; the arithmetic is in float32."""
+    """Gated activation in float32 that saves only its input for the backward pass, like the Triton kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str, offset: float, limit: float | None) -> torch.Tensor:

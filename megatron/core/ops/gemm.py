@@ -1,15 +1,15 @@
 """GEMMs of linear layers: CPU libraries, grouped GEMMs, and accumulation into wider or existing buffers.
 
-oneDNN is reached through an operator of its own; ``torch.mm`` calls MKL in float32, and oneDNN in bfloat16 but with
-other memory layouts. Which is quicker depends on the processor. One core, 2048 rows, 384 to 1536 features, float32:
-on a Zen 5 MKL has 94 GFLOP/s and oneDNN 160 to 210; on a Xeon with AMX 150 and 140, and 145 and 80 for weight
-gradients. There, bfloat16 weight gradients have 450 by ``torch.mm`` and 670 by the operator.
+oneDNN is called through its own operator. ``torch.mm`` calls MKL in float32, and oneDNN in bfloat16 but with other
+memory layouts. Which library is faster depends on the processor. On one core with 2048 rows, 384 to 1536 features and
+float32, MKL reaches 94 GFLOP/s and oneDNN 160 to 210 on a Zen 5. On a Xeon with AMX they reach 150 and 140, and 145 and
+80 for weight gradients. There, bfloat16 weight gradients reach 450 with ``torch.mm`` and 670 with the operator.
 
-Groups of rows, each with a matrix of its own, are one launch of ``torch._grouped_mm`` in bfloat16 on Hopper and the
-first Blackwells, and elsewhere one product a group. On other GPUs torch would read the groups' ends from the device and
-do the same; on a CPU nothing is gained by more, once a group has some dozen rows. But oneDNN writes a program for each
-number of rows that it meets, and groups have other numbers in every step: on a Zen 4 a bfloat16 product of 500 rows
-took 1.7 ms by a new program and 1.0 ms by a known one. So the rows of a group are rounded up to one of few numbers.
+A grouped GEMM is one launch of ``torch._grouped_mm`` in bfloat16 on Hopper and data-center Blackwell, and elsewhere one
+GEMM per group. On other GPUs torch would read the group ends from the device and do the same. On a CPU one call for all
+groups is not faster, once a group has some dozen rows. But oneDNN compiles a kernel for each new number of rows, and
+group sizes change in every step: on a Zen 4 a bfloat16 GEMM of 500 rows took 1.7 ms with a new kernel and 1.0 ms with a
+cached one. So group sizes are rounded up to a small set of sizes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def adds_wide_products(dtype: torch.dtype, total_dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether products of 16-bit matrices can be summed in float32 on this device, in one kernel.
+    """Return whether GEMMs of 16-bit matrices can accumulate into float32 in one kernel on this device.
 
-    cuBLAS can. How much of it torch lets through depends on its release, which a small product finds out. A CPU cannot:
-    there a product is rounded to the type of its operands before it is added.
+    cuBLAS supports it. A small probe GEMM determines whether this release of torch exposes it. On a CPU the result is
+    rounded to the dtype of the operands before it is added.
     """
     is_asked = device.type == "cuda" and dtype in _HALF and total_dtype is torch.float32
     return is_asked and why_no_wide_products(dtype, device) is None
 
 
 def why_no_wide_products(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why a CUDA device does not sum products of 16-bit matrices in float32; None if it does."""
+    """Return why a CUDA device cannot accumulate GEMMs of 16-bit matrices into float32; None if it can."""
     total = torch.zeros(_SMALL, _SMALL, device=device)
     operand = torch.zeros(_SMALL, _SMALL, dtype=dtype, device=device)
     try:
@@ -48,7 +48,7 @@ def why_no_wide_products(dtype: torch.dtype, device: torch.device) -> str | None
 
 
 def add_wide_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, overwrite: bool) -> None:
-    """Add the product of two 16-bit matrices to float32 sums without rounding it first, or write it over them.
+    """Add the product of two 16-bit matrices to a float32 buffer without rounding it first, or overwrite it.
 
     Shapes: ``total: [a, b]``, ``left: [a, n]``, ``right: [n, b]``.
     """
@@ -59,13 +59,13 @@ def add_wide_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tenso
 
 
 def add_rows(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add ``rows[i]`` to row ``indices[i]``, in the same order at every call.
+    """Add ``rows[i]`` to row ``indices[i]`` in a deterministic order.
 
     Shapes: ``total: [m, h]``, ``indices: [n]``, ``rows: [n, h]`` of any dtype.
     """
     rows = rows.to(total.dtype)
     if total.is_cuda:
-        # index_add_ adds there in whatever order its threads come; this sorts the indices first.
+        # index_add_ is nondeterministic on CUDA; index_put_ with accumulate sorts the indices first.
         total.index_put_((indices,), rows, accumulate=True)
     else:
         total.index_add_(0, indices, rows)
@@ -73,19 +73,19 @@ def add_rows(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> 
 
 _HAS_ONEDNN: bool = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _MIN_ROWS = 32
-"""With fewer rows oneDNN takes longer to rearrange the weight than to multiply by it."""
+"""With fewer rows oneDNN takes longer to reorder the weight than to multiply."""
 _STEPS_BITS = 4
-"""Groups have one of 2^4 numbers of rows between a power of two and the next."""
+"""Group sizes are rounded to one of 2^4 sizes between consecutive powers of two."""
 _ALIGNMENT = 8
-"""What the sizes of matrices that are multiplied in one launch are multiples of."""
+"""Matrix sizes in a grouped GEMM must be multiples of this number."""
 _MULTIPLIES_GROUPS = (9, 10)
-"""Compute capabilities, by their first number, for which torch has a kernel of grouped products."""
+"""Major compute capabilities for which torch has a grouped GEMM kernel."""
 
 
 class RowCounts(tuple[int, ...]):
-    """Hold how many rows each group has, which the host knows, and keep for a device where each group ends.
+    """Number of rows per group on the host, with the cached cumulative ends of the groups on a device.
 
-    ``on_device`` are the same numbers where the rows are. Without them the ends go there in one copy.
+    ``on_device`` has the same numbers on the device of the rows. Without it the ends are copied from the host once.
 
     Shapes: ``on_device: [groups]``.
     """
@@ -99,7 +99,7 @@ class RowCounts(tuple[int, ...]):
         return self
 
     def ends(self, device: torch.device) -> torch.Tensor:
-        """Return how many rows lie before each group's end; made at the first call.
+        """Return the end of each group as a cumulative number of rows; computed at the first call.
 
         Shapes: ``-> [groups]`` int32.
         """
@@ -116,12 +116,12 @@ def linear(
     library: str = "auto",
     memory: ReusedMemory | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias``.
+    """Compute ``x @ weight.T + bias``.
 
     ``library`` is ``onednn``, ``mkl``, ``mixed`` (oneDNN, with weight gradients by MKL), or ``auto``: oneDNN in
-    float32, and what torch itself calls otherwise. It counts where both can compute the product. ``memory`` holds the
-    result on a CPU where the library can write into it (oneDNN's operator cannot; in bfloat16 ``torch.mm`` takes its
-    place); nothing is then recorded for a gradient.
+    float32, and torch's own choice otherwise. It applies only if both libraries support the GEMM. ``memory`` provides
+    the output buffer on a CPU if the library can write into it. oneDNN's operator cannot. In bfloat16 ``torch.mm`` is
+    used instead. With ``memory`` autograd does not record the operation.
 
     Shapes: ``x: [..., in]``, ``weight: [out, in]``, ``bias: [out] -> [..., out]``.
     """
@@ -138,7 +138,7 @@ def linear(
 def linear_into(
     output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, library: str = "auto"
 ) -> None:
-    """Write what `linear` returns into a contiguous tensor of its shape; nothing is recorded for a gradient."""
+    """Write the result of `linear` into a contiguous tensor of its shape, without autograd."""
     if uses_onednn(x, library):
         output.copy_(linear(x, weight, bias, library))
     else:
@@ -154,25 +154,27 @@ def _multiply_into(output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
 
 
 def product(left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> torch.Tensor:
-    """Return ``left @ right``, the gradient of a weight, not necessarily contiguous; ``library`` as for `linear`.
+    """Compute ``left @ right`` for the gradient of a weight; the result may be non-contiguous.
+
+    ``library`` is the same as for `linear`.
 
     Shapes: ``left: [a, n]``, ``right: [n, b] -> [a, b]``.
     """
     if not uses_onednn(left, gradient_library(library)):
         return left.matmul(right)
-    # oneDNN copies its first operand if it is transposed: let it be the smaller one.
+    # oneDNN copies its first operand if it is transposed, so pass the smaller operand first.
     if left.shape[0] > right.shape[1]:
         return linear(right.t(), left, library=library).t()
     return linear(left, right.t(), library=library)
 
 
 def gradient_library(library: str) -> str:
-    """Return the library of weight gradients where `linear` takes a ``library``."""
+    """Return the library of weight gradients for a ``library`` of `linear`."""
     return "mkl" if library == "mixed" else library
 
 
 def uses_onednn(x: torch.Tensor, library: str = "auto") -> bool:
-    """Return whether a product whose first operand is ``x`` is computed by oneDNN's operator."""
+    """Return whether a GEMM whose first operand is ``x`` uses oneDNN's operator."""
     return (
         (library in ("onednn", "mixed") or (library == "auto" and x.dtype is torch.float32))
         and x.device.type == "cpu"
@@ -183,7 +185,7 @@ def uses_onednn(x: torch.Tensor, library: str = "auto") -> bool:
 
 
 def has_library(library: str, dtype: torch.dtype) -> bool:
-    """Return whether this torch, on this processor, computes products of a dtype by a library (mixed: by both)."""
+    """Return whether torch on this processor supports GEMMs of a dtype with a library (mixed: with both libraries)."""
     if library == "mixed":
         return has_library("onednn", dtype) and has_library("mkl", dtype)
     if library != "onednn":
@@ -194,14 +196,14 @@ def has_library(library: str, dtype: torch.dtype) -> bool:
 
 
 def row_counts(counts: Sequence[int]) -> RowCounts:
-    """Return numbers of rows as `RowCounts`, themselves where they are."""
+    """Convert numbers of rows to `RowCounts`."""
     return counts if isinstance(counts, RowCounts) else RowCounts(counts)
 
 
 def grouped_product(
     x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], library: str = "auto"
 ) -> torch.Tensor:
-    """Return ``x[group] @ weight[group].T`` of groups of rows that follow one another.
+    """Compute ``x[group] @ weight[group].T`` for contiguous groups of rows.
 
     Shapes: ``x: [n, in]``, ``weight: [groups, out, in]``, counts that sum to n ``-> [n, out]``.
     """
@@ -214,7 +216,7 @@ def grouped_product(
         end = start + count
         rounded = start + (_rounded(count) if _writes_programs(x, library) else count)
         if rounded <= len(x):
-            # Further rows are those of later groups, each of which overwrites its own when its turn comes.
+            # The extra rows belong to later groups, which overwrite their results.
             if count:
                 linear_into(output[start:rounded], x[start:rounded], of_group, library=library)
         else:
@@ -224,7 +226,7 @@ def grouped_product(
 
 
 def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto") -> torch.Tensor:
-    """Return ``grad[group].T @ x[group]``: the gradient of the weight of `grouped_product`.
+    """Compute ``grad[group].T @ x[group]``, the weight gradient of `grouped_product`.
 
     Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n ``-> [groups, out, in]``.
     """
@@ -246,7 +248,7 @@ def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int],
 
 
 def group_gradient(grad: torch.Tensor, x: torch.Tensor, library: str = "auto") -> torch.Tensor:
-    """Return ``grad.T @ x`` of one group of rows, not necessarily contiguous; on a CPU of rows rounded up, with zeros.
+    """Compute ``grad.T @ x`` for one group of rows, which is zero-padded on CPU; the result may be non-contiguous.
 
     Shapes: ``grad: [n, out]``, ``x: [n, in] -> [out, in]``.
     """
@@ -255,25 +257,25 @@ def group_gradient(grad: torch.Tensor, x: torch.Tensor, library: str = "auto") -
 
 
 def lengthened_group(grad: torch.Tensor, x: torch.Tensor, library: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the operands of a group's gradient with rows of zeros behind them, where their product gains by it."""
+    """Zero-pad the rows of a group gradient's operands if that avoids compiling a kernel."""
     if not _writes_programs(grad.t(), gradient_library(library)):
         return grad, x
     return _lengthened(grad), _lengthened(x)
 
 
 def _writes_programs(x: torch.Tensor, library: str) -> bool:
-    """Return whether the product whose first operand is ``x`` has a program of oneDNN's for its number of rows."""
+    """Return whether oneDNN compiles a kernel per number of rows for a GEMM whose first operand is ``x``."""
     return x.device.type == "cpu" and (x.dtype in (torch.bfloat16, torch.float16) or uses_onednn(x, library))
 
 
 def _rounded(count: int) -> int:
-    """Return a number of rows, rounded up to a 16th at most of the power of two that it reaches."""
+    """Round up to a multiple of 1/16 of the largest power of two that is at most ``count``."""
     step = 1 << max(count.bit_length() - 1 - _STEPS_BITS, 0)
     return -(-count // step) * step
 
 
 def _lengthened(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows with zeros behind them, as many as a rounded number has more."""
+    """Pad rows with zeros to a rounded number of rows."""
     missing = _rounded(len(rows)) - len(rows)
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -282,6 +284,6 @@ def _is_one_launch(left: torch.Tensor, right: torch.Tensor) -> bool:
     if not left.is_cuda or left.dtype is not torch.bfloat16 or not len(left):
         return False
     capability = compute_capability(left.device)
-    # Numbers of rows need not be: where these are summed over, they are not what lies together.
+    # The number of rows needs no alignment: where rows are summed over, they are not the contiguous dim.
     is_aligned = all(size % _ALIGNMENT == 0 for size in (left.shape[1], *right.shape[1:]))
     return is_aligned and (capability is None or capability[0] in _MULTIPLIES_GROUPS)

@@ -1,4 +1,4 @@
-"""NVIDIA's transformer-engine where ``--transformer-impl`` asks for it: attention, and norms on our own weights."""
+"""NVIDIA's transformer-engine for ``--transformer-impl transformer_engine``: attention, and norms on our weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from megatron.core.ops.dot_product_attention import AttentionInputs, drawing_as
 
 TRANSFORMER_ENGINE = "transformer_engine"
-"""The value of ``--transformer-impl`` that asks for it."""
+"""Value of ``--transformer-impl`` that selects transformer-engine."""
 
 _DEVICE = "cuda"
 _HALF = (torch.float16, torch.bfloat16)
@@ -22,7 +22,7 @@ _BROKEN = (ImportError, OSError, AttributeError, RuntimeError, AssertionError)
 
 
 class TransformerEngine:
-    """Compute attention and norms by transformer-engine's modules, whose own parameters are never used."""
+    """Attention and norms by transformer-engine's modules, whose own parameters are unused."""
 
     def __init__(
         self, attention: Callable[..., nn.Module], layer_norm: Callable[..., nn.Module], rms_norm: type[nn.Module]
@@ -31,7 +31,7 @@ class TransformerEngine:
         self._attention = functools.cache(functools.partial(attention, qkv_format="sbhd"))
 
     def attend(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the attention output of as many queries as keys, in float16 or bfloat16."""
+        """Return the attention output for equally many queries and keys, in float16 or bfloat16."""
         assert inputs.sinks is None, "the module is made without sinks"
         (_, _, num_heads, head_dim), pattern = inputs.query.shape, inputs.pattern
         assert pattern.window is None or pattern.is_causal, "its windows in both directions are other ones"
@@ -46,24 +46,24 @@ class TransformerEngine:
                 attn_mask_type="causal" if pattern.is_causal else "no_mask",
                 window_size=None if pattern.window is None else (pattern.window - 1, 0),
             )
-        # The heads come back as one dimension.
+        # The heads are returned as one flattened dim.
         return context.view(inputs.query.shape)
 
     def make_norm(self, kind: str, width: int, epsilon: float, *, centered_weight: bool) -> EngineNorm | None:
-        """Return a function that normalizes the last dim, or None where transformer-engine has no such norm."""
+        """Return a function that normalizes the last dim, or None if transformer-engine has no such norm."""
         if kind not in self._norms:
             return None
         return EngineNorm(self._norms[kind](width, eps=epsilon, zero_centered_gamma=centered_weight, device="meta"))
 
 
 class EngineNorm:
-    """Normalize with given weights by a module of transformer-engine, whose own weights have no memory."""
+    """Norm by a transformer-engine module with given weights; the module's own weights are on the meta device."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Tell whether both have one format of 16 bits: the result would have that of the weight."""
+        """Return whether both have the same 16-bit dtype, because the result would have the dtype of the weight."""
         return x.dtype == weight.dtype and x.dtype in _HALF
 
     def __call__(self, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> torch.Tensor:
@@ -71,20 +71,19 @@ class EngineNorm:
 
         Shapes: ``[..., n] -> [..., n]``.
         """
-        # The module looks for its weights in the backward pass too, so they stay in it.
+        # The module reads its weights in the backward pass too, so they stay assigned.
         self._module.weight = weight
         if bias is not None:
             self._module.bias = bias
-        # Its kernels take rows that follow each other; heads are slices of longer rows.
+        # Its kernels require contiguous rows, but heads are slices of longer rows.
         return cast("torch.Tensor", self._module(x.contiguous()))
 
 
 @functools.cache
 def load_transformer_engine() -> TransformerEngine | None:
-    """Return transformer-engine, or None where the package is not to be had.
+    """Return transformer-engine, or None if the package is unavailable.
 
-    A package that is installed but cannot be imported (a broken shared object, a half of it that is missing) is named
-    in one warning.
+    An installed package that cannot be imported (a broken shared object, missing parts) causes one warning.
     """
     try:
         module = importlib.import_module("transformer_engine.pytorch")
@@ -100,14 +99,14 @@ def load_transformer_engine() -> TransformerEngine | None:
 
 
 def transformer_engine_for(transformer_impl: str, device: torch.device | str) -> TransformerEngine | None:
-    """Return transformer-engine where it is asked for and works on this device, else None."""
+    """Return transformer-engine if it is selected and works on this device, else None."""
     if transformer_impl != TRANSFORMER_ENGINE or torch.device(device).type != _DEVICE:
         return None
     return load_transformer_engine()
 
 
 def why_no_transformer_engine(params_dtype: str, device: torch.device | str) -> str | None:
-    """Return why transformer-engine cannot be used for a model of this precision on this device, or None."""
+    """Return the reason why transformer-engine cannot run a model of this precision on this device, or None."""
     if torch.device(device).type != _DEVICE:
         return "it needs CUDA"
     if params_dtype not in ("float16", "bfloat16"):

@@ -14,9 +14,9 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def runs_on_triton(*tensors: torch.Tensor) -> bool:
-    """Return whether the Triton programs take these tensors, on a machine where they can be launched.
+    """Return whether Triton kernels support these tensors and can be launched here.
 
-    A subclass of a tensor goes to torch: it stands for memory that a program could not read.
+    Tensor subclasses use torch, because a kernel may be unable to read their memory.
     """
     return (
         all(x.device.type == _DEVICE and x.dtype in _DTYPES and has_readable_memory(x) for x in tensors)
@@ -25,16 +25,16 @@ def runs_on_triton(*tensors: torch.Tensor) -> bool:
 
 
 def has_readable_memory(x: torch.Tensor) -> bool:
-    """Return whether a program could read this tensor; a dry run, which launches none, says so of its own."""
+    """Return whether a kernel can read this tensor's memory; dry runs, which launch no kernels, override this."""
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 @functools.cache
 def triton_works() -> bool:
-    """Compile and run one program, and return whether that succeeds.
+    """Compile and run one kernel, and return whether that succeeds.
 
-    An absent package is passed over in silence. One that is there and fails (no C compiler for its launcher, a driver
-    or a GPU that it does not know, a broken install) is named in one warning.
+    A missing triton package is ignored silently. An installed package that fails (no C compiler for its launcher, an
+    unsupported driver or GPU, a broken install) causes one warning.
     """
     try:
         from megatron.core.ops.triton.probe import probe
@@ -50,13 +50,13 @@ def triton_works() -> bool:
 
 
 def _is_hidden(package: str) -> bool:
-    """Return whether None in ``sys.modules`` hides a package; an error then names the module that was looked for."""
+    """Return whether None in ``sys.modules`` hides a package; the import error then names the requested submodule."""
     return package in sys.modules and sys.modules[package] is None
 
 
 @functools.cache
 def casts_to_float8(device: str) -> bool:
-    """Return whether the program that casts to fp8 works on a kind of device where others do: not before Hopper."""
+    """Return whether the FP8 cast kernel works on a device where other kernels do; it requires Hopper or later."""
     from megatron.core.ops.triton import probe_float8
 
     try:

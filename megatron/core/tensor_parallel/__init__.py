@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: sharded layers, cross-entropy, initialization, random streams, recompute."""
+"""Tensor and sequence parallelism: sharded layers, loss, initialization, RNG streams, recomputation, offload."""
 
 from __future__ import annotations
 

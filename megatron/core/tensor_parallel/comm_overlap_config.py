@@ -1,6 +1,6 @@
 """Tensor-parallel communication overlap: which linear layers use it, and the file of --tp-comm-overlap-cfg.
 
-Importing this module imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 LinearName = Literal["qkv", "proj", "fc1", "fc2", "output"]
 ROW_PARALLEL: tuple[LinearName, ...] = ("proj", "fc2")
 CHUNKED_METHODS = ("ring_exchange", "pipeline")
-"""Names by which a file of --tp-comm-overlap-cfg asks for chunks."""
+"""Methods in a file of --tp-comm-overlap-cfg that select chunked overlap."""
 
 
 @dataclass(frozen=True)
 class LinearOverlap:
-    """Say how a linear layer communicates under sequence parallelism.
+    """Communication overlap of a linear layer under sequence parallelism.
 
-    ``forward`` and ``backward`` send in chunks what enters or leaves the product of the output and of the input
-    gradient: a column-parallel layer's gathered input and scattered input gradient, a row-parallel layer's scattered
-    output and gathered output gradient. ``bulk_gather`` lets a column-parallel layer's input be gathered once more
-    while the input gradient is computed, and ``bulk_scatter`` lets the input gradient be scattered while the weight's
-    gradient is. ``uses_symmetric_memory`` leaves chunks to torch's symmetric memory.
+    ``forward`` and ``backward`` overlap communication chunk by chunk with the GEMM of the output and of the input
+    gradient. For a column-parallel layer these are the all-gather of the input and the reduce-scatter of the input
+    gradient. For a row-parallel layer these are the reduce-scatter of the output and the all-gather of the output
+    gradient. ``bulk_gather`` overlaps a column-parallel layer's second all-gather of the input with the GEMM of the
+    input gradient, and ``bulk_scatter`` overlaps the reduce-scatter of the input gradient with the GEMM of the weight
+    gradient. ``uses_symmetric_memory`` uses torch's symmetric memory for chunked overlap.
     """
 
     forward: bool = False
@@ -37,13 +38,13 @@ class LinearOverlap:
 
 
 WHOLE = LinearOverlap()
-"""Nothing goes in chunks."""
+"""No chunked overlap."""
 
 
 def linear_overlap(config: ModelParallelConfig, name: LinearName | None) -> LinearOverlap:
-    """Return how a layer's linear map communicates, by the configuration's switches and its file's methods.
+    """Return a linear layer's overlap, by the configuration and its file's methods.
 
-    A layer without a name overlaps nothing.
+    A layer without a name does not overlap.
     """
     if name is None or not config.tp_comm_overlap:
         return WHOLE
@@ -72,7 +73,7 @@ def linear_overlap(config: ModelParallelConfig, name: LinearName | None) -> Line
 _FLAG = "--tp-comm-overlap-cfg"
 _CHUNKED_PRODUCTS = tuple(f"{name}_{kind}" for name in ("qkv", "proj", "fc1", "fc2") for kind in ("fprop", "dgrad"))
 _WHOLE_PRODUCTS = ("qkv_wgrad", "fc1_wgrad")
-"""Products beside which another one's result travels as a whole."""
+"""GEMMs that overlap a whole collective (bulk overlap)."""
 _METHODS = (*CHUNKED_METHODS, "bulk")
 
 
@@ -80,7 +81,7 @@ def read_overlap_methods(path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the methods of a file as ``PRODUCT=METHOD``, and the names of settings that have no effect here.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a line of it says nothing that is known.
+        ConfigurationError: the file cannot be read, or a line of it is invalid.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

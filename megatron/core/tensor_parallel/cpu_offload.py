@@ -1,4 +1,4 @@
-"""CPU offload: the saved activations and the weights of layers stay in host memory while no pass uses them.
+"""CPU offload: saved activations and weights of layers stay in host memory while no pass uses them.
 
 Rhu et al. 2016, https://arxiv.org/abs/1602.08124.
 """
@@ -21,11 +21,12 @@ from megatron.core.weight_prefetch import WeightPrefetch
 
 
 class ActivationOffload:
-    """Move what the first ``num_layers`` layers of a chunk save, and bring it back for their backward passes.
+    """Offload the saved activations of a chunk's first ``num_layers`` layers, and prefetch them backward.
 
-    ``copies`` run beside the computation. Forward, two layers' copies are under way at most: the memory of a layer is
-    free when the next one has been computed. Backward, a layer's tensors are on their way while the one behind it is
-    differentiated. ``num_tensors_moved`` counts memory that went out, once for all tensors that share it.
+    ``copies`` run asynchronously. In the forward pass at most two layers' copies are in flight: a layer's device memory
+    is freed after the next layer has been computed. In the backward pass a layer's tensors are copied back during the
+    backward pass of the layer after it. ``num_tensors_moved`` counts offloaded storages, each once for all tensors that
+    share it.
     """
 
     def __init__(self, copies: HostCopies, num_layers: int) -> None:
@@ -34,30 +35,30 @@ class ActivationOffload:
         self.num_tensors_moved = 0
 
     def begin_pass(self, kept: Iterable[torch.Tensor]) -> OffloadedPass:
-        """Return what one forward pass moves; tensors of ``kept`` stay, since somebody else holds them anyway."""
+        """Start one forward pass; tensors that share memory with ``kept`` stay on the device."""
         return OffloadedPass(self, frozenset(storage_key(tensor) for tensor in kept))
 
 
 class OffloadedPass:
-    """Follow the forward pass of one micro-batch through the layers of a chunk."""
+    """Offload of one micro-batch's forward pass through the layers of a chunk."""
 
     def __init__(self, offload: ActivationOffload, kept: frozenset[int]) -> None:
         self._offload = offload
         self._kept = kept
-        # What is still on the device, by the memory that it holds there.
+        # Storages that are still on the device, by storage key.
         self._leaving: dict[int, _Moved] = {}
         self._last: _Layer | None = None
 
     @contextmanager
     def layer(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Move all that autograd saves inside, but for the layer's parameters."""
+        """Offload everything that autograd saves inside this context, except the layer's parameters."""
         outer_pack, outer_unpack = outer_hooks()
         layer = _Layer(self._last)
         kept = self._kept.union(storage_key(parameter) for parameter in parameters)
 
         def pack(tensor: torch.Tensor) -> Any:
             key = storage_key(tensor)
-            # Whole numbers and masks are of the micro-batch, and layers share them.
+            # Integer and mask tensors belong to the micro-batch, and all layers share them.
             if key in kept or tensor.numel() == 0 or not tensor.is_floating_point():
                 return outer_pack(tensor)
             moved = self._leaving.get(key)
@@ -75,16 +76,17 @@ class OffloadedPass:
         self._last = layer
 
     def end_layer(self) -> None:
-        """Free the device's memory of the layers before the one that has just been computed."""
+        """Free the device memory of the layers before the last computed one."""
         for key, moved in list(self._leaving.items()):
             if moved.layer is self._last:
                 moved.leave_device()
                 del self._leaving[key]
 
     def end(self, hidden: torch.Tensor) -> None:
-        """Free all that is left, and fetch the last layer's tensors as soon as the gradient of ``hidden`` is there.
+        """Free the remaining memory, and prefetch the last offloaded layer's tensors once ``hidden`` has its gradient.
 
-        ``hidden`` is what the layer behind the last one leaves, or the last one itself where none is behind it.
+        ``hidden`` is the output of the layer after the last offloaded layer, or of the last offloaded layer if no layer
+        follows.
         """
         for moved in self._leaving.values():
             moved.leave_device()
@@ -95,7 +97,7 @@ class OffloadedPass:
 
 
 class _Layer:
-    """Hold what one layer has moved, without keeping it alive, and the layer in front of it."""
+    """Offloaded storages of one layer, by weak reference, and the layer before it."""
 
     def __init__(self, before: _Layer | None) -> None:
         self.before = before
@@ -103,7 +105,7 @@ class _Layer:
 
 
 def _fetch(layer: _Layer | None) -> None:
-    """Have what a layer moved come back."""
+    """Start the copies of a layer's offloaded storages back to the device."""
     for reference in () if layer is None else layer.moved:
         moved = reference()
         if moved is not None:
@@ -111,30 +113,30 @@ def _fetch(layer: _Layer | None) -> None:
 
 
 class _Moved:
-    """Hold one piece of memory on its way out and back."""
+    """A storage that is copied to the host and back."""
 
     def __init__(self, copies: HostCopies, tensor: torch.Tensor, layer: _Layer) -> None:
         self.layer = layer
         self._copies = copies
         self._back: Copied | None = None
-        # All of the memory: several tensors may look at parts of it.
+        # Copy the whole storage, because several tensors may be views of it.
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._device: torch.Tensor | None = tensor.as_strided((length,), (1,), 0)
         self._out: Copied = copies.to_host(self._device)
         layer.moved.append(weakref.ref(self))
 
     def leave_device(self) -> None:
-        """Give the device's memory back when it has been copied."""
+        """Free the device memory after the copy to the host."""
         self._copies.wait(self._out)
         self._device = None
 
     def come_back(self) -> None:
-        """Begin the copy back to the device, unless it has begun."""
+        """Start the copy back to the device, unless it has started."""
         if self._back is None:
             self._back = self._copies.to_device(self._out.tensor)
 
     def fetch(self) -> torch.Tensor:
-        """Return the memory on the device, and begin the copies of the layer in front."""
+        """Return the storage on the device, and start the copies of the previous layer."""
         if self._device is None:
             self.come_back()
             assert self._back is not None
@@ -144,14 +146,14 @@ class _Moved:
         return self._device
 
     def __del__(self) -> None:
-        """Let nobody be given the device's memory while a copy that was not asked for still fills it."""
+        """Wait for an unused copy, so that the device memory is not reused while the copy writes to it."""
         if self._back is not None and self._device is None:
             self._copies.wait(self._back)
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """Say how a saved tensor lies in memory that was moved."""
+    """View of a saved tensor in an offloaded storage."""
 
     moved: _Moved
     dtype: torch.dtype
@@ -160,15 +162,14 @@ class _Saved:
     offset: int
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor."""
         return self.moved.fetch().view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class WeightOffload(WeightPrefetch):
-    """Take the weights of ``layers`` from the device while a step's passes run, but for the layers that are in use.
+    """Offload the weights of ``layers`` during the passes of a step, except for the layers in use.
 
-    Between `leave` and `onload` a layer's weights are on the device while it or its neighbor runs. Outside they are
-    where they always were, for the optimizer, checkpoints and evaluation. Each weight fills memory of its own.
+    Between `leave` and `onload` a layer's weights are on the device only while the layer or its neighbor runs. At all
+    other times they are on the device, for the optimizer, checkpoints and evaluation. No two weights share a storage.
     """
 
     def __init__(self, copies: HostCopies, layers: Sequence[nn.Module]) -> None:
@@ -176,13 +177,13 @@ class WeightOffload(WeightPrefetch):
         super().__init__(layers, self._layers)
 
     def leave(self) -> None:
-        """Copy all weights to the machine's memory and free the device's, before the first pass of a step."""
+        """Copy all weights to host memory and free their device memory, before the first pass of a step."""
         self.is_away = True
         for layer in self._layers:
             layer.leave()
 
     def onload(self) -> None:
-        """Bring all weights back, after the last pass of a step."""
+        """Copy all weights back, after the last pass of a step."""
         for layer in self._layers:
             layer.begin()
         for layer in self._layers:
@@ -191,7 +192,7 @@ class WeightOffload(WeightPrefetch):
 
 
 class _LayerWeights:
-    """Hold where one layer's weights are."""
+    """Location of one layer's weights: on the device, on the host, or in flight."""
 
     def __init__(self, copies: HostCopies, weights: Sequence[nn.Parameter]) -> None:
         self._copies = copies
@@ -202,23 +203,23 @@ class _LayerWeights:
         self._is_here = True
 
     def leave(self) -> None:
-        self._on_host = []  # the memory of the step before serves again
+        self._on_host = []  # reuse the memory of the previous step
         self._on_host = [self._copies.to_host(weight.detach()) for weight in self._weights]
         for copied in self._on_host:
             self._copies.wait(copied)
         self.free()
 
     def begin(self) -> None:
-        """Begin to fetch the weights, unless they are here or on their way."""
+        """Start to fetch the weights, unless they are present or in flight."""
         if self._is_here or self._coming:
             return
         for weight, size, copied in zip(self._weights, self._sizes, self._on_host):
-            # The memory behind the weight, of which autograd and the optimizer have views, is filled again.
+            # Refill the weight's own storage, because autograd and the optimizer have views of it.
             weight.untyped_storage().resize_(size)
             self._coming.append(self._copies.to_device(copied.tensor, weight.data))
 
     def use(self) -> None:
-        """Let what is computed from here on wait for the weights."""
+        """Make all computation launched from here on wait for the weights."""
         for copied in self._coming:
             self._copies.wait(copied)
         self._coming = []

@@ -1,7 +1,7 @@
 """Cross-entropy over logits whose vocabulary is sharded over the tensor-parallel group.
 
-For the backward pass only the logarithm of each row's normalizer is kept; it overwrites the logits with their
-gradient. Padded columns do not enter the softmax.
+For the backward pass only the log-sum-exp of each row is saved. The gradient overwrites the logits. Padded columns are
+excluded from the softmax.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         losses = (log_normalizer - label_logits).reshape(labels.shape)
         if not with_normalizers:
             return losses
-        # A copy: what is saved must not be an output, whose memory is the caller's.
+        # A copy, because a saved tensor must not be an output, which the caller may modify.
         return losses, log_normalizer.clone().reshape(labels.shape)
 
     @staticmethod
@@ -45,14 +45,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor, normalizer_grad: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, local_labels, local_normalizer, log_normalizer = ctx.saved_tensors
-        # The logits are this function's own from here on: nothing else of the graph reads them again.
+        # The logits may be overwritten from here on: nothing else in the graph reads them again.
         result = logits.detach().reshape(-1, logits.shape[-1])
         row_grad = grad.reshape(-1).to(log_normalizer.dtype)
         further = None if normalizer_grad is None else normalizer_grad.reshape(-1).to(log_normalizer.dtype)
         sums = row_grad if further is None else row_grad + further
         overwrite_with_gradient(result, local_labels, ctx.num_columns, local_normalizer, log_normalizer, sums)
         if further is not None:
-            # The normalizer does not depend on which column is the label.
+            # The normalizer does not depend on the label's column.
             is_here = (local_labels >= 0) & (local_labels < ctx.num_columns)
             columns = local_labels.masked_fill(~is_here, 0)[:, None]
             result.scatter_add_(1, columns, (further * is_here).to(result.dtype)[:, None])
@@ -62,7 +62,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def _combine(
     local_normalizer: torch.Tensor, label_logits: torch.Tensor, tp: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logarithm of the whole rows' normalizers, and each label's logit from the rank that has it."""
+    """Return the log-sum-exp of the whole rows, and each label's logit from the rank that has it."""
     maxima = local_normalizer.clone()
     all_reduce(maxima, tp, op="max")
     sums = torch.stack(((local_normalizer - maxima).exp_(), label_logits))
@@ -75,8 +75,8 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the negative log-likelihood of every label.
 
-    ``vocab_size`` is the unpadded size. The backward pass reuses the memory of ``logits``: they must not be read after
-    it, nor differentiated twice.
+    ``vocab_size`` is the unpadded size. The backward pass reuses the memory of ``logits``: after it they must not be
+    read, nor differentiated again.
 
     Shapes: ``logits: [..., v/tp], labels: [...] -> [...]`` in float32 (float64 for float64 logits).
     """
@@ -89,9 +89,9 @@ def vocab_parallel_cross_entropy(
 def vocab_parallel_losses_and_normalizers(
     logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, tp: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the negative log-likelihood of every label, and the logarithm of every row's sum of exponentials.
+    """Return the negative log-likelihood of every label, and the log-sum-exp of every row.
 
-    Both can be differentiated; otherwise as `vocab_parallel_cross_entropy`.
+    Both are differentiable; otherwise as `vocab_parallel_cross_entropy`.
 
     Shapes: ``logits: [..., v/tp], labels: [...] -> [...], [...]`` in float32 (float64 for float64 logits).
     """
@@ -102,6 +102,6 @@ def vocab_parallel_losses_and_normalizers(
 
 
 def _columns_of_rank(logits: torch.Tensor, vocab_size: int, tp: Group) -> tuple[int, int]:
-    """Return which column of the vocabulary a rank's first one is, and how many of its columns are no padding."""
+    """Return a rank's first vocabulary column, and its number of columns without padding."""
     first_column = tp.rank * logits.shape[-1]
     return first_column, min(max(vocab_size - first_column, 0), logits.shape[-1])

@@ -1,6 +1,6 @@
-"""The tensor-parallel linear map with FP8 matmuls and FP8 communication between the ranks.
+"""The tensor-parallel linear layer with FP8 GEMMs and FP8 communication.
 
-Of a matrix in FP8 each rank may hold a part of the rows. The parts are gathered in FP8, together with their scales.
+An FP8 matrix may be sharded by row over the ranks. Its parts are gathered in FP8, together with their scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import InputRegion
 
 
 class Gathering:
-    """Gather the parts of a matrix along dim 0, its bytes as they are, while the host goes on."""
+    """Asynchronous all-gather of a matrix's parts along dim 0, as raw bytes for FP8."""
 
     def __init__(self, part: torch.Tensor, group: Group) -> None:
         part = part.contiguous()
@@ -36,14 +36,14 @@ class Gathering:
         self._work: PendingWork | None = all_gather_into(self._whole, part, group, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """Return the parts one after the other along dim 0."""
+        """Return the parts concatenated along dim 0."""
         if self._work is not None:
             self._work.wait()
         return self._whole if self._whole.dtype == self._dtype else self._whole.view(self._dtype)
 
 
 def gather_rows(part: Quantized, group: Group) -> Quantized:
-    """Return the matrix whose rows the group's ranks hold.
+    """All-gather a matrix that is sharded by row.
 
     Shapes: ``[n, m] -> [group.size * n, m]``.
     """
@@ -53,7 +53,7 @@ def gather_rows(part: Quantized, group: Group) -> Quantized:
 
 
 def gather_scales(scale: torch.Tensor, group: Group) -> torch.Tensor:
-    """Gather powers of two along dim 0: their exponents travel.
+    """All-gather powers of two along dim 0 by sending only their exponents.
 
     Shapes: ``[n, m] -> [group.size * n, m]``.
     """
@@ -62,7 +62,7 @@ def gather_scales(scale: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def side_by_side(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the group's matrices beside each other that lie one below the other.
+    """Rearrange the group's matrices from concatenation along dim 0 to concatenation along dim 1.
 
     Shapes: ``[group.size * n, m] -> [n, group.size * m]``.
     """
@@ -70,18 +70,19 @@ def side_by_side(parts: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in fp8 as bytes, which every backend sends; others as they are."""
+    """View an FP8 tensor as bytes, which every backend can send; other tensors are returned unchanged."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 class _Kept(Enum):
-    """Say what the backward pass has of the input: all that the weight's gradient needs."""
+    """Form in which the input is saved for the weight gradient."""
 
     NOTHING = "nothing"
     ROUNDED = "rounded"
-    """In fp8, as the product of the weight's gradient takes it, or as the parts of it are gathered."""
+    """In FP8, as the weight gradient's GEMM requires it, or as its parts are gathered."""
     TO_ROUND = "to round"
-    """As it came, since whoever made it makes it again. It is rounded once more as the first time."""
+    """Unquantized, because the operation that made the input recomputes it. It is quantized again in the backward
+    pass."""
     UNROUNDED = "unrounded"
 
 
@@ -103,14 +104,14 @@ class _Float8Linear(torch.autograd.Function):
         group = tp if region is InputRegion.SEQUENCE and tp.size > 1 else None
         rows = x.reshape(-1, x.shape[-1])
         kept = _what_to_keep(quantizers, rows, group, ctx.needs_input_grad[1])
-        # What is gathered is turned where it arrives, if that can be.
+        # A gathered input is transposed after the all-gather, if the recipe allows it.
         ctx.turns = not (quantizers.turns and group is not None)
         turns_now = kept is _Kept.ROUNDED and ctx.turns
         plain, turned = quantizers.matrix("input", rows, transpose=turns_now, records=records, group=group)
         quantized_weight = quantizers.weight(weight, transpose=False, records=records, scale=None)
         rounded = plain if turned is None else turned
         data = {_Kept.NOTHING: None, _Kept.ROUNDED: rounded.data}.get(kept, x)
-        # A single scale is not worth a way to the machine's memory and back, as what is saved may take.
+        # A single scale is not saved through hooks, because offloading it to host memory is not worthwhile.
         has_one_scale = rounded.blocks == WHOLE
         ctx.single_scales = (rounded.scale, quantized_weight.scale) if has_one_scale else None
         ctx.save_for_backward(
@@ -122,7 +123,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.region, ctx.tp, ctx.group, ctx.product_library = region, tp, group, library
         ctx.quantizers, ctx.records, ctx.kept, ctx.blocks = quantizers, records, kept, rounded.blocks
         ctx.x_shape, ctx.scatters = x.shape, scatters
-        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         if group is not None:
@@ -188,10 +189,10 @@ def float8_linear(
     library: str,
     scatters: bool,
 ) -> torch.Tensor:
-    """Do what `tensor_parallel_linear` does, with the three products in fp8.
+    """Compute `tensor_parallel_linear` with all three GEMMs in FP8.
 
-    Under sequence parallelism the input travels in fp8, with its scales, in both passes; so does the gradient of an
-    output that is scattered here, which `Fp8Quantizers.gathers_gradients` allows or not.
+    Under sequence parallelism the input is gathered in FP8, with its scales, in both passes. The gradient of an output
+    that is scattered here is also gathered in FP8, which requires `Fp8Quantizers.gathers_gradients`.
 
     Shapes: as those of `tensor_parallel_linear`.
     """
@@ -202,9 +203,9 @@ def float8_linear(
 
 
 def _what_to_keep(quantizers: Fp8Quantizers, rows: torch.Tensor, group: Group | None, needs_weight_grad: bool) -> _Kept:
-    """Return what the backward pass is to have of an input.
+    """Return the form in which an input is saved for the backward pass.
 
-    Parts of a sequence that do not fill the blocks along it are quantized when they are joined.
+    Sequence parts that are not a multiple of the block length are quantized after the all-gather.
     """
     if not needs_weight_grad:
         return _Kept.NOTHING
@@ -216,7 +217,7 @@ def _what_to_keep(quantizers: Fp8Quantizers, rows: torch.Tensor, group: Group | 
 
 
 def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantized:
-    """Return the whole input's transpose in fp8 from what was kept of it, gathered.
+    """Return the transpose of the whole input in FP8 from its saved and gathered form.
 
     Shapes: ``-> [in, rows]``.
     """
@@ -236,7 +237,7 @@ def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantiz
 def _reduce_input_gradient(
     x_grad: torch.Tensor, shape: torch.Size, region: InputRegion, tp: Group
 ) -> tuple[torch.Tensor, PendingWork | None]:
-    """Start to sum the input's gradient as its region asks for it; return where the sum will be."""
+    """Start the reduction of the input's gradient for its region; return its output tensor."""
     if region is InputRegion.REPLICATED:
         return x_grad, all_reduce(x_grad, tp, async_op=True)
     if region is InputRegion.SEQUENCE and tp.size > 1:

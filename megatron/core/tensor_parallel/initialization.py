@@ -1,12 +1,12 @@
-"""Initial values of parameters, independent of the parallel layout; ranks can divide the drawing among them.
+"""Initial values of parameters, independent of the parallel layout; ranks can divide the generation among them.
 
-A parameter's values are a function of (seed, global name, global index): the global tensor is cut into fixed tiles,
-each tile has a counter-based generator of its own (Philox, Salmon et al. 2011), and a rank draws the tiles that its
-boxes touch. Values are drawn on the CPU in float32, so they are the same on every device.
+A parameter's values are a function of (seed, global name, global index). The global tensor is split into fixed tiles,
+each tile has its own counter-based generator (Philox, Salmon et al. 2011), and a rank generates the tiles that its
+boxes overlap. Values are generated on the CPU in float32, so they are the same on every device.
 
-The ranks that hold the same parameters (data × context parallel, for experts expert-data parallel) can divide the work
+The ranks that hold the same parameters (data x context parallel, for experts expert-data parallel) can divide the work
 and all-gather the parts. So can the ranks that hold different experts: a tile of random values has rows of all experts,
-and each of these ranks would draw the rows before its own. All ranks derive the same division from the parameters'
+and each of these ranks would generate the rows before its own. All ranks derive the same division from the parameters'
 shapes.
 """
 
@@ -32,7 +32,7 @@ TILE_COLUMNS = 512
 
 
 def tile_key(seed: int, name: str) -> int:
-    """Return the 64-bit key of a parameter's stream of tiles."""
+    """Return the 64-bit key of a parameter's tiles."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
 
 
@@ -55,15 +55,15 @@ def normal_box(
     factor: float = 1.0,
     mean: float = 0.0,
 ) -> np.ndarray:
-    """Return normal values of one box of a parameter, the same whichever box they are asked for in.
+    """Return normal values for one box of a parameter, independent of how boxes are chosen.
 
-    Standard normal values, or with ``is_uniform`` uniform ones from -1 to 1, are multiplied by ``factor`` and moved by
-    ``mean``.
+    Standard normal values, or with ``is_uniform`` uniform values from -1 to 1, are multiplied by ``factor`` and shifted
+    by ``mean``.
 
-    Shapes: ``-> float32`` of ``box.shape``; tensors of other than two dims are seen as ``[dim 0, all others]``.
+    Shapes: ``-> float32`` of ``box.shape``; tensors of other than two dims are viewed as ``[dim 0, all others]``.
     """
     if box.shape[2:] != global_shape[2:]:
-        # Tiles cut the first two dims alone: of further ones the whole is drawn.
+        # Tiles split only the first two dims; further dims are generated whole.
         whole = Box((*box.offset[:2], *(0,) * (len(global_shape) - 2)), (*box.shape[:2], *global_shape[2:]))
         drawn = normal_box(seed, name, global_shape, whole, is_uniform=is_uniform, factor=factor, mean=mean)
         return np.ascontiguousarray(drawn[box.relative_to(whole.offset).slices])
@@ -73,14 +73,14 @@ def normal_box(
     first_column = (box.offset[1] * math.prod(global_shape[2:])) if len(global_shape) > 1 else 0
     flat = Box((box.offset[0], first_column), (box.shape[0], trailing))
     values = np.empty(flat.shape, dtype=np.float32)
-    # A tile stays in the processor's cache until its values are in their place.
+    # The tile stays in the processor's cache until its values are copied.
     scratch = np.empty((TILE_ROWS, TILE_COLUMNS), dtype=np.float32)
     for index, tile in _touched_tiles(flat, columns):
         common = tile.intersect(flat)
         assert common is not None
-        # As a list, a key of 2**63 or more would be rounded to a float on its way in.
+        # An array, because in a list a key of 2**63 or more would be rounded to a float.
         generator = np.random.Generator(np.random.Philox(key=np.array([key, index], dtype=np.uint64)))
-        # A tile is drawn row by row: what lies below the box is left out.
+        # A tile is generated row by row; rows after the box are skipped.
         drawn = scratch[: common.offset[0] + common.shape[0] - tile.offset[0]]
         if is_uniform:
             generator.random(dtype=np.float32, out=drawn)
@@ -95,7 +95,7 @@ def normal_box(
 
 
 def draw_box(spec: ParamSpec, box: Box, seed: int) -> torch.Tensor:
-    """Return the initial values of a box of a parameter's global tensor, as its description says.
+    """Return the initial values of a box of a parameter's global tensor, by its `ParamSpec`.
 
     Shapes: ``-> float32`` of ``box.shape``.
     """
@@ -108,12 +108,12 @@ def draw_box(spec: ParamSpec, box: Box, seed: int) -> torch.Tensor:
 
 
 def is_constant(spec: ParamSpec) -> bool:
-    """Return whether the initial values of a parameter are one number, so that nothing is drawn."""
+    """Return whether all initial values of a parameter are equal, so that no random values are needed."""
     return spec.init_std == 0.0 and spec.init_bound == 0.0
 
 
 def initialize_parameter(parameter: torch.nn.Parameter, seed: int) -> None:
-    """Fill in place, as its description says, what this rank holds of a parameter; padding becomes zero."""
+    """Initialize this rank's part of a parameter in place by its `ParamSpec`; padding becomes zero."""
     for spec, held in held_of(parameter):
         with torch.no_grad():
             fill_constant(held, spec)
@@ -123,7 +123,7 @@ def initialize_parameter(parameter: torch.nn.Parameter, seed: int) -> None:
 
 
 def fill_constant(held: torch.Tensor, spec: ParamSpec) -> None:
-    """Write what is not drawn: the mean of a constant parameter, and zero into the padding."""
+    """Write the values that are not random: the mean of a constant parameter, and zero in the padding."""
     num_elements = sum(shard.global_box.num_elements for shard in spec.shards)
     if is_constant(spec) or num_elements < held.numel():
         held.zero_()
@@ -133,7 +133,7 @@ def fill_constant(held: torch.Tensor, spec: ParamSpec) -> None:
 
 
 def initialize_module(module: torch.nn.Module, seed: int) -> None:
-    """Fill every parameter of a module whose names are global already."""
+    """Initialize every parameter of a module whose parameter names are already global."""
     for parameter in module.parameters():
         initialize_parameter(parameter, seed)
 
@@ -144,10 +144,10 @@ _GATHERED_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Describe a box of a parameter's global tensor that one rank draws.
+    """A box of a parameter's global tensor that one rank generates.
 
-    ``kept`` has the boxes of it that this rank holds, each as a box of ``held``, the parameter's memory, and as a box
-    of the block. ``cost`` is the number of random values that are drawn for it.
+    ``kept`` lists the boxes of it that this rank holds, each as a box of ``held``, the parameter's memory, and as a box
+    of the block. ``cost`` is the number of random values that are generated for it.
     """
 
     spec: ParamSpec
@@ -161,17 +161,17 @@ class _Block:
         return sum(own.num_elements for own, _ in self.kept)
 
     def keep(self, values: torch.Tensor) -> None:
-        """Write what this rank holds of the block into the parameter, rounded to the parameter's precision."""
+        """Copy this rank's part of the block into the parameter, rounded to its dtype."""
         for own, part in self.kept:
             self.held[own.slices] = values[part.slices]
 
     def read_kept(self, into: torch.Tensor) -> None:
-        """Copy what this rank holds of the block into flat memory."""
+        """Copy this rank's part of the block into flat memory."""
         for own, part in self._cut(into):
             part.copy_(self.held[own.slices])
 
     def write_kept(self, values: torch.Tensor) -> None:
-        """Write what `read_kept` has copied on a rank that holds the same boxes."""
+        """Copy from flat memory that `read_kept` filled on a rank that holds the same boxes."""
         for own, part in self._cut(values):
             self.held[own.slices] = part
 
@@ -181,11 +181,11 @@ class _Block:
 
 
 def initialize_divided(parameters: Iterable[torch.nn.Parameter], seed: int, state: ParallelState | None) -> None:
-    """Fill parameters bit by bit as `initialize_parameter` does, the work divided over the ranks that share it.
+    """Initialize parameters bitwise equal to `initialize_parameter`, with the work divided over ranks.
 
     Collective over the groups of ``state`` that hold the same parameters, and for experts over ``expert_model``: each
-    of their ranks calls it for the same parameters in the same order. A rank draws alone what no other rank holds
-    (shards of weights), and everything if there is no ``state`` or if its groups have no communicators.
+    of their ranks must pass the same parameters in the same order. A rank alone generates the values that no other rank
+    holds (shards of weights), and all values if there is no ``state`` or if its groups have no communicators.
     """
     divided: dict[tuple[bool, bool, str], list[_Block]] = {}
     for parameter in parameters:
@@ -196,7 +196,7 @@ def initialize_divided(parameters: Iterable[torch.nn.Parameter], seed: int, stat
             if not is_constant(spec):
                 _, sharers = _groups_of(spec, None if in_parts else state)
                 cut = _shared_blocks if sharers.size > 1 else _own_blocks
-                # Gradients are off in this thread alone, not in those that draw.
+                # Autograd is disabled only in this thread, not in the worker threads.
                 blocks = cut(spec, held.detach())
                 divided.setdefault((in_parts, spec.is_expert, str(held.dtype)), []).extend(blocks)
     with torch.no_grad(), ThreadPoolExecutor(torch.get_num_threads()) as threads:
@@ -206,7 +206,7 @@ def initialize_divided(parameters: Iterable[torch.nn.Parameter], seed: int, stat
 
 
 def _groups_of(spec: ParamSpec, state: ParallelState | None) -> tuple[Group, Group]:
-    """Return the ranks with the same values of a parameter, and those with other rows of the same tiles."""
+    """Return the ranks with the same values of a parameter, and the ranks with other rows of the same tiles."""
     alone = single_rank_group(())
     if state is None:
         return alone, alone
@@ -216,7 +216,7 @@ def _groups_of(spec: ParamSpec, state: ParallelState | None) -> tuple[Group, Gro
 
 
 def _fill(blocks: Sequence[_Block], seed: int, replicas: Group, sharers: Group, threads: ThreadPoolExecutor) -> None:
-    """Draw this rank's share of the blocks and bring the rest from the other ranks."""
+    """Generate this rank's part of the blocks and all-gather the others."""
     parts = _divide(blocks, replicas.size)
     own = parts[replicas.rank]
 
@@ -238,7 +238,7 @@ def _fill(blocks: Sequence[_Block], seed: int, replicas: Group, sharers: Group, 
 
 
 def _divide(blocks: Sequence[_Block], number: int) -> list[list[_Block]]:
-    """Cut a list of blocks into consecutive parts that cost about the same."""
+    """Split a list of blocks into consecutive parts of about equal cost."""
     total, done = sum(block.cost for block in blocks), 0
     parts: list[list[_Block]] = [[] for _ in range(number)]
     for block in blocks:
@@ -259,8 +259,8 @@ def _exchange(
 ) -> None:
     """All-gather the parts of all ranks in rounds of bounded memory.
 
-    ``read`` copies a block of this rank, of so many elements as ``sizes`` says, into flat memory, and ``write`` takes a
-    block of any rank from there, but for this rank's own if it ``has_own`` already.
+    ``read`` copies a block of this rank, whose number of elements is in ``sizes``, into flat memory. ``write`` copies a
+    block of any rank from there, except this rank's own blocks if it ``has_own`` already.
     """
     largest = max(max(of_rank, default=0) for of_rank in sizes)
     limit = max(largest, _GATHERED_ELEMENTS // group.size)
@@ -281,7 +281,7 @@ def _exchange(
 
 
 def _rounds(blocks: Sequence[_Block], sizes: Sequence[int], limit: int) -> list[list[tuple[_Block, int, int]]]:
-    """Return a rank's blocks with their places in the memory that it sends, round by round."""
+    """Return a rank's blocks with their offsets in the send buffer, per round."""
     rounds: list[list[tuple[_Block, int, int]]] = []
     position = limit
     for block, size in zip(blocks, sizes):
@@ -294,7 +294,7 @@ def _rounds(blocks: Sequence[_Block], sizes: Sequence[int], limit: int) -> list[
 
 
 def _own_blocks(spec: ParamSpec, held: torch.Tensor) -> list[_Block]:
-    """Cut what this rank holds of a parameter along the tiles of its random values."""
+    """Split this rank's part of a parameter along tile boundaries."""
     blocks = []
     for shard in spec.shards:
         for box in _cut_at_tiles(shard.global_box, spec.global_shape):
@@ -304,7 +304,7 @@ def _own_blocks(spec: ParamSpec, held: torch.Tensor) -> list[_Block]:
 
 
 def _shared_blocks(spec: ParamSpec, held: torch.Tensor) -> list[_Block]:
-    """Cut the whole parameter along the tiles of its random values, and say what this rank holds of each block."""
+    """Split the whole parameter along tile boundaries, with this rank's part of each block."""
     blocks = []
     for box in _cut_at_tiles(Box((0,) * len(spec.global_shape), spec.global_shape), spec.global_shape):
         common = [(shard, shard.global_box.intersect(box)) for shard in spec.shards]
@@ -314,7 +314,7 @@ def _shared_blocks(spec: ParamSpec, held: torch.Tensor) -> list[_Block]:
 
 
 def _cut_at_tiles(box: Box, global_shape: tuple[int, ...]) -> list[Box]:
-    """Cut a box in its first two dims, where tiles end if possible, into parts of about ``_BLOCK_ELEMENTS``."""
+    """Split a box in its first two dims, preferably at tile boundaries, into parts of about ``_BLOCK_ELEMENTS``."""
     rows = _cut_length(box.offset[0], box.shape[0], TILE_ROWS)
     if len(box.shape) == 1:
         return [Box((start,), (length,)) for start, length in rows]
@@ -330,11 +330,11 @@ def _cut_at_tiles(box: Box, global_shape: tuple[int, ...]) -> list[Box]:
 
 
 def _cut_length(start: int, length: int, step: int) -> list[tuple[int, int]]:
-    """Cut a range at the multiples of ``step``; return where each part starts, and its length."""
+    """Split a range at multiples of ``step``; return the start and length of each part."""
     cuts = [start, *range(start - start % step + step, start + length, step), start + length]
     return [(low, high - low) for low, high in itertools.pairwise(cuts)]
 
 
 def _cost(spec: ParamSpec, box: Box) -> int:
-    """Return how many random values are drawn for a box that lies in one row of tiles: those above it too."""
+    """Return the number of random values to generate for a box in one row of tiles, including the rows before it."""
     return (box.offset[0] % TILE_ROWS + box.shape[0]) * math.prod((*box.shape[1:2], *spec.global_shape[2:]))

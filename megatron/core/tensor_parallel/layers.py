@@ -1,8 +1,8 @@
 """Column-parallel and row-parallel linear layers and the embedding, sharded over the tensor-parallel group.
 
 The backward pass overlaps its communication with the weight gradient, which is accumulated in the parameter's main
-gradient if it has one.
-Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+gradient if it has one. Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class _Linear(torch.autograd.Function):
         scatters: bool,
         memory: ReusedMemory | None,
     ) -> torch.Tensor:
-        # The input is needed for the weight's gradient alone: a frozen weight has none.
+        # The input is needed only for the weight's gradient, which a frozen weight does not have.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.x_shape = x.shape
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
         ctx.overlap, ctx.scatters = overlap, scatters
-        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         bias = bias if adds_bias else None
@@ -139,17 +139,17 @@ def tensor_parallel_linear(
     memory: ReusedMemory | None = None,
     quantizers: Fp8Quantizers | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
+    """Compute ``x @ weight.T + bias`` with this rank's shard of the weight.
 
-    Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
-    ``library`` computes the products on CPU (see `linear`). ``scatters`` makes the sum, for an input that is SPLIT, and
-    leaves each rank its part along s. ``overlap`` says what travels beside which product. ``memory`` holds a result
-    that is computed whole on a CPU. With ``quantizers`` the products are in fp8, and nothing is overlapped here.
+    If the ranks' results are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on all.
+    ``library`` computes the GEMMs on CPU (see `linear`). ``scatters`` reduce-scatters the result of a SPLIT input along
+    s. ``overlap`` determines which communication overlaps which GEMM. ``memory`` provides the output buffer on a CPU
+    without chunked overlap. With ``quantizers`` the GEMMs run in FP8 without overlap.
 
-    Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
-    ``in`` and ``out``, ``[s/tp, b, out]`` where it ``scatters``. Backward: the input's gradient is all-reduced
-    (REPLICATED) or reduce-scattered along s (SEQUENCE) while the weight's gradient is computed; the output's gradient
-    is gathered along s where the output was scattered.
+    Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` with the shard's own ``in`` and
+    ``out``, ``[s/tp, b, out]`` if it ``scatters``. Backward: the input's gradient is all-reduced (REPLICATED) or
+    reduce-scattered along s (SEQUENCE) while the weight's gradient is computed; the output's gradient is all-gathered
+    along s if the output was scattered.
     """
     if quantizers is not None:
         return float8_linear(
@@ -161,38 +161,38 @@ def tensor_parallel_linear(
 
 
 DEFAULT_INIT_STD = 0.02
-"""Standard deviation of a weight's initial values where a model says no other."""
+"""Default standard deviation of a weight's initial values."""
 _DEFAULTS = ModelParallelConfig()
 
 
 def make_parameter(
     local_shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, device: torch.device | str
 ) -> nn.Parameter:
-    """Return an uninitialized parameter that carries its description."""
+    """Return an uninitialized parameter with its `ParamSpec`."""
     parameter = nn.Parameter(torch.empty(local_shape, dtype=dtype, device=device))
     attach_spec(parameter, spec)
     return parameter
 
 
 class ColumnParallelLinear(nn.Module):
-    """Multiply by a weight whose output features are sharded over the tensor-parallel group.
+    """Linear layer whose output features are sharded over the tensor-parallel group.
 
-    The arguments are those of Megatron-LM. ``config`` gives the dtype, sequence parallelism and the library on CPU.
-    ``tp_comm_buffer_name`` is the layer's name for ``--tp-comm-overlap``; a layer without a name overlaps nothing.
-    ``init_std`` is instead of an ``init_method``: initial values follow from the parameter's description.
-    ``stride`` counts equal tensors that the output features stack (2 for ``[gate; up]``); each is sharded on its own.
-    ``padded_output_size`` pads the output features before sharding (a vocabulary). ``gather_output`` gives every
-    rank all output features, without padding. ``skip_bias_add`` leaves the bias to the caller: forward then returns
-    ``(output, bias)``, the bias as wide as the output, or None where the layer has none.
+    The arguments are those of Megatron-LM. ``config`` gives the dtype, sequence parallelism and the GEMM library on
+    CPU. ``tp_comm_buffer_name`` is the layer's name for ``--tp-comm-overlap``. A layer without a name does not overlap.
+    ``init_std`` replaces ``init_method``: initial values are derived from the parameter's `ParamSpec`. ``stride`` is
+    the number of equal tensors fused in the output features (2 for ``[gate; up]``), each sharded separately.
+    ``padded_output_size`` pads the output features before sharding (a vocabulary). ``gather_output`` gives every rank
+    all output features, without padding. ``skip_bias_add`` leaves the bias to the caller: forward then returns
+    ``(output, bias)`` with a bias of the same width as the output, or None for a layer without bias.
 
-    The parameters are empty until `initialize_module` or a checkpoint fills them.
+    The parameters are uninitialized until `initialize_module` or a checkpoint fills them.
 
     Shapes: ``[s, b, in] -> [s, b, out/tp]``; with sequence parallelism ``[s/tp, b, in] -> [s, b, out/tp]``; with
     ``gather_output`` ``[s, b, in] -> [s, b, out]``.
 
     Raises:
-        ConfigurationError: the output features cannot be sharded evenly, or ``gather_output`` is asked for together
-            with sequence parallelism or stacked tensors.
+        ConfigurationError: the output features cannot be sharded evenly, or ``gather_output`` is combined with sequence
+            parallelism or fused tensors.
     """
 
     def __init__(
@@ -246,10 +246,10 @@ class ColumnParallelLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, *, gives_bias_gradient: bool = True, memory: ReusedMemory | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Return this rank's output features, or all of them; with ``skip_bias_add`` the bias beside them.
+        """Return this rank's output features, or all of them; with ``skip_bias_add`` also the bias.
 
-        The bias may have its gradient from whatever follows. ``memory`` is for this rank's features (see
-        `tensor_parallel_linear`).
+        Without ``gives_bias_gradient`` a later operation computes the bias's gradient. ``memory`` is for this rank's
+        features (see `tensor_parallel_linear`).
         """
         in_product: torch.Tensor | None = None if self.skip_bias_add else self.bias
         if in_product is not None and not gives_bias_gradient:
@@ -272,20 +272,20 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Multiply by a weight whose input features are sharded over the tensor-parallel group, and sum the products.
+    """Linear layer whose input features are sharded over the tensor-parallel group, with a sum of the partial outputs.
 
-    The input is this rank's part of the features; without ``input_is_parallel`` it is all of them, on every rank.
-    ``skip_bias_add`` leaves the bias to the caller: forward then returns ``(output, bias)``, the bias as wide as the
-    output, or None where the layer has none. `ColumnParallelLinear` describes the other arguments.
+    The input is this rank's part of the features. Without ``input_is_parallel`` it is all of them, on every rank.
+    ``skip_bias_add`` leaves the bias to the caller: forward then returns ``(output, bias)`` with a bias of the same
+    width as the output, or None for a layer without bias. `ColumnParallelLinear` describes the other arguments.
 
-    The parameters are empty until `initialize_module` or a checkpoint fills them.
+    The parameters are uninitialized until `initialize_module` or a checkpoint fills them.
 
     Shapes: ``[s, b, in/tp] -> [s, b, out]``; with sequence parallelism ``-> [s/tp, b, out]``; without
     ``input_is_parallel`` ``[s, b, in] -> [s, b, out]``.
 
     Raises:
-        ConfigurationError: the input features cannot be sharded evenly, or ``input_is_parallel`` is turned off together
-            with sequence parallelism.
+        ConfigurationError: the input features cannot be sharded evenly, or ``input_is_parallel`` is False with sequence
+            parallelism.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class RowParallelLinear(nn.Module):
         self.overlap = linear_overlap(config, tp_comm_buffer_name)
         self.quantizers: Fp8Quantizers | None = None
         self.sequence_parallel = config.sequence_parallel
-        # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
+        # On a CPU the bias is added after the reduce-scatter, so that results of existing runs stay bitwise equal.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
         dtype, shape = dtype_from_name(config.params_dtype), (output_size, input_size)
         spec = ParamSpec("weight", shape, even_shards(shape, 1, tp_group.rank, tp_group.size), init_std=init_std)
@@ -328,7 +328,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed output: this rank's part of the sequence under sequence parallelism.
 
-        With ``skip_bias_add`` the bias comes beside it.
+        With ``skip_bias_add`` the bias is returned too.
         """
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)
@@ -338,7 +338,7 @@ class RowParallelLinear(nn.Module):
 
     def _summed_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scatters = self.sequence_parallel and self.tp.size > 1
-        # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
+        # One rank adds the bias in its GEMM, which is free; a separate addition would cost memory traffic.
         in_product = bias
         in_sum: torch.Tensor | None = None
         product_scatters = scatters and (
@@ -350,7 +350,7 @@ class RowParallelLinear(nn.Module):
             brings_bias = self.brings_bias_into_sum and not self.overlap.uses_symmetric_memory
             in_product = in_sum = bias if brings_bias else None
         elif bias is not None and scatters:
-            # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
+            # The bias's gradient covers this rank's part of the sequence, like that of other replicated parameters.
             in_product, in_sum = (bias.detach(), bias) if self.brings_bias_into_sum else (None, None)
         partial = tensor_parallel_linear(
             x,
@@ -382,12 +382,12 @@ def _check_even_shards(side: str, features: int, tp: Group, stride: int = 1) -> 
 
 
 class _EmbeddingLookup(torch.autograd.Function):
-    """Forward: rows of the weight; backward: rows added into the weight's main gradient, or a dense gradient."""
+    """Forward: rows of the weight. Backward: rows added to the weight's main gradient, or a dense gradient."""
 
     @staticmethod
     def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(indices, weight)
-        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         return F.embedding(indices, weight)
 
@@ -414,9 +414,9 @@ def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Look tokens up in an embedding table whose rows are sharded over the tensor-parallel group.
+    """Embedding table whose rows are sharded over the tensor-parallel group.
 
-    The table is padded to ``padded_vocab_size`` rows; padding is never looked up and stays zero.
+    The table is padded to ``padded_vocab_size`` rows. Padding is never looked up and stays zero.
 
     Shapes: ``[b, s] -> [s, b, h]``; with sequence parallelism ``-> [s/tp, b, h]``.
 
@@ -452,8 +452,8 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size == 1:
             return embedding_lookup(tokens, self.weight)
         elsewhere = tokens.div(self.rows_per_rank, rounding_mode="floor") != self.tp.rank
-        # Another rank's token looks up some row, of which nothing is taken. Were it one row for all of them, that row
-        # would be given most of the gradient's rows, all zero, one after the other.
+        # Tokens of other ranks look up some row, which is then masked. A single row for all of them would receive most
+        # of the gradient's rows, all zero, and serialize their additions.
         rows = embedding_lookup(tokens.remainder(self.rows_per_rank), self.weight)
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
@@ -470,10 +470,10 @@ def replicated_spec(
     mean: float = 0.0,
     std: float = 0.0,
 ) -> ParamSpec:
-    """Return the description of a parameter that every tensor-parallel rank holds whole.
+    """Return the `ParamSpec` of a parameter that is replicated on all tensor-parallel ranks.
 
-    ``partial_gradient`` says that each rank's gradient covers only its own part of the sequence or of the heads, so
-    that the parts must be summed.
+    ``partial_gradient`` means that each rank's gradient covers only its own part of the sequence or of the heads, so
+    that the gradients must be summed.
     """
     return ParamSpec(
         name,

@@ -1,8 +1,7 @@
 """LoRA: low-rank adapters of column- and row-parallel linear layers.
 
-The result is ``y + (alpha / rank) B A x``, of which A and B are trained.
-Ranks exchange the narrow side: ``A x`` has only ``rank`` features.
-Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+The output is ``y + (alpha / rank) B A x``. Only A and B are trained. Ranks communicate the low-rank activation: ``A x``
+has only ``rank`` features. Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """Hold what all adapters of a model share; dropout is of their input."""
+    """Options that all adapters of a model share; dropout applies to their input."""
 
     rank: int
     scale: float
@@ -41,16 +40,16 @@ class AdapterOptions:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Describe rows of ``B`` that this rank holds; the description is of ``[all rows, rank]``."""
+    """Rows of ``B`` that this rank holds; ``spec`` is the `ParamSpec` of ``[all rows, rank]``."""
 
     num_rows: int
     spec: ParamSpec
 
 
 class LowRankAdapter(nn.Module):
-    """Compute ``scale * B A x``. ``A`` begins uniform within ``1 / sqrt(in)``, ``B`` at zero.
+    """Compute ``scale * B A x``. ``A`` is initialized uniformly within ``1 / sqrt(in)``, ``B`` to zero.
 
-    ``site`` tells its dropout from that of others, among 8 of a layer.
+    ``site`` distinguishes the dropout of up to 8 adapters in a layer.
     """
 
     def __init__(self, options: AdapterOptions, layer_number: int, site: int) -> None:
@@ -58,13 +57,13 @@ class LowRankAdapter(nn.Module):
         self.options = options
         self.layer_number, self.site = layer_number, site
         self.keys: DropoutKeys | None = None
-        """What dropout in the next call is keyed by."""
+        """Dropout keys of the next call."""
 
     def _make(self, shape: tuple[int, ...], spec: ParamSpec) -> nn.Parameter:
         return make_parameter(shape, spec, self.options.dtype, self.options.device)
 
     def _drop(self, x: torch.Tensor, *, is_whole: bool, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what dropout leaves; ``is_whole`` says that sequence parallelism has not cut the positions."""
+        """Apply dropout; ``is_whole`` means that the positions are not sharded by sequence parallelism."""
         probability = self.options.dropout
         if not self.training or probability == 0.0:
             return x
@@ -76,9 +75,9 @@ class LowRankAdapter(nn.Module):
 
 
 class ColumnAdapter(LowRankAdapter):
-    """Adapt rows of a column-parallel layer: every rank holds ``A``, and the rows of ``B`` that it has of the layer.
+    """Adapter of rows of a column-parallel layer: ``A`` is replicated, and ``B`` is sharded by row like the layer.
 
-    ``blocks`` follow each other in the output; most layers have one.
+    ``blocks`` are consecutive in the output. Most layers have one.
 
     Shapes: ``[s, b, in] -> [s, b, rows of this rank]``; the input is ``[s/tp, b, in]`` under sequence parallelism.
     """
@@ -88,7 +87,8 @@ class ColumnAdapter(LowRankAdapter):
     ) -> None:
         super().__init__(options, layer_number, site)
         shape = (options.rank, in_features)
-        # Under sequence parallelism a rank multiplies its own positions only, before the narrow product is gathered.
+        # Under sequence parallelism a rank multiplies only its own positions, before the low-rank activation is
+        # gathered.
         spec = replicated_spec("lora_A", shape, options.tp, options.sequence_parallel)
         self.lora_A = self._make(shape, replace(spec, init_bound=in_features**-0.5))
         self.region = InputRegion.SEQUENCE if options.sequence_parallel else InputRegion.REPLICATED
@@ -97,7 +97,7 @@ class ColumnAdapter(LowRankAdapter):
             self.register_parameter(name, self._make((block.num_rows, options.rank), block.spec))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to these rows."""
+        """Return the adapter's contribution to these rows."""
         narrow = self._linear(self._drop(x, is_whole=False), self.lora_A) * self.options.scale
         weights = [getattr(self, name) for name in self.names]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -105,7 +105,7 @@ class ColumnAdapter(LowRankAdapter):
 
 
 class RowAdapter(LowRankAdapter):
-    """Adapt a row-parallel layer: a rank holds the columns of ``A`` that it has of the layer, and all of ``B``.
+    """Adapter of a row-parallel layer: ``A`` is sharded by column like the layer, and ``B`` is replicated.
 
     Shapes: ``[s, b, in/tp] -> [s, b, out]``; the output is ``[s/tp, b, out]`` under sequence parallelism.
     """
@@ -126,7 +126,7 @@ class RowAdapter(LowRankAdapter):
         self.first_column, self.num_columns = tp.rank * own_width, own_width
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the layer's output."""
+        """Return the adapter's contribution to the layer's output."""
         columns = torch.arange(self.first_column, self.first_column + self.num_columns, device=x.device)
         partial = self._linear(self._drop(x, is_whole=True, columns=columns), self.lora_A)
         tp = self.options.tp
@@ -137,10 +137,10 @@ class RowAdapter(LowRankAdapter):
 
 
 class LinearAdapters(nn.Module):
-    """Hold the adapters of one linear layer by the part of its rows that each adapts.
+    """Adapters of one linear layer, by the part of its rows that each adapts.
 
-    The rows are ``num_groups`` times the parts in the order of ``widths``, each as wide there; what has no adapter is
-    left as it is.
+    The rows consist of ``num_groups`` groups, each with the parts in the order and with the sizes of ``widths``. Parts
+    without an adapter are unchanged.
 
     Shapes: the layer's input ``->`` the layer's output.
     """
@@ -152,7 +152,7 @@ class LinearAdapters(nn.Module):
         self.widths, self.num_groups = dict(widths), num_groups
 
     def forward(self, *inputs: Any) -> torch.Tensor:
-        """Return what is added to the layer's output; the adapters take what the layer does."""
+        """Return the adapters' contribution to the layer's output; the adapters take the layer's inputs."""
         if len(self.widths) == 1:
             (adapter,) = self.children()
             only: torch.Tensor = adapter(*inputs)
@@ -169,7 +169,7 @@ class LinearAdapters(nn.Module):
 
 
 def adapt(linear: nn.Module, adapters: LinearAdapters) -> None:
-    """Let a linear layer add what its adapters compute; they become its submodule ``adapters``."""
+    """Add the adapters' outputs to a linear layer's output; they become its submodule ``adapters``."""
     linear.add_module("adapters", adapters)
     linear.register_forward_hook(_add)
 

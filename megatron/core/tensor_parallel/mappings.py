@@ -1,7 +1,7 @@
-"""Tensor-parallel and sequence-parallel regions: the collectives by which an activation enters and leaves them.
+"""Tensor-parallel and sequence-parallel regions: the collectives with which an activation enters and leaves them.
 
-Each collective's backward pass is the conjugate one. Sequence parallelism cuts dim 0 (the sequence) of ``[s, b, h]``.
-Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+The backward pass of each collective is its conjugate. Sequence parallelism shards dim 0 (the sequence) of ``[s, b,
+h]``. Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from megatron.core.process_group import Group
 
 
 class InputRegion(Enum):
-    """Say how the input of a linear map is laid out over the tensor-parallel group."""
+    """Layout of a linear layer's input over the tensor-parallel group."""
 
     SPLIT = "split"
-    """Each rank holds its own input; its gradient needs no communication (row-parallel)."""
+    """Each rank has its own input, whose gradient needs no communication (row-parallel)."""
     REPLICATED = "replicated"
-    """Every rank holds the same input; its gradient is all-reduced."""
+    """Every rank has the same input, whose gradient is all-reduced."""
     SEQUENCE = "sequence"
-    """Ranks hold parts of dim 0: gathered forward, the gradient reduce-scattered backward."""
+    """Ranks have parts of dim 0: all-gather in the forward pass, reduce-scatter of the gradient in the backward
+    pass."""
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -44,7 +45,7 @@ class _CopyToRegion(torch.autograd.Function):
 class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        # Not mark_dirty: what comes out of a linear map may be a view, which autograd lets nobody change.
+        # No mark_dirty: the output of a linear layer may be a view, which autograd does not allow to be modified.
         result = tensor.detach()
         all_reduce(result, tp)
         return result
@@ -143,7 +144,7 @@ def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Gr
 
 
 def copy_to_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Enter a tensor-parallel region with what every rank holds. Forward: identity; backward: all-reduce.
+    """Enter a tensor-parallel region with a replicated tensor. Forward: identity; backward: all-reduce.
 
     Shapes: ``[...] -> [...]``.
     """
@@ -153,13 +154,13 @@ def copy_to_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> tor
 def reduce_from_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     """Leave a tensor-parallel region. Forward: all-reduce; backward: identity.
 
-    The sum is written into ``tensor``, which must be contiguous and which nothing else may read.
+    The sum is written into ``tensor``, which must be contiguous and must not be used elsewhere.
     """
     return _apply(_ReduceFromRegion, tensor, tp)
 
 
 def sum_over_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Sum what every rank computes further with, each its own part. Forward and backward: all-reduce.
+    """Sum a tensor whose sum each rank uses differently. Forward and backward: all-reduce.
 
     Shapes: ``[...] -> [...]``.
     """
@@ -172,7 +173,7 @@ def scatter_to_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> 
     Shapes: ``[..., n] -> [..., n/tp]``.
 
     Raises:
-        ConfigurationError: the dim cannot be cut evenly.
+        ConfigurationError: the dim cannot be split evenly.
     """
     return _apply(_ScatterToRegion, tensor, tp)
 
@@ -180,19 +181,19 @@ def scatter_to_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> 
 def gather_from_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     """Join the ranks' parts along the last dim. Forward: all-gather; backward: this rank's part of the gradient.
 
-    Every rank must compute the same with the result. Shapes: ``[..., n/tp] -> [..., n]``.
+    Every rank must use the result in the same way. Shapes: ``[..., n/tp] -> [..., n]``.
     """
     return _apply(_GatherFromRegion, tensor, tp)
 
 
 def scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Enter a sequence-parallel region with what every rank holds.
+    """Enter a sequence-parallel region with a replicated tensor.
 
-    Forward: this rank's part of s, without communication; backward: all-gather along s. Shapes: ``[s, ...] ->
-    [s/tp, ...]``.
+    Forward: this rank's part of s, without communication; backward: all-gather along s. Shapes: ``[s, ...] -> [s/tp,
+    ...]``.
 
     Raises:
-        ConfigurationError: the sequence cannot be cut evenly.
+        ConfigurationError: the sequence cannot be split evenly.
     """
     return _apply(_ScatterToSequence, tensor, tp)
 
@@ -210,8 +211,8 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> torch.Tensor:
     """Leave a tensor-parallel region into a sequence-parallel one.
 
-    ``bias_in_sum`` is one that the group's sum has in it, brought by one rank (of several). Its gradient is that of
-    this rank's part of the sequence, as if it were added to the result.
+    ``bias_in_sum`` is a bias that one rank has already added to its partial sum. Its gradient covers this rank's part
+    of the sequence, as if the bias were added to the result.
 
     Forward: reduce-scatter along s; backward: all-gather along s. Shapes: ``[s, ...] -> [s/tp, ...]``.
     """

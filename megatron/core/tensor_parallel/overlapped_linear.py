@@ -1,8 +1,9 @@
-"""Matmuls overlapped with the all-gather of their operand or the reduce-scatter of their result, chunk by chunk.
+"""GEMMs overlapped with the all-gather of their operand or the reduce-scatter of their result, chunk by chunk.
 
-There are as many chunks as ranks, and they go around a ring: while one chunk is multiplied, the next is sent. A rank
-sends as much as in a ring all-gather or reduce-scatter, (n - 1)/n of the whole. With more than two ranks the order of
-the sums differs from the order in a collective. Wang et al. 2023, https://doi.org/10.1145/3567955.3567959.
+The number of chunks is the number of ranks, and chunks are passed around a ring: while one chunk is multiplied, the
+next is sent. A rank sends the same volume as in a ring all-gather or reduce-scatter, (n - 1)/n of the whole. With more
+than two ranks the order of summation differs from that of a collective. Wang et al. 2023,
+https://doi.org/10.1145/3567955.3567959.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from megatron.core.tensor_parallel import symmetric_memory
 from megatron.core.tensor_parallel.comm_overlap_config import LinearOverlap
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
-"""Write into ``[n, b, out]``, the first argument, what ``[n, b, in]`` is multiplied to."""
+"""Function that writes the GEMM of its second argument ``[n, b, in]`` into its first argument ``[n, b, out]``."""
 
 
 def gather_and_multiply(
     x: torch.Tensor, multiply: Multiply, out_features: int, tp: Group, keeps: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the product of the group's parts along dim 0, each multiplied while the next one is received.
+    """Multiply the group's parts along dim 0, each while the next part is received.
 
-    The parts themselves come with it where it ``keeps`` them.
+    The gathered input is returned too if it ``keeps`` it.
 
     Shapes: ``x: [s/tp, b, in] -> [s, b, out], [s, b, in]``.
     """
@@ -50,7 +51,7 @@ def gather_and_multiply(
 
 
 def multiply_and_scatter(x: torch.Tensor, multiply: Multiply, out_features: int, tp: Group) -> torch.Tensor:
-    """Return this rank's part along dim 0 of the sum of the ranks' products, each part sent on while the next is made.
+    """Return this rank's part along dim 0 of the sum of the ranks' GEMMs, sending each part during the next GEMM.
 
     Shapes: ``x: [s, b, in] -> [s/tp, b, out]``.
     """
@@ -76,7 +77,7 @@ def gathered_linear(
     library: str = "auto",
     keeps: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ``x @ weight.T + bias`` for the parts of all ranks of ``tp``, and these where it ``keeps`` them.
+    """Compute ``x @ weight.T + bias`` for the parts of all ranks, and return the gathered input if it ``keeps`` it.
 
     Shapes: ``x: [s/tp, b, in] -> [s, b, out], [s, b, in]``.
     """
@@ -94,7 +95,7 @@ def scattered_linear(
     overlap: LinearOverlap,
     library: str = "auto",
 ) -> torch.Tensor:
-    """Return this rank's part of the sum over ``tp`` of ``x @ weight.T + bias``; symmetric memory takes no bias.
+    """Return this rank's part of the sum of ``x @ weight.T + bias`` over ``tp``; symmetric memory supports no bias.
 
     Shapes: ``x: [s, b, in] -> [s/tp, b, out]``.
     """

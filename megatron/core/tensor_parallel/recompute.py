@@ -1,8 +1,7 @@
 """Activation recomputation (gradient checkpointing), and saved tensors kept as inputs or sharded over ranks.
 
-The contexts that change what autograd saves can be nested. Each passes on the tensors that it does not keep itself, and
-also its own replacement for the tensors that it does.
-Chen et al. 2016, https://arxiv.org/abs/1604.06174.
+The contexts that change what autograd saves can be nested. Each passes tensors that it does not handle, and its own
+replacements for tensors that it does, to the outer context. Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what names the memory behind a tensor for as long as something holds that memory."""
+    """Return a key of a tensor's storage, unique while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def outer_hooks() -> tuple[Pack, Unpack]:
-    """Return how a tensor that is saved here is kept, and how that becomes the tensor again."""
+    """Return the pack and unpack hooks of the enclosing context."""
     hooks: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or (_same, _same)
 
@@ -40,9 +39,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Recipe:
-    """Say how results are computed again, what is kept for that, and how a saved tensor lies in one of them.
+    """How to recompute results, the saved inputs, and the view of a saved tensor in one of the results.
 
-    The saved tensors of one region share a list of ``results``, which the first that is asked for fills.
+    The saved tensors of one region share a list of ``results``, which the first unpacked tensor fills.
     """
 
     again: Callable[[], Sequence[torch.Tensor]]
@@ -57,10 +56,10 @@ class _Recipe:
 def saved_as_inputs(
     output: torch.Tensor, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> Iterator[None]:
-    """Keep, wherever ``output`` or a view of it is saved inside, ``inputs`` in its place.
+    """Save ``inputs`` instead of ``output`` and its views inside this context.
 
-    The backward pass calls ``function(*inputs)``, which must give the same bits again. An output that does not fill its
-    memory in the plain order is kept as it is.
+    The backward pass calls ``function(*inputs)``, which must be bitwise reproducible. A non-contiguous output, or one
+    that starts at an offset in its storage, is saved itself.
     """
     with several_saved_as_inputs((output,), lambda *given: (function(*given),), *inputs, shares=False):
         yield
@@ -73,10 +72,10 @@ def several_saved_as_inputs(
     *inputs: torch.Tensor,
     shares: bool = True,
 ) -> Iterator[None]:
-    """Keep, wherever one of the ``outputs`` or a view of it is saved inside, ``inputs`` in its place.
+    """Save ``inputs`` instead of the ``outputs`` and their views inside this context.
 
-    The backward pass calls ``function(*inputs)`` for all outputs. With ``shares`` it does so once, and what it gives is
-    held until the last saved tensor is gone.
+    The backward pass calls ``function(*inputs)`` for all outputs. With ``shares`` it calls it once, and keeps the
+    results until the last saved tensor is freed.
     """
     outer_pack, outer_unpack = outer_hooks()
     keys = {
@@ -84,7 +83,7 @@ def several_saved_as_inputs(
         for number, output in enumerate(outputs)
         if output.is_contiguous() and output.storage_offset() == 0
     }
-    # Autograd holds the hooks as long as what they have packed: they must hold no tensor.
+    # Autograd keeps the hooks alive as long as the packed values, so they must not reference tensors.
     held, kept = list(inputs), list[tuple[Callable[[], Sequence[torch.Tensor]], list[torch.Tensor]]]()
     del outputs, inputs
 
@@ -123,7 +122,7 @@ def _call_of(
 
 @dataclass(frozen=True)
 class _Part:
-    """Hold what one rank keeps of a saved tensor."""
+    """One rank's part of a saved tensor."""
 
     part: Any
     size: torch.Size
@@ -131,9 +130,9 @@ class _Part:
 
 @contextmanager
 def saved_in_parts(tensor: torch.Tensor, tp: Group) -> Iterator[None]:
-    """Keep, wherever ``tensor`` is saved inside, an equal part of it on each rank; the backward pass gathers them.
+    """Save one equal part of ``tensor`` per rank inside this context; the backward pass all-gathers them.
 
-    Every rank of the group holds the same values. The number of elements must be a multiple of the group's size.
+    Every rank of the group has the same values. The number of elements must be a multiple of the group's size.
     """
     outer_pack, outer_unpack = outer_hooks()
     key = storage_key(tensor)
@@ -156,10 +155,10 @@ Result = TypeVar("Result")
 
 
 def recompute(function: Callable[..., Result], *args: Any) -> Result:
-    """Return ``function(*args)`` without keeping its activations; the backward pass computes them again.
+    """Return ``function(*args)`` without saving its activations; the backward pass recomputes them.
 
-    No state of a generator is kept: what ``function`` draws at random it must draw from a key that it is given, as
-    dropout does, to draw the same both times.
+    RNG state is not saved: random numbers in ``function`` must be derived from its arguments, like keyed dropout, to be
+    the same both times.
     """
     result: Result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return result

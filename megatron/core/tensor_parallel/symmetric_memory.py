@@ -1,7 +1,7 @@
-"""Torch's symmetric memory: matmuls that read or write other ranks' memory while they are computed.
+"""GEMMs on torch's symmetric memory, which read or write other ranks' memory while they run.
 
-Copy engines make the copies between ranks and leave all multiprocessors to the matmuls. Written after torch's sources;
-no node with two GPUs has run it.
+Copy engines copy between ranks and leave all multiprocessors to the GEMMs. Written from torch's sources and not yet run
+on a node with two GPUs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron.core.process_group import Group
 
 
 def why_no_symmetric_memory(tp: Group, has_peers: bool) -> str | None:
-    """Return on every rank why the group's products cannot use symmetric memory, or None where they can. Collective.
+    """Return on every rank why the group cannot use symmetric memory, or None if it can. Collective.
 
-    ``has_peers`` says that this rank's device reads the memory of the others that it sees.
+    ``has_peers`` means that this rank's device has peer access to all devices that it sees.
     """
     if any_rank(not (_has_operators() and has_peers), tp):
         return "torch or the devices lack it"
@@ -28,7 +28,7 @@ def why_no_symmetric_memory(tp: Group, has_peers: bool) -> str | None:
 
 
 def _has_operators() -> bool:
-    """Return whether torch knows the operators; they are there once their module is imported."""
+    """Return whether torch has the operators, which importing their module registers."""
     try:
         importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:
@@ -40,7 +40,7 @@ def _has_operators() -> bool:
 def gather_and_multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: Group, keeps: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ``x @ weight.T + bias`` for the parts of all ranks, and these where it ``keeps`` them.
+    """Compute ``x @ weight.T + bias`` for the parts of all ranks, and return the gathered input if it ``keeps`` it.
 
     Shapes: ``x: [s/tp, b, in] -> [s, b, out], [s, b, in]``.
     """
@@ -54,7 +54,7 @@ def gather_and_multiply(
 
 
 def multiply_and_scatter(x: torch.Tensor, weight: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Return this rank's part of the sum over the group of ``x @ weight.T``.
+    """Return this rank's part of the sum of ``x @ weight.T`` over the group.
 
     Shapes: ``x: [s, b, in] -> [s/tp, b, out]``.
     """

@@ -200,7 +200,7 @@ def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:
             continue
         end_id = engine.token_to_id(token)
         if end_id is None:
-            raise TokenizerError(f"{path} names the eos_token {token!r}, which {_TOKENIZER_FILE} beside it lacks")
+            raise TokenizerError(f"{path} names the eos_token {token!r}, which {_TOKENIZER_FILE} next to it lacks")
         return end_id
     return None
 

@@ -1,4 +1,4 @@
-"""The transformer: configuration, attention, MLP, norms, layers and the block of them."""
+"""The transformer: configuration, attention, MLP, norms, layers and the block of layers."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class AttentionSinks(nn.Module):
-    """Hold the sinks of this rank's heads, whose exponentials are added to the sums below the softmax.
+    """Attention sinks of this rank's heads: logits whose exponentials are added to the softmax denominators.
 
-    A softmax off by one has sinks of 0, which are no parameter.
+    An off-by-one softmax has sinks of 0, which are not a parameter.
 
-    Shapes: ``-> [n/tp]``, or None where there are none.
+    Shapes: ``-> [n/tp]``, or None without sinks.
     """
 
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
@@ -71,17 +71,16 @@ class AttentionSinks(nn.Module):
         self.num_heads, self.dtype, self.device = heads // tp.size, dtype, device
 
     def forward(self) -> torch.Tensor | None:
-        """Return the sinks."""
         if self.is_off_by_one:
             return torch.zeros(self.num_heads, dtype=self.dtype, device=self.device)
         return self.softmax_offset
 
 
 def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.device | str) -> nn.Module:
-    """Return the projection ``[s, b, h] -> [s, b, rows of this rank's groups]``.
+    """Create the projection ``[s, b, h] -> [s, b, rows of this rank's groups]``.
 
-    With at least as many groups as tensor-parallel ranks each rank holds whole groups; with fewer, several ranks share
-    a group: each has its own query heads and a copy of the group's key and value.
+    With at least as many groups as tensor-parallel ranks each rank holds whole groups. With fewer groups, several ranks
+    share a group: each rank has its own query heads and a copy of the group's key and value.
     """
     if config.num_query_groups % tp.size == 0:
         linear = ColumnParallelLinear(
@@ -105,10 +104,10 @@ def _rows_of_a_group(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 class SharedGroupQueryKeyValue(nn.Module):
-    """Project to query, key and value where several tensor-parallel ranks share one key-value group.
+    """Query, key and value projection for fewer key-value groups than tensor-parallel ranks.
 
-    The query rows are this rank's alone; the key and value rows are equal on the ranks that share the group, and their
-    gradients are parts that must be summed over those ranks.
+    The query rows belong to this rank alone. The key and value rows are equal on the ranks that share the group, and
+    their gradients are partial sums that must be added over those ranks.
 
     Shapes: ``[s, b, h] -> [s, b, (heads/tp + 2) * d]``; the input is ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -171,7 +170,7 @@ class SharedGroupQueryKeyValue(nn.Module):
 def describe_attention(
     config: TransformerConfig, device: torch.device | str, seq_length: int, *, has_documents: bool
 ) -> str:
-    """Return one line that names the kernels by which the layers compute attention in training."""
+    """Return one line that names the attention kernels that the layers use in training."""
     device = torch.device(device)
     softcap, size = config.attn_logit_softcapping, config.context_parallel_size
     kernels = select_attention_core(config.attention_backend, device, softcap, config.transformer_impl)
@@ -205,9 +204,10 @@ def describe_attention(
 
 
 class SelfAttention(nn.Module):
-    """Attend from every position to those that the pattern lets it look at.
+    """Self-attention with an `AttentionPattern` that determines which positions each position attends to.
 
-    Under context parallelism ``s`` is this rank's part of the sequence, and only the core sees the others.
+    Under context parallelism ``s`` is this rank's part of the sequence. Only the core attention exchanges data with
+    other ranks.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -242,7 +242,7 @@ class SelfAttention(nn.Module):
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
             softcap=config.attn_logit_softcapping,
         )
-        # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
+        # Order of submodules in Megatron's optimizer files: linear_proj before linear_qkv.
         self.core_attention = AttentionSinks(config, tp, device)
         self.linear_proj = RowParallelLinear(
             config.context_size,
@@ -257,14 +257,14 @@ class SelfAttention(nn.Module):
         self._add_projections(config, tp, device)
 
     def _add_projections(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
-        """Make what queries, keys and values come from."""
+        """Create the projections of queries, keys and values."""
         self.linear_qkv = make_query_key_value(config, tp, device)
         self.q_layernorm: nn.Module | None
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
         self.k_layernorm = self._norm(config, config.num_query_groups, tp, device) if config.qk_layernorm else None
 
     def _factor_of_scores(self, config: TransformerConfig) -> float | None:
-        """Return what scores are multiplied by, which the cores divide by the root of the head's width."""
+        """Return the factor of the attention scores, relative to division by the square root of the head width."""
         if config.mup.mup_base_head_dim is not None:
             return float((config.kv_channels / config.mup.mup_base_head_dim) ** (0.5 - config.mup.mup_attn_scale_power))
         if config.score_scalar == config.kv_channels:
@@ -298,7 +298,7 @@ class SelfAttention(nn.Module):
         """Return the attention output.
 
         Raises:
-            ConfigurationError: weights are dropped in training, and there are no keys.
+            ConfigurationError: attention dropout is active in training, and ``dropout`` is None.
         """
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         if not self.has_rotary:
@@ -315,7 +315,7 @@ class SelfAttention(nn.Module):
         cache: KeyValueCache | None,
         dropout: DropoutKeys | None,
     ) -> torch.Tensor:
-        """Return the weighted values of this rank's heads. Shapes: ``-> [s, b, n/tp * d]``."""
+        """Return the output of core attention for this rank's heads. Shapes: ``-> [s, b, n/tp * d]``."""
         return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout)
 
     def _weighted(
@@ -342,7 +342,7 @@ class SelfAttention(nn.Module):
         ) -> torch.Tensor:
             return self._attend(AttentionInputs(query, key, value, pattern, of_weights, sinks))
 
-        # Recompute keeps the tensors that it is given, and no others.
+        # Pass all tensors as arguments: recompute saves its arguments and nothing else.
         if self.recompute_core and self.training:
             return recompute(attend, query, key, value, sinks)
         return attend(query, key, value, sinks)
@@ -350,7 +350,7 @@ class SelfAttention(nn.Module):
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the queries of some positions, and the keys and values of these and of those in the cache."""
+        """Return the queries of the new positions, and the keys and values of the new and the cached positions."""
         query, key, value = self._projected(x, angles)
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
@@ -374,7 +374,7 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the projection's bias where Triton sums its gradient, while it joins those of the parts."""
+        """Return the projection's bias if Triton sums its gradient while joining the QKV gradients, else None."""
         bias = self.linear_qkv.bias if isinstance(self.linear_qkv, ColumnParallelLinear) else None
         return bias if bias is not None and bias.requires_grad and runs_on_triton(x, bias) else None
 

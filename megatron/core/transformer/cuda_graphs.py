@@ -1,9 +1,10 @@
-"""CUDA graphs of the layers of a chunk: captured once per micro-batch in flight, and replayed afterwards.
+"""CUDA graphs of the layers of a model chunk: captured once per micro-batch in flight, then replayed.
 
 A layer's forward pass is one graph and its backward pass another. The graphs need static memory: a *slot* holds the
-input, the activations and the gradients of one micro-batch from its forward pass to the end of its backward pass.
-There are as many slots as the pipeline schedule has micro-batches in flight. Work that a graph cannot capture runs
-between replays: the wait for gathered parameters, and the notice to the owner of main gradients that one is complete.
+input, the activations and the gradients of one micro-batch from its forward pass to the end of its backward pass. The
+number of slots is the number of micro-batches that the pipeline schedule has in flight. Work that a graph cannot
+capture runs between replays: waiting for gathered parameters, and notifying the owner of main gradients that a gradient
+is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from megatron.core.ops import DropoutKeys
 
 @dataclass(frozen=True, eq=False)
 class GraphUnit:
-    """Hold what becomes one pair of graphs: some modules, and how hidden states go through them.
+    """Modules that are captured as one pair of graphs, and the function that runs them.
 
-    ``run`` is given hidden states and the keys of dropout.
+    ``run`` takes hidden states and dropout keys.
     """
 
     modules: Sequence[nn.Module]
@@ -35,10 +36,10 @@ class GraphUnit:
 
 
 class GraphedLayers:
-    """Run the units of a chunk as graphs once so many steps have run without.
+    """Run the units of a model chunk as CUDA graphs after ``num_warmup_steps`` eager steps.
 
-    The steps before let libraries set up what they set up at a first call, which no graph may hold. All micro-batches
-    have one shape. ``num_slots`` is the largest number that was in flight so far.
+    The eager steps let libraries initialize at their first call, which a graph must not capture. All micro-batches have
+    the same shape. ``num_slots`` is the largest number of micro-batches in flight so far.
     """
 
     def __init__(self, backend: GraphBackend, num_warmup_steps: int) -> None:
@@ -46,11 +47,12 @@ class GraphedLayers:
         self._num_steps_to_wait = num_warmup_steps + 1
         self._free: list[_Slot] = []
         self.num_slots = 0
-        # A backward pass is captured with its saved tensors kept. A compiled one frees them otherwise, and raises.
+        # A capture keeps the saved tensors of the backward pass. A compiled backward pass would free them and raise an
+        # error.
         functorch_config.donated_buffer = False
 
     def begin_step(self) -> None:
-        """Count a training step, before its first micro-batch."""
+        """Count a training step; call it before the step's first micro-batch."""
         self._num_steps_to_wait -= 1
 
     @property
@@ -71,13 +73,13 @@ class GraphedLayers:
     def run(
         self, make_units: Callable[[], Sequence[GraphUnit]], x: torch.Tensor, dropout: DropoutKeys | None
     ) -> torch.Tensor:
-        """Return what the units make of ``x``; ``make_units`` is asked for them where a new slot is needed.
+        """Return the output of the units for ``x``; ``make_units`` is called if a new slot is needed.
 
         Shapes: ``[s, b, h] -> [s, b, h]``.
         """
         assert x.requires_grad, "captured layers stand behind what is trained"
         if not self._free:
-            # Slots are not used in the order in which they were recorded.
+            # Graphs get separate memory pools, because slots are not used in the order of their capture.
             self._free.append(_Slot(self._backend.apart(), make_units(), x, dropout))
             self.num_slots += 1
         output: torch.Tensor = _Replay.apply(x, self._free.pop(), dropout, self._free.append)  # type: ignore[no-untyped-call]
@@ -85,7 +87,7 @@ class GraphedLayers:
 
 
 class _Replay(torch.autograd.Function):
-    """Forward and backward: all graphs of a slot. The slot is free again when nothing of the micro-batch is left."""
+    """Replay all graphs of a slot. The slot is free when the micro-batch's gradients are complete."""
 
     @staticmethod
     def forward(
@@ -103,7 +105,7 @@ class _Replay(torch.autograd.Function):
 
 
 class _Slot:
-    """Hold the graphs and the static memory of one micro-batch in flight."""
+    """Graphs and static memory of one micro-batch in flight."""
 
     def __init__(
         self, backend: GraphBackend, units: Sequence[GraphUnit], x: torch.Tensor, dropout: DropoutKeys | None
@@ -130,11 +132,11 @@ class _Slot:
         static = self._grad
         for unit in reversed(self._units):
             static = unit.backward(static)
-        # It leaves static memory: another stage may still be reading it when the next micro-batch comes.
+        # Copied out of static memory: another stage may still read it when the next micro-batch arrives.
         return static.clone()
 
     def when_finished(self, action: Callable[[], None]) -> None:
-        """Act when the micro-batch's backward pass has ended: now, or after the weight gradients that it deferred."""
+        """Call ``action`` after the micro-batch's backward pass and its deferred weight gradients."""
         queue = self._units[0].queue
         if queue is None or not queue.is_collecting:
             action()
@@ -143,7 +145,7 @@ class _Slot:
 
 
 class _CapturedUnit:
-    """Hold a unit's graphs: forward, backward, and that of the weight gradients which the backward pass defers."""
+    """Graphs of a unit: forward, backward, and the weight gradients that the backward pass defers."""
 
     def __init__(self, backend: GraphBackend, unit: GraphUnit) -> None:
         self._backend = backend
@@ -159,7 +161,7 @@ class _CapturedUnit:
         self._forward: Graph | None = None
         self._backward: Graph | None = None
         self._weights: Graph | None = None
-        # The graphs of autograd stay: their saved tensors are the memory from which the backward graph reads.
+        # Keep the autograd graph: its saved tensors are the memory that the backward graph reads.
         self._x: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
         self._contributions: list[Callable[[], None]] = []
@@ -168,7 +170,7 @@ class _CapturedUnit:
 
     @property
     def queue(self) -> WeightGradQueue | None:
-        """Return what defers the weights' gradients."""
+        """Return the queue of deferred weight gradients."""
         return self._main_grads[0].queue if self._main_grads else None
 
     def forward(self, x: torch.Tensor, dropout: DropoutKeys | None) -> torch.Tensor:
@@ -192,7 +194,7 @@ class _CapturedUnit:
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         for main_grad in self._main_grads:
-            # Graphs add: the first gradient of a step is added to zeros.
+            # Graphs accumulate, so the first gradient of a step needs a buffer of zeros.
             main_grad.fill_if_empty()
         if self._backward is None:
             self._backward = self._backend.capture(lambda: self._differentiate(grad))
@@ -212,7 +214,7 @@ class _CapturedUnit:
             inputs = (self._x, *self._parameters)
             x_grad, *grads = torch.autograd.grad(self._output, inputs, grad, retain_graph=True, allow_unused=True)
             for main_grad, of_parameter in zip(self._main_grads, grads):
-                # A linear layer has added its weight's gradient itself.
+                # None for weights of linear layers, which add their gradients themselves.
                 if of_parameter is not None:
                     main_grad.add(of_parameter)
         return (x_grad,)

@@ -1,4 +1,4 @@
-"""Dropout of hidden states, and the keys that a rank's part of the hidden states has."""
+"""Dropout of hidden states, and the dropout keys of a rank's part of the hidden states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.process_group import Group
 
 
 class HiddenDropout(nn.Module):
-    """Drop hidden states while training: the same elements of them on every rank that holds them."""
+    """Dropout of hidden states in training, with the same mask on every rank that holds the same elements."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class HiddenDropout(nn.Module):
         return self.training and self.probability > 0.0
 
     def forward(self, x: torch.Tensor, keys: RowKeys | None) -> torch.Tensor:
-        """Return ``x`` with elements dropped. Shapes: ``x: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]``."""
+        """Apply dropout to ``x``. Shapes: ``x: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]``."""
         if not self.is_active:
             return x
         assert keys is not None, "active dropout is keyed"
@@ -33,10 +33,10 @@ class HiddenDropout(nn.Module):
 
 
 def require_keys(dropout: DropoutKeys | None) -> DropoutKeys:
-    """Return the keys of a model's dropout.
+    """Return the dropout keys.
 
     Raises:
-        ConfigurationError: there are none.
+        ConfigurationError: ``dropout`` is None.
     """
     if dropout is None:
         raise ConfigurationError(
@@ -55,9 +55,9 @@ def keys_of_rank(
     cp: Group,
     sequence_parallel: bool,
 ) -> DropoutKeys | None:
-    """Return the keys of a model's chunk for a micro-batch of which this rank holds ``length`` positions (``s/cp``).
+    """Return a model chunk's dropout keys for a micro-batch with ``length`` positions (``s/cp``) on this rank.
 
-    Without ``samples``, as in evaluation, there are none.
+    Without ``samples``, as in evaluation, the result is None.
     """
     if samples is None:
         return None

@@ -6,10 +6,10 @@ import torch
 
 
 class KeyValueCache:
-    """Keep every layer's keys and values for up to ``max_length`` positions of one batch.
+    """Keys and values of every layer for up to ``max_length`` positions of one batch.
 
-    A layer's buffers are allocated whole at its first update, in the dtype, on the device and with the heads of what
-    is stored, so that the cache need not know the model.
+    A layer's buffers are allocated at full length at its first update, with the dtype, device and heads of the given
+    tensors, so that the cache is independent of the model.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -23,7 +23,7 @@ class KeyValueCache:
     def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new positions of a layer and return views of all of its keys and values.
 
-        Latent attention stores its latent vectors and rotary keys in their place, each as one head.
+        Multi-head latent attention (MLA) stores latent vectors and rotary keys instead, each as one head.
 
         Shapes: ``[s, b, g/tp, d] -> [all, b, g/tp, d]``; keys and values may differ in ``d``.
         """
@@ -42,7 +42,7 @@ class KeyValueCache:
         return keys[:end], values[:end]
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row ``i`` of the batch what row ``rows[i]`` was; some may come several times."""
+        """Set row ``i`` of the batch to the previous row ``rows[i]``; a row may be selected several times."""
         for layer_number, buffers in self._buffers.items():
             length = self.length(layer_number)
             key, value = (buffer.new_empty((self.max_length, len(rows), *buffer.shape[2:])) for buffer in buffers)

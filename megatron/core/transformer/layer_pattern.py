@@ -1,4 +1,4 @@
-"""Which layers of a model are of one kind, all but every Nth or a 1 or 0 for each, and windows: Megatron's notation."""
+"""Megatron's notation for per-layer patterns (all but every Nth layer, or a list of 1 and 0) and attention windows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 
 def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is of the kind.
+    """Return for each layer whether the pattern selects it.
 
-    ``N`` leaves out every Nth layer; a list has a 1 or 0 for each layer, and may be put together: ``([1]*5+[0])*4``.
+    ``N`` selects all layers except every Nth. A list has a 1 or 0 per layer and may be an expression:
+    ``([1]*5+[0])*4``.
 
     Raises:
-        ValueError: it is neither; the message says why.
+        ValueError: the text is neither a number nor such a list; the message gives the reason.
     """
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
@@ -32,10 +33,10 @@ def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def parse_window(text: str) -> int:
-    """Return how many keys a query of a layer with a window attends to, its own among them; the text is ``N,0``.
+    """Return the number of keys that a query in a windowed layer attends to, including its own position.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: the text is not ``N,0``.
     """
     before, comma, after = text.strip("() ").partition(",")
     if not (before.strip().isdecimal() and comma and after.strip() == "0"):
@@ -44,7 +45,7 @@ def parse_window(text: str) -> int:
 
 
 def format_layer_pattern(kinds: Sequence[bool]) -> str:
-    """Return the shortest text that `parse_layer_pattern` reads as these layers."""
+    """Return the shortest text that `parse_layer_pattern` parses to this pattern."""
     for number in range(1, len(kinds) + 1):
         if list(kinds) == [(layer + 1) % number != 0 for layer in range(len(kinds))]:
             return str(number)
@@ -55,10 +56,10 @@ _MOST_LAYERS = 100_000
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """Return the number or the list of numbers that an expression stands for.
+    """Evaluate an expression to a number or a list of numbers.
 
     Raises:
-        TypeError: it holds something else, or more than any model has layers.
+        TypeError: the expression contains anything else, or the list is longer than ``_MOST_LAYERS``.
     """
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):

@@ -36,13 +36,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class ExpertAdapter(LowRankAdapter):
-    """Compute ``scale * B A x`` of each expert's rows by its own ``A`` and ``B``, or shards of them.
+    """Compute ``scale * B A x`` for each expert's rows with its own ``A`` and ``B``, or shards of them.
 
-    Experts whose output features are cut have all of ``A`` on each of the neighbors, and their own rows of ``B``;
-    those whose input features are cut have their own columns of ``A`` and all of ``B``, and leave a part of a sum.
-    What all neighbors hold has a part of its gradient on each. Dropout is not built.
+    If output features are sharded, ``A`` is replicated over the expert tensor-parallel ranks and ``B`` is sharded by
+    row. If input features are sharded, ``A`` is sharded by column and ``B`` is replicated, and the result is a partial
+    sum. Gradients of replicated weights are partial sums. Dropout is not supported.
 
-    Shapes: ``[n, in] -> [n, out]``, rows in the order of the experts; of the features that are cut this rank's.
+    Shapes: ``[n, in] -> [n, out]``, rows sorted by expert; a sharded feature dim is this rank's shard.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ExpertAdapter(LowRankAdapter):
         self.lora_B = self._make((num_local, own_rows, options.rank), of_up)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return what is added to the rows; ``counts`` are those of each of this rank's experts."""
+        """Return the adapters' contribution to the output; ``counts`` are the rows per expert of this rank."""
         library = self.options.product_library
         narrow = grouped_linear(x, self.lora_A, None, counts, library=library) * self.options.scale
         return grouped_linear(narrow, self.lora_B, None, counts, library=library)
@@ -91,12 +91,12 @@ _SITES = (WHOLE, *QUERY_KEY_VALUE, *PART_OF["linear_fc1"])
 
 
 def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
-    """Put the configured adapters on every transformer layer of a model, and freeze all other parameters.
+    """Attach the configured adapters to every transformer layer of a model, and freeze all other parameters.
 
     Must be called before parameters are named and initialized.
 
     Raises:
-        ConfigurationError: a layer has an attention or a feed-forward of another kind.
+        ConfigurationError: a layer has an unsupported kind of attention or feed-forward.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -181,12 +181,12 @@ def _adapt_experts(
 
 
 def _site(linear: str, part: str) -> int:
-    """Return the number of an adapter of a column-parallel layer; those of two layers for all rows differ."""
+    """Return the dropout site of a column-parallel layer's adapter; it differs between linear_qkv and linear_fc1."""
     return _SITES.index(part) if part != WHOLE or linear == "linear_qkv" else _SITES.index("gate")
 
 
 def _widths(linear: str, parts: tuple[str, ...], config: TransformerConfig, tp: Group) -> tuple[dict[str, int], int]:
-    """Return how wide each part of a layer is on a rank, once in every group, and the number of groups there."""
+    """Return the width of each part of a layer on a rank, per query group, and the number of groups on the rank."""
     if WHOLE in parts:
         return {WHOLE: 0}, 1
     if linear == "linear_fc1":
@@ -197,7 +197,7 @@ def _widths(linear: str, parts: tuple[str, ...], config: TransformerConfig, tp: 
 
 
 def _row_blocks(module: nn.Module, part: str, config: TransformerConfig, options: AdapterOptions) -> Iterable[RowBlock]:
-    """Yield the rows of ``B`` that this rank holds of a part; the rows of a whole layer lie as the layer's own do."""
+    """Yield the rows of a part's ``B`` that this rank holds; a whole layer's are sharded like its own rows."""
     if part == WHOLE:
         for weight in _weights(module):
             yield RowBlock(weight.shape[0], _like(spec_of(weight), options.rank))
@@ -211,7 +211,7 @@ def _row_blocks(module: nn.Module, part: str, config: TransformerConfig, options
     if not is_shared:
         yield RowBlock(width // tp.size, ParamSpec("lora_B", shape, even_shards(shape, 0, tp.rank, tp.size)))
         return
-    # As in the layer itself: ranks that share a group hold equal rows, of whose gradient each has a part.
+    # As in the layer itself: ranks that share a group hold equal rows with partial gradients.
     ranks_per_group = tp.size // config.num_query_groups
     group, member = divmod(tp.rank, ranks_per_group)
     own = (config.kv_channels, options.rank)
@@ -235,7 +235,7 @@ def _weights(module: nn.Module) -> tuple[nn.Parameter, ...]:
 
 
 def _like(spec: ParamSpec, rank: int) -> ParamSpec:
-    """Return a weight's description with ``rank`` columns: the same rows on the same ranks, zero at first."""
+    """Return a weight's `ParamSpec` with ``rank`` columns: the same rows on the same ranks, initialized to zero."""
 
     def narrowed(box: Box) -> Box:
         return full_shards((box.shape[0], rank))[0].global_box.rebased((0, 0), (box.offset[0], 0))

@@ -1,7 +1,7 @@
 """LoRA targets: the linear layers that low-rank adapters are attached to, by their command-line names.
 
 A fused layer (query, key and value; gate and up) has either one adapter for all of its rows or one adapter per part.
-Importing this module imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 ADAPTERS = ".adapters."
-"""What the names of adapters' tensors contain: ``<linear layer>.adapters.<part>.lora_A`` or ``lora_B``."""
+"""Part of the name of every adapter tensor: ``<linear layer>.adapters.<part>.lora_A`` or ``lora_B``."""
 WHOLE = "all"
-"""The part that is all rows of a linear layer."""
+"""Name of the part that consists of all rows of a linear layer."""
 QUERY_KEY_VALUE = ("q", "k", "v")
 GATE_UP = ("gate", "up")
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -36,15 +36,16 @@ _PLAIN = {
 
 
 def names_of_targets(is_gated: bool) -> Mapping[str, Sequence[tuple[str, str]]]:
-    """Return what each name stands for in a model, as (linear layer, part): our names, and those of Hugging Face."""
+    """Return the (linear layer, part) pairs of each target name, both Megatron's names and those of Hugging Face."""
     return {**_EVERYWHERE, **(_GATED if is_gated else _PLAIN)}
 
 
 def adapted_parts(names: Iterable[str], is_gated: bool) -> dict[str, tuple[str, ...]]:
-    """Return the parts of each linear layer that have an adapter; without names every layer has one for all rows.
+    """Return the parts of each linear layer that have an adapter; without names each layer has one for all rows.
 
     Raises:
-        ValueError: a name is none of such a model, or rows would have two adapters; the message says which.
+        ValueError: a name is unknown for such a model, or some rows would have two adapters; the message gives the
+            name.
     """
     known = names_of_targets(is_gated)
     chosen: dict[str, set[str]] = {}
@@ -65,7 +66,7 @@ def adapted_parts(names: Iterable[str], is_gated: bool) -> dict[str, tuple[str, 
 
 
 def plain_names(parts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the fewest names that stand for these parts in any model that has them."""
+    """Return the shortest list of names that selects these parts in any model that has them."""
     return tuple(
         linear if part == WHOLE else f"{part}_proj" for linear, own_parts in parts.items() for part in own_parts
     )

@@ -1,4 +1,4 @@
-"""The feed-forward layer, plain or gated."""
+"""The feed-forward layer (MLP), plain or gated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Map ``h -> ffn -> h`` with the configured activation between.
+    """Feed-forward layer ``h -> ffn -> h`` with the configured activation.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -69,9 +69,9 @@ class MLP(nn.Module):
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
 
     def has_program(self, *tensors: torch.Tensor) -> bool:
-        """Return whether a Triton program differentiates the activation, which is not gated, on these tensors' device.
+        """Return whether a Triton kernel differentiates the non-gated activation on these tensors' device.
 
-        An activation that the program does not list, or that has been replaced, is differentiated by torch.
+        An activation that the kernel does not support, or that has been replaced, is differentiated by torch.
         """
         if self.is_gated or self.activation is not ACTIVATIONS[self.kind] or not runs_on_triton(*tensors):
             return False
@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
 
 def activation_of(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what is computed between the two products: shapes ``[..., ffn] -> [..., ffn]``, gated from twice that."""
+    """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
     if not config.is_gated:
         return ACTIVATIONS[config.activation]
     offset, limit = config.glu_linear_offset, config.activation_func_clamp_value

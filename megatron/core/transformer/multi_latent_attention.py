@@ -32,9 +32,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ReplicatedLinear(nn.Module):
-    """Multiply by a weight that every tensor-parallel rank holds whole: a narrow map, cheaper than what it would send.
+    """Linear layer whose weight is replicated on every tensor-parallel rank, for narrow outputs.
 
-    Under sequence parallelism each rank multiplies its own part of the sequence.
+    Under sequence parallelism each rank computes its own part of the sequence.
 
     Shapes: ``[..., in] -> [..., out]``.
     """
@@ -50,7 +50,6 @@ class ReplicatedLinear(nn.Module):
         self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product."""
         return tensor_parallel_linear(
             *(x, self.weight, None, InputRegion.SPLIT, self.tp),
             library=self.product_library,
@@ -59,10 +58,10 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentAttention(SelfAttention):
-    """Attend with keys and values made of a latent vector, which alone is kept for generation.
+    """Multi-head latent attention (MLA): the KV cache stores only the latent vectors and the rotary parts of the keys.
 
-    The rotary part of a key is one for all heads. Queries, keys and values are padded with zeros to one width, which
-    every kernel and every exchange of context parallelism takes.
+    All heads share the rotary part of a key. Queries, keys and values are padded with zeros to one width, which all
+    kernels and all context-parallel exchanges accept.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -114,7 +113,7 @@ class LatentAttention(SelfAttention):
         self.query_factor = config.latent_score_factor
 
     def _factor_of_scores(self, config: TransformerConfig) -> float | None:
-        """Return none: queries are multiplied where they are made."""
+        """Return None: `_widen` scales the queries instead."""
         return None
 
     def _context(
@@ -143,7 +142,7 @@ class LatentAttention(SelfAttention):
     def _narrow(
         self, x: torch.Tensor, angles: RotaryAngles, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what queries are made of, the latent vectors of keys and values, and the rotary part of the keys.
+        """Return the input of the query up-projection, the key-value latent vectors, and the keys' rotary part.
 
         Shapes: ``-> [s, b, q]``, ``[s, b, r]``, ``[s, b, 1, p]``; the first two are ``[s/tp, ...]`` under sequence
         parallelism.
@@ -165,7 +164,7 @@ class LatentAttention(SelfAttention):
     def _widen(
         self, angles: RotaryAngles, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the queries, keys and values of this rank's heads, all of one width. Shapes: ``-> [s, b, n/tp, d]``"""
+        """Return queries, keys and values of this rank's heads, padded to one width. Shapes: ``-> [s, b, n/tp, d]``."""
         query: torch.Tensor = (
             self.linear_q_proj(of_query) if self.q_layernorm is None else self.linear_q_up_proj(of_query)
         )
@@ -178,7 +177,7 @@ class LatentAttention(SelfAttention):
         key_value = key_value.view(*key_value.shape[:2], self.num_heads, self.plain_width + self.value_width)
         key, value = key_value.split_with_sizes((self.plain_width, self.value_width), dim=-1)
         key = torch.cat((key, rotary_key.expand(-1, -1, self.num_heads, -1)), dim=-1)
-        # A value that is not padded is a part of a wider tensor, of which nothing else is kept.
+        # Without padding the value is a view into a wider tensor; copy it, so that the wider tensor can be freed.
         return query, self._padded(key), self._padded(value).contiguous() if self.recomputes_up else self._padded(value)
 
     def _padded(self, heads: torch.Tensor) -> torch.Tensor:

@@ -33,10 +33,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, make_n
 
 @dataclass(frozen=True, eq=False)
 class FurtherTargets:
-    """Hold the tokens that each of ``n`` further predictions is given and predicts, the nearest first.
+    """Input tokens and labels of ``n`` MTP modules, in order of depth.
 
-    Where a sequence ends before them, tokens are 0; where it or a document does, the mask is False. ``counts`` are the
-    numbers of predictions that count, in whole sequences.
+    Tokens past the end of a sequence are 0. The mask is False past the end of a sequence or document. ``counts`` is the
+    number of unmasked predictions in whole sequences.
 
     Shapes: ``tokens, labels, mask: [n, b, s/cp]``; ``counts: [n]`` int64.
     """
@@ -54,9 +54,9 @@ def mtp_targets(
     number: int,
     cp: Group,
 ) -> FurtherTargets:
-    """Return the tokens behind the labels of each position; collective over context-parallel ranks.
+    """Shift the labels to get the inputs and labels of the MTP modules; collective over context-parallel ranks.
 
-    Each rank has its part of the labels, which are the tokens that follow; the documents are of whole sequences.
+    Each rank has its part of the labels. ``document_ids`` covers whole sequences.
 
     Shapes: ``labels, loss_mask: [b, s/cp]``; ``document_ids: [b, s]``.
     """
@@ -65,7 +65,8 @@ def mtp_targets(
         both = torch.stack((labels.t(), counts_here.t()), dim=-1).contiguous()
         both = to_sequence_order(all_gather_first_dim(both, cp), cp.size, dim=0)
         labels, counts_here = both[..., 0].t(), both[..., 1].t()
-    # The last label is no token of the sequence, and layers are given none of it, as in Megatron: routers count tokens.
+    # The last label is not a token of the input sequence; as in Megatron, the input is 0 there, because routers count
+    # tokens.
     tokens = labels.clone()
     tokens[:, -1] = 0
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -84,31 +85,31 @@ def mtp_targets(
 def further_losses(
     per_token: Sequence[torch.Tensor], targets: FurtherTargets, config: MTPConfig, cp: Group
 ) -> Iterator[AuxiliaryLoss]:
-    """Yield the loss of each further token, by its mean over those that count.
+    """Yield the loss of each MTP module, averaged over its unmasked tokens.
 
     Shapes: ``per_token: n x [b, s/cp]``.
     """
     coefficient = config.mtp_loss_scaling_factor / max(config.mtp_depth, 1)
     for name, loss, mask, count in zip(further_loss_names(config), per_token, targets.mask, targets.counts):
-        # In the dtype of the loss: in a float64 run a third would be rounded to float32 otherwise.
+        # In the dtype of the loss: otherwise a quotient in a float64 run would be rounded to float32.
         yield AuxiliaryLoss(name, (loss * mask).sum(), count.to(loss.dtype) / cp.size, coefficient)
 
 
 def _ahead(tensor: torch.Tensor, distance: int) -> torch.Tensor:
-    """Return at each position what stands ``distance`` behind it; 0 beyond the end. Shapes: ``[b, s] -> [b, s]``."""
+    """Shift left by ``distance`` along the sequence and fill with 0. Shapes: ``[b, s] -> [b, s]``."""
     end = tensor.new_zeros(tensor.shape[0], min(distance, tensor.shape[1]))
     return torch.cat((tensor[:, distance:], end), dim=1)
 
 
 def further_layer_numbers(config: TransformerConfig) -> range:
-    """Return the numbers by which dropout knows the layers of the further tokens, and then their embeddings."""
+    """Return the layer numbers that dropout uses for the MTP layers, followed by those for their embeddings."""
     return range(config.num_layers, config.num_layers + 2 * config.mtp.mtp_depth)
 
 
 class MTPLayer(nn.Module):
-    """Join the states of each position with the embedding of a token ahead of it, and apply a transformer layer.
+    """MTP module: project hidden states joined with the embedding of a later token, and apply a transformer layer.
 
-    ``depth`` counts from 0. The transformer layer is of the kind of the model's last one.
+    ``depth`` counts from 0. The transformer layer has the settings of the model's last layer.
 
     Shapes: ``[s, b, h], [s, b, h] -> [s, b, h]``; all are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -150,7 +151,7 @@ class MTPLayer(nn.Module):
         dropout: DropoutKeys | None,
         padding_mask: torch.Tensor | None = None,
     ) -> LayerOutput:
-        """Return the normalized states behind the layer, and its auxiliary losses."""
+        """Return the normalized hidden states after the layer, and its auxiliary losses."""
         if self.embedding_dropout.is_active:
             embedded = self.embedding_dropout(embedded, require_keys(dropout).after_attention(self.embedding_site))
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
@@ -162,9 +163,9 @@ class MTPLayer(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """Hold the layers that predict further tokens, on the last pipeline stage.
+    """The MTP modules of a model, on the last pipeline stage.
 
-    ``made`` is called with each layer before the next one is made.
+    ``made`` is called with each module before the next one is created.
 
     Shapes: ``[s, b, h] -> n x [s, b, h]``; all are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -194,10 +195,10 @@ class MultiTokenPrediction(nn.Module):
         dropout: DropoutKeys | None,
         padding_mask: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], tuple[AuxiliaryLoss, ...]]:
-        """Return the states of each further prediction, and the layers' auxiliary losses.
+        """Return the hidden states of each MTP module, and the modules' auxiliary losses.
 
-        ``hidden`` are the model's last states, ``embedded`` the tokens that the layers are given, one layer's after the
-        other's along the batch.
+        ``hidden`` are the model's last hidden states. ``embedded`` are the embeddings of the modules' input tokens,
+        concatenated along the batch.
 
         Shapes: ``embedded: [s, n * b, h]``.
         """

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, RMSNorm across all heads of a token, and the norm of the residual stream.
+"""LayerNorm and RMSNorm, RMSNorm across all heads of a token, and norms fused with the residual addition.
 
 LayerNorm: Ba et al. 2016, https://arxiv.org/abs/1607.06450. RMSNorm: Zhang and Sennrich 2019,
 https://arxiv.org/abs/1910.07467. The residual classes add a branch to the residual stream and normalize the sum.
@@ -21,11 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(nn.Module):
-    """Normalize the last dim in at least float32 and scale it.
+    """LayerNorm or RMSNorm over the last dim, computed in at least float32.
 
-    ``partial_gradient`` says that a tensor-parallel rank sees only part of the positions or heads, so that the
-    gradients of its copy must be summed. With ``centered_weight`` the weight is stored as its difference from one.
-    ``transformer_impl`` may name a library that computes it where there is one.
+    ``partial_gradient`` means that a tensor-parallel rank sees only part of the positions or heads, so that the
+    weight's gradients must be summed over the ranks. With ``centered_weight`` the weight is stored as its difference
+    from one. ``transformer_impl`` selects the library that computes the norm, if that library is available.
 
     Shapes: ``[..., n] -> [..., n]``.
     """
@@ -76,24 +76,24 @@ class Norm(nn.Module):
 def normalize(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str, epsilon: float
 ) -> torch.Tensor:
-    """Return the normalized input in its own dtype. Shapes: ``x: [..., n]``, ``weight, bias: [n] -> [..., n]``."""
+    """Normalize ``x`` and return it in its own dtype. Shapes: ``x: [..., n]``, ``weight, bias: [n] -> [..., n]``."""
     if kind == "LayerNorm":
-        # torch's kernel accumulates low precisions in float32.
+        # torch's kernel accumulates low-precision inputs in float32.
         return F.layer_norm(x, weight.shape, weight, bias, epsilon)
     assert kind == "RMSNorm", kind
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, epsilon)
-    # On the CPU torch's own is made of the same operations; here its accumulation in float32 is explicit.
+    # torch's CPU implementation uses the same operations; here the accumulation in float32 is explicit.
     wide = x.to(arithmetic_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     return (wide * scale).to(x.dtype) * weight
 
 
 class AcrossHeadsNorm(nn.Module):
-    """Normalize the heads of each token as one vector, and scale every channel by a weight of its own.
+    """RMSNorm over all heads of each token together, with one weight per channel.
 
-    Where there are fewer heads than tensor-parallel ranks, several ranks hold copies of one. Forward and backward: an
-    all-reduce of one number a token.
+    If there are fewer heads than tensor-parallel ranks, several ranks hold copies of the same head. Forward and
+    backward: an all-reduce of one number per token.
 
     Shapes: ``[s, b, heads/tp, d] -> [s, b, heads/tp, d]``.
     """
@@ -120,7 +120,6 @@ class AcrossHeadsNorm(nn.Module):
         self.weight = make_parameter((self.width // num_shards,), spec, dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized heads in their own dtype."""
         wide = x.to(arithmetic_dtype(x.dtype))
         squares = wide.square().sum(dim=(-2, -1), keepdim=True)
         mean = sum_over_tensor_model_parallel_region(squares, self.tp) / (self.copies * self.width)
@@ -129,9 +128,9 @@ class AcrossHeadsNorm(nn.Module):
 
 
 def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | None, probability: float) -> torch.Tensor:
-    """Return the residual stream ``x`` with a branch added, of which dropout by ``keys`` leaves a part.
+    """Add a branch to the residual stream ``x``, after dropout if there are ``keys``.
 
-    Without keys nothing is dropped, without a branch the stream is returned.
+    Without a branch ``x`` itself is returned.
 
     Shapes: ``x, branch: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]``.
     """
@@ -142,10 +141,10 @@ def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | Non
 
 @dataclass
 class NormAhead:
-    """Hand a layer the norm that it begins with, from the end of the layer before, which has a branch to add there.
+    """State that fuses the last residual addition of a layer with the first norm of the next layer.
 
-    ``following`` is with what the next layer reads the stream, and ``normalized`` what came of it; both are None where
-    there is no layer behind, or before.
+    ``following`` is the next layer's first norm, or None after the last layer. ``normalized`` is the output of this
+    layer's first norm if the previous layer has computed it, else None.
     """
 
     following: ResidualNorm | ResidualSum | None = None
@@ -153,7 +152,7 @@ class NormAhead:
 
 
 class ResidualSum(nn.Module):
-    """Add a branch to the residual stream, which is read without a norm. Called as `ResidualNorm` is."""
+    """Add a branch to the residual stream without a norm. Called like `ResidualNorm`."""
 
     def forward(
         self,
@@ -162,7 +161,7 @@ class ResidualSum(nn.Module):
         keys: RowKeys | None = None,
         probability: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream twice."""
+        """Return the sum twice."""
         total = add_branch(x, branch, keys, probability)
         return total, total
 
@@ -170,7 +169,8 @@ class ResidualSum(nn.Module):
 class ResidualNorm(Norm):
     """Add a branch to the residual stream, and normalize the sum.
 
-    ``sums_branch_grad`` says that branches end with a bias, which wants the sum of their gradient.
+    ``sums_branch_grad`` means that branches end with a bias, so that the backward kernel also sums the branch's
+    gradient.
 
     Shapes: ``x, branch: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]`` twice.
     """
@@ -184,9 +184,9 @@ class ResidualNorm(Norm):
         keys: RowKeys | None = None,
         probability: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream, to be read further in place of ``x``, and its norm.
+        """Return the updated residual stream, which replaces ``x``, and its norm.
 
-        Triton does all of it in one pass, and in one the gradients of both results.
+        On Triton one fused kernel computes both, and one kernel computes the gradients of both.
         """
         tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
         is_alike = all(tensor.dtype == x.dtype for tensor in tensors) and self.kind in ("LayerNorm", "RMSNorm")
@@ -210,13 +210,13 @@ class ResidualNorm(Norm):
         return total, self._normalize(total)
 
     def of_stream(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the stream that a call has left: the same bits as the call's."""
+        """Return the norm of a residual stream that `forward` returned, bitwise equal to the norm that it returned."""
         normalized: torch.Tensor = self(x)[1]
         return normalized
 
 
 class PostNormResidual(ResidualNorm):
-    """Add a branch to the residual stream and normalize the sum, which is the stream from here on."""
+    """Add a branch to the residual stream and normalize the sum, which becomes the new residual stream."""
 
     def forward(  # type: ignore[override]
         self,

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import RotaryConfig
 
 @dataclass(frozen=True)
 class RotaryAngles:
-    """Hold cosine and sine for every position of a batch; ``local`` are those of layers with a window, if others.
+    """Cosine and sine for every position of a batch; ``local`` has those of layers with a window, if they differ.
 
     Shapes: ``cos, sin: [s, b or 1, 1, rotary_dim]``.
     """
@@ -33,15 +33,15 @@ class RotaryAngles:
 class RotaryEmbedding:
     """Compute rotary angles for given positions.
 
-    ``rotary_dim`` channels of each head are rotated, the others pass. ``interpolation_factor`` divides the positions.
-    With ``scaling_factor`` the frequencies are scaled as in Llama 3.1: wavelengths longer than
-    ``original_length / low_frequency_factor`` are divided by the factor, those shorter than
-    ``original_length / high_frequency_factor`` stay, and those between are blended.
+    The first ``rotary_dim`` channels of each head are rotated, the others are unchanged. ``interpolation_factor``
+    divides the positions. With ``scaling_factor`` the frequencies are scaled as in Llama 3.1: wavelengths longer than
+    ``original_length / low_frequency_factor`` are divided by the factor, wavelengths shorter than ``original_length /
+    high_frequency_factor`` are kept, and those between are interpolated.
 
-    ``frequencies`` may be given in their place, and cosine and sine are multiplied by ``amplitude``.
+    ``frequencies`` overrides the computed frequencies. Cosine and sine are multiplied by ``amplitude``.
 
-    The last angles are kept: every micro-batch of a run is given the same tensor of positions, unless documents begin
-    anew, and then neither the device nor the host has anything to do.
+    The last angles are cached: all micro-batches of a run share one tensor of positions, unless positions restart at
+    each document.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class RotaryEmbedding:
         self._last: _Computed | None = None
 
     def angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
-        """Return the angles of the positions, computed in float64 and kept in at least float32.
+        """Return the angles of the positions, computed in float64 and stored in at least float32.
 
-        Rows that share their memory have one row of angles.
+        Rows that share their memory (stride 0) share one row of angles.
 
         Shapes: ``position_ids: [b or 1, s] -> cos, sin: [s, b or 1, 1, rotary_dim]``.
         """
-        # A tensor made for inference may not be kept for a backward pass, and has no version.
+        # An inference tensor has no version and cannot be saved for a backward pass.
         if torch.is_inference_mode_enabled() or position_ids.is_inference():
             return self._compute(position_ids, dtype)
         last = self._last
@@ -93,7 +93,7 @@ class RotaryEmbedding:
         if position_ids.stride(0) == 0:
             position_ids = position_ids[:1]
         if self.frequencies.device != position_ids.device:
-            # Once: a copy from the host waits for the device.
+            # Only once, because a copy from the host synchronizes with the device.
             self.frequencies = self.frequencies.to(position_ids.device)
         positions = position_ids.t().to(torch.float64)
         if self.interpolation_factor is not None:
@@ -110,7 +110,7 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True, eq=False)
 class _Computed:
-    """Hold angles with what they were computed from."""
+    """Cached angles with the inputs that they were computed from."""
 
     position_ids: torch.Tensor
     version: int
@@ -144,7 +144,7 @@ def apply_rotary_to_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys.
 
-    Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``, and so the results.
+    Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``; results have the same shapes.
     """
     if runs_on_triton(query, key, angles.cos, angles.sin):
         from megatron.core.ops.triton import rotate_query_and_key
@@ -156,9 +156,10 @@ def apply_rotary_to_both(
 def split_projection(
     mixed: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of a projection that has the query heads of a group, its key and its value.
+    """Split the output of the fused projection, which has the query heads, key and value of each group, in this order.
 
-    With a ``bias``, which is in the projection already, Triton sums its gradient as it joins those of the parts.
+    ``bias`` is already added to ``mixed``. If it is given, Triton computes its gradient while it joins the gradients of
+    queries, keys and values.
 
     Shapes: ``[s, b, groups, heads/groups + 2, d] -> [s, b, heads, d], [s, b, groups, d], [s, b, groups, d]``.
     """
@@ -171,7 +172,7 @@ def split_projection(
 
 
 def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rotated queries, rotated keys, and values of a projection.
+    """Split the output of the fused projection and rotate queries and keys.
 
     Shapes: as for `split_projection`.
     """
@@ -184,14 +185,14 @@ def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.T
 
 
 def yarn_frequencies(config: RotaryConfig, base: float, width: int) -> torch.Tensor:
-    """Return the frequencies of some channels: fast ones as they are, slow ones divided by the factor, blended between.
+    """Return YaRN's frequencies: high ones unchanged, low ones divided by the scaling factor, interpolated between.
 
     Shapes: ``-> [width / 2]`` float64.
     """
     plain = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
 
     def place(turns: float) -> float:
-        """Return the channel whose frequency turns so often over the original positions."""
+        """Return the channel whose frequency makes this number of turns over the original context length."""
         return width * math.log(config.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = place(config.beta_fast), place(config.beta_slow)

@@ -1,4 +1,4 @@
-"""A run of transformer layers on one pipeline stage, closed by the final norm; what they keep for the backward pass."""
+"""The transformer layers of one pipeline stage with the final norm; recomputation and offloading of activations."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron.core.weight_prefetch import WeightPrefetch
 
 
 class TransformerBlock(nn.Module):
-    """Hold the layers numbered ``layer_numbers`` (global, from 0); the last stage also holds the final norm.
+    """The layers numbered ``layer_numbers`` (global, from 0), and on the last stage the final norm.
 
-    Layers are keyed by their global numbers, so that parameter names are the same at any pipeline layout. In training
-    they run as ``graphs`` where these are set and warm. What the first layers save goes to the machine's memory where
-    ``offload`` is set. Their weights come and go as ``weights`` says, where it is set. ``made`` is called with each
-    layer before the next one is made.
+    Layers are keyed by their global numbers, so that parameter names are the same in any pipeline layout. In training
+    the layers run as CUDA graphs if ``graphs`` is set and warm. ``offload`` moves saved activations of the first layers
+    to host memory. ``weights`` fetches the layers' weights (FSDP or CPU offload) and frees them. ``made`` is called
+    with each layer before the next one is created.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -70,19 +70,19 @@ class TransformerBlock(nn.Module):
         dropout: DropoutKeys | None = None,
         padding_mask: torch.Tensor | None = None,
     ) -> LayerOutput:
-        """Return the hidden states after the last of these layers, and the auxiliary losses of all.
+        """Return the hidden states after the last of these layers, and the auxiliary losses of all layers.
 
-        Experts leave out the positions where ``padding_mask: [b, s]``, of the whole sequences, is True.
+        MoE layers ignore the positions of the whole sequences at which ``padding_mask: [b, s]`` is True.
 
         Raises:
-            ConfigurationError: layers drop something in training, and ``dropout`` is not given.
+            ConfigurationError: layers use dropout in training, and ``dropout`` is None.
         """
         losses: list[AuxiliaryLoss] = []
 
         def run(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
             losses_of_group: list[AuxiliaryLoss] = []
             ahead = NormAhead()
-            # A layer's last branch is added in the pass of the next one's first norm.
+            # A layer's last residual addition is fused with the next layer's first norm.
             for layer, following in zip(group, (*group[1:], None)):
                 ahead.following = None if following is None else following.input_layernorm
                 hidden, found = layer(hidden, pattern, angles, cache, keys, ahead, padding_mask)
@@ -90,13 +90,13 @@ class TransformerBlock(nn.Module):
             return LayerOutput(hidden, tuple(losses_of_group))
 
         def run_again(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
-            """Keep the input only, or this rank's part of it."""
+            """Run with recomputation: save only the input, or this rank's part of it."""
             in_parts = self.config.distribute_saved_activations
             with saved_in_parts(hidden, self.tp) if in_parts else nullcontext():
                 return recompute(run, group, hidden, keys)
 
         def units() -> list[GraphUnit]:
-            """Return each group of layers with the way in which it runs."""
+            """Return each group of layers with the function that runs it."""
             joins_kept = self.graphs is None and self.offload is None and self.weights is None
             return [
                 GraphUnit(group, partial(run_again if is_again else run, group))
@@ -120,7 +120,7 @@ class TransformerBlock(nn.Module):
     def _run(
         self, units: Sequence[GraphUnit], x: torch.Tensor, angles: RotaryAngles | None, dropout: DropoutKeys | None
     ) -> LayerOutput:
-        """Run units one after the other; what the first ones save is kept where the configuration says."""
+        """Run the units in order, offloading the saved activations of the first ones if configured."""
         losses: list[AuxiliaryLoss] = []
         offloaded, last = None, self._num_offloaded(units)
         if last and self.offload is not None and torch.is_grad_enabled():
@@ -141,16 +141,16 @@ class TransformerBlock(nn.Module):
         return LayerOutput(x, tuple(losses))
 
     def _num_offloaded(self, units: Sequence[GraphUnit]) -> int:
-        """Return how many units, the first ones, begin among the layers that are offloaded."""
+        """Return the number of units, from the first, that start among the offloaded layers."""
         if self.offload is None or not self.training:
             return 0
         starts = accumulate((len(unit.modules) for unit in units), initial=0)
         return sum(start < self.offload.num_layers for start, _ in zip(starts, units))
 
     def _groups(self, joins_kept: bool) -> Iterator[tuple[list[TransformerLayer], bool]]:
-        """Yield groups of layers in order, and whether only their inputs are kept, or all that their layers save.
+        """Yield groups of layers in order, and whether the group is recomputed as a whole.
 
-        Layers that keep what they save are one group where ``joins_kept``, and one each else.
+        Layers without full recomputation form one group if ``joins_kept``, else one group each.
         """
         layers = [cast("TransformerLayer", layer) for layer in self.layers.values()]
         length, num_again = 1, 0
@@ -166,7 +166,7 @@ class TransformerBlock(nn.Module):
 
 
 def _tensors_of(angles: RotaryAngles | None) -> Iterator[torch.Tensor]:
-    """Yield tensors that all layers share."""
+    """Yield the tensors that all layers share."""
     while angles is not None:
         yield angles.cos
         yield angles.sin

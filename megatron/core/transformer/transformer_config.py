@@ -1,7 +1,7 @@
 """TransformerConfig: shape and arithmetic of a stack of transformer layers, with MLA, MoE, MTP and muP options.
 
-muP (maximal update parametrization): Yang et al. 2022, https://arxiv.org/abs/2203.03466. Importing this module imports
-no torch.
+muP (maximal update parametrization): Yang et al. 2022, https://arxiv.org/abs/2203.03466. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron.core.transformer.lora_targets import adapted_parts
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has no rotary embedding.
+    """Return for each layer whether it has no rotary position embedding (NoPE).
 
     Raises:
-        ValueError: the pattern is neither a number nor a list with one entry per layer; the message says why.
+        ValueError: the pattern is neither a number nor a list with one entry per layer; the message gives the reason.
     """
     if pattern is None:
         return (False,) * num_layers
     kinds = parse_layer_pattern(pattern, num_layers)
-    # `parse_layer_pattern` excludes every Nth layer; the excluded layers are the ones without rotary embedding.
+    # For a number, `parse_layer_pattern` returns False for every Nth layer; these are the layers without RoPE.
     return tuple(not kind for kind in kinds) if pattern.strip().isdecimal() else kinds
 
 
@@ -34,7 +34,7 @@ _LATENT = "multi_latent_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLAConfig(Config):
-    """Dimensions of multi-head latent attention (MLA), enabled by ``multi_latent_attention``."""
+    """Widths of multi-head latent attention (MLA), which ``multi_latent_attention`` enables."""
 
     multi_latent_attention: bool = flag(False, role="shape")
     """Use multi-head latent attention (MLA): all heads' keys and values from one latent vector per token."""
@@ -55,18 +55,18 @@ class MLAConfig(Config):
 
     @property
     def latent_head_width(self) -> int:
-        """Return the head dimension to which queries, keys and values are padded: kernels require a common one."""
+        """Return the padded head width, because attention kernels need queries, keys and values of equal width."""
         return max(self.latent_query_width, self.v_head_dim)
 
     @property
     def num_attention_maps(self) -> int:
-        """Return the number of linear layers of an attention layer, MLA or not."""
+        """Return the number of linear layers of an attention layer."""
         if not self.multi_latent_attention:
             return 2
         return 4 if self.q_lora_rank is None else 5
 
     def latent_projections(self, hidden_size: int, num_heads: int) -> int:
-        """Return the number of weights of an MLA layer's linear layers."""
+        """Return the number of weights in the linear layers of one MLA layer."""
         queries = num_heads * self.latent_query_width
         of_queries = hidden_size * queries
         if self.q_lora_rank is not None:
@@ -78,7 +78,7 @@ class MLAConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig(Config):
-    """Type of rotary embedding, and YaRN's scaling."""
+    """Kind of rotary position embedding, and its YaRN scaling."""
 
     rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
     """Type of rotary embedding: plain (rope), or scaled by --rotary-scaling-factor (yarn); by default yarn with MLA,
@@ -102,14 +102,14 @@ class RotaryConfig(Config):
     """YaRN: growth of attention scores with the logarithm of the factor, instead of the rotary part."""
 
     def yarn_mscale(self, scale: float) -> float:
-        """Return YaRN's attention factor, 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1."""
+        """Return YaRN's mscale: 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1, or 1 for a factor of at most 1."""
         factor = self.rotary_scaling_factor
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPConfig(Config):
-    """Options of multi-token prediction (MTP); by default a model predicts only the next token."""
+    """Multi-token prediction (MTP); without ``mtp_num_layers`` the model predicts only the next token."""
 
     mtp_num_layers: int | None = flag(None, role="weights", bounds=POSITIVE, most=1000)
     """Multi-token prediction (MTP) modules, each predicting one more token in training."""
@@ -122,13 +122,13 @@ class MTPConfig(Config):
 
 
 def further_loss_names(config: MTPConfig) -> tuple[str, ...]:
-    """Return the names of the MTP losses in the log, nearest token first."""
+    """Return the log names of the MTP losses, in order of depth."""
     return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_depth))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MupConfig(Config):
-    """Multipliers of maximal update parametrization (muP), enabled by ``use_mup``."""
+    """Multipliers of maximal update parametrization (muP); without ``use_mup`` none applies."""
 
     use_mup: bool = flag(False, role="meaning", in_args=False)
     """Scale initial values, learning rates and logits with the width (muP), so that the best learning rate does not
@@ -179,7 +179,7 @@ class MupConfig(Config):
     """Power of the head dimension with --mup-base-head-dim."""
 
     def width_multiplier_of(self, hidden_size: int) -> float:
-        """Return the ratio of ``hidden_size`` to the base model's; 1 without muP."""
+        """Return the ratio of this width to the width of the muP base model."""
         if not self.use_mup:
             return 1.0
         if self.mup_width_mult is not None:
@@ -192,7 +192,7 @@ _BIASED = ("moe_router_enable_expert_bias", True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig(Config, in_args=False):
-    """Options of mixture of experts (MoE); without ``num_experts`` every feed-forward layer is dense."""
+    """Mixture of experts (MoE); without ``num_experts`` every feed-forward layer is dense."""
 
     num_experts: int | None = flag(None, role="shape", bounds=POSITIVE)
     """Number of experts per MoE layer."""
@@ -268,24 +268,24 @@ class MoEConfig(Config, in_args=False):
 
     @property
     def moe_aux_losses(self) -> dict[str, float]:
-        """Return the coefficient of each load balancing loss."""
+        """Return the coefficient of each load-balancing auxiliary loss."""
         names = [name for name in self.moe_router_load_balancing_type if name != "none"]
         coefficients = self.moe_aux_loss_coeff * (len(names) if len(self.moe_aux_loss_coeff) == 1 else 1)
         return {name: coefficient for name, coefficient in zip(names, coefficients) if coefficient}
 
 
 def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is an MoE layer.
+    """Return for each layer whether its feed-forward layer has experts.
 
     Raises:
-        ValueError: --moe-layer-freq is malformed; the message says why.
+        ValueError: --moe-layer-freq is invalid; the message gives the reason.
     """
     if config.num_experts is None:
         return (False,) * num_layers
     return _layers_with_experts(config.moe_layer_freq.strip(), num_layers)
 
 
-# A search for the fastest layout calls this thousands of times with the same arguments.
+# Cached because a search for the fastest layout evaluates the same patterns thousands of times.
 @functools.lru_cache(maxsize=64)
 def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
     if text.isdecimal() and int(text) > 0:
@@ -300,10 +300,10 @@ _PLAIN_ACTIVATIONS = ("squared_relu",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelParallelConfig, in_args=True):
-    """Configuration of transformer layers.
+    """Configuration of a transformer layer and of a stack of such layers.
 
-    The fields of muP, MLA, rotary embeddings, MTP, MoE and FP8 are in groups. ``ffn_hidden_size``, ``kv_channels`` and
-    ``num_query_groups`` are derived if they are 0, so that a configuration always has their effective values.
+    The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in nested groups. ``ffn_hidden_size``,
+    ``kv_channels`` and ``num_query_groups`` default to 0. ``__post_init__`` then derives their real values.
     """
 
     softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", listed_first=True)
@@ -482,7 +482,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Dropout of the LoRA adapters' inputs."""
 
     def __post_init__(self) -> None:
-        """Set the fields that follow from others."""
+        """Derive the fields that depend on others."""
         super().__post_init__()
         if self.ffn_hidden_size == 0:
             object.__setattr__(
@@ -508,35 +508,35 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
-        """Return the selectively recomputed modules of a layer; none if whole layers are recomputed."""
+        """Return the parts of a layer that selective recomputation recomputes; empty for full recomputation."""
         return self.recompute_modules if self.recompute_granularity == "selective" else ()
 
     @property
     def num_offloaded_layers(self) -> int:
-        """Return the number of first layers of each chunk whose saved activations are offloaded to host memory."""
+        """Return the number of first layers of each model chunk whose saved activations are offloaded."""
         return self.cpu_offloading_num_layers if self.cpu_offloading else 0
 
     @property
     def activation(self) -> str:
-        """Return the activation: one with a flag of the same name, gelu_tanh, or gelu (the exact form)."""
+        """Return the activation: the name of its flag, or gelu_tanh or gelu (the exact form)."""
         chosen = next((name for name in (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS) if getattr(self, name)), None)
         return chosen or ("gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu")
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Return for each layer whether it is an MoE layer.
+        """Return for each layer whether its feed-forward layer has experts.
 
         Raises:
-            ValueError: --moe-layer-freq is malformed; the message says why.
+            ValueError: --moe-layer-freq is invalid; the message gives the reason.
         """
         return moe_layers(self.moe, self.num_layers)
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
-        """Return for each layer whether it has no rotary embedding.
+        """Return for each layer whether it has no rotary position embedding (NoPE).
 
         Raises:
-            ValueError: --no-rope-freq is malformed; the message says why.
+            ValueError: --no-rope-freq is invalid; the message gives the reason.
         """
         return without_rotary(self.no_rope_freq, self.num_layers)
 
@@ -550,12 +550,12 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     @property
     def has_dropout(self) -> bool:
-        """Return whether training uses dropout."""
+        """Return whether training uses any dropout."""
         return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0 or self.lora_dropout > 0.0
 
     @property
     def draws_by_sample(self) -> bool:
-        """Return whether training uses per-sample random numbers: for dropout or for random routing."""
+        """Return whether training draws random numbers per sample: for dropout or for random routing."""
         return self.has_dropout or self.routes_at_random
 
     @property
@@ -564,45 +564,45 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     @property
     def adapted_parts(self) -> dict[str, tuple[str, ...]]:
-        """Return the parts of each linear layer that have a LoRA adapter; empty without LoRA.
+        """Return the parts of each linear layer that have a low-rank adapter; empty without LoRA.
 
         Raises:
-            ValueError: --lora-target-modules does not fit the model; the message says why.
+            ValueError: --lora-target-modules does not fit the model; the message gives the reason.
         """
         return adapted_parts(self.lora_target_modules, self.is_gated) if self.lora_rank else {}
 
     @property
     def width_multiplier(self) -> float:
-        """Return the ratio of the hidden size to --mup-base-hidden-size; 1 without --use-mup."""
+        """Return the ratio of the model's width to --mup-base-hidden-size; 1 without --use-mup."""
         return self.mup.width_multiplier_of(self.hidden_size)
 
     @property
     def stretches_positions(self) -> bool:
-        """Return whether YaRN scales the rotary embedding."""
+        """Return whether YaRN scales the rotary frequencies."""
         kind = self.rope.rope_type or ("yarn" if self.mla.multi_latent_attention else "rope")
         return kind == "yarn" and self.rope.rotary_scaling_factor != 1.0
 
     @property
     def rotary_amplitude(self) -> float:
-        """Return YaRN's factor of the rotary part of queries and keys."""
+        """Return YaRN's factor for the rotary part of queries and keys."""
         if not self.stretches_positions:
             return 1.0
         return self.rope.yarn_mscale(self.rope.mscale) / self.rope.yarn_mscale(self.rope.mscale_all_dim)
 
     @property
     def latent_score_factor(self) -> float:
-        """Return the factor of MLA scores, in addition to 1 / sqrt(padded head dimension) of the attention core."""
+        """Return the factor of MLA scores, relative to division by the square root of the padded head width."""
         growth = self.rope.yarn_mscale(self.rope.mscale_all_dim)
         return growth * growth * math.sqrt(self.mla.latent_head_width / self.mla.latent_query_width)
 
     @property
     def scales_latent_scores(self) -> bool:
-        """Return whether MLA scores grow with the scaling factor, even with an unscaled rotary embedding."""
+        """Return whether MLA scores grow with the scaling factor; this applies with ``rope_type`` rope too."""
         return self.mla.multi_latent_attention and self.rope.yarn_mscale(self.rope.mscale_all_dim) != 1.0
 
     @property
     def score_scalar(self) -> int:
-        """Return the number whose square root divides attention scores."""
+        """Return the number whose square root divides the attention scores."""
         return self.kv_channels if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
 
     @property
@@ -611,10 +611,10 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return for each layer the number of keys per query, including its own; None for full causal attention.
+        """Return for each layer how many keys a query attends to, its own position included; None is unlimited.
 
         Raises:
-            ValueError: --window-size or --window-attn-skip-freq is malformed; the message says why.
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
         """
         if self.window_size is None:
             return (None,) * self.num_layers
@@ -630,18 +630,18 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     @property
     def head_width(self) -> int:
-        """Return the head dimension of queries, keys and values in attention kernels."""
+        """Return the head width of queries, keys and values that attention kernels see."""
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
 
     @property
     def context_size(self) -> int:
-        """Return the width of the attention output of all heads."""
+        """Return the width of the attention output of all heads together."""
         width = self.mla.v_head_dim if self.mla.multi_latent_attention else self.kv_channels
         return width * self.num_attention_heads
 
     @property
     def kv_projection_size(self) -> int:
-        """Return the total width of the key heads, which is also the width of the value heads."""
+        """Return the width of all key heads together, which is also the width of all value heads."""
         return self.kv_channels * self.num_query_groups
 
     @property
@@ -650,34 +650,34 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
 
     def kind_of(self, layer_number: int) -> int:
-        """Return the layer whose type a layer has: itself, or the last layer for MTP modules."""
+        """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
         return min(layer_number, self.num_layers - 1)
 
     @property
     def float8_places(self) -> Fp8TensorIndex:
-        """Return the index of each layer's GEMMs in the state of delayed scaling."""
+        """Return the index of the tensors for which delayed scaling keeps an amax history."""
         maps, further = self.mla.num_attention_maps + 2, self.mtp.mtp_depth
         return Fp8TensorIndex(self.num_layers + further, maps, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
-        """Return the shape of the hidden states that one rank sends to the next pipeline stage."""
+        """Return the shape of the hidden states of one micro-batch on a rank, which pipeline stages exchange."""
         tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return seq_length // self.context_parallel_size // tp, micro_batch_size, self.hidden_size
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
         """Return the FLOPs of one forward pass over one sequence; a multiply-add counts as two.
 
-        Only matmuls count: norms, activations and embedding lookups together are far below one per cent.
-        Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
+        Only matmuls are counted: norms, activations and embedding lookups together are far below one percent. Narayanan
+        et al. 2021, https://arxiv.org/abs/2104.04473.
         """
         layers = range(self.num_layers + self.mtp.mtp_depth)
         return sum(sum(self.layer_forward_flops(number, seq_length)) for number in layers)
 
     def layer_forward_flops(self, layer_number: int, seq_length: int) -> tuple[float, float]:
-        """Return the forward FLOPs of one layer over one sequence: of its GEMMs, and of the attention core.
+        """Return the forward FLOPs of one layer for one sequence: of its GEMMs, and of core attention.
 
-        Layers from ``num_layers`` on belong to the MTP modules. Causal attention counts the used half of the score
-        matrix, or the part within the window.
+        Layers from ``num_layers`` on belong to the MTP modules. For causal attention only the used half of the score
+        matrix counts, and only the part inside the window if there is a window.
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
         gemms, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
@@ -701,7 +701,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
 
 def default_ffn_hidden_size(hidden_size: int, is_narrow: bool) -> int:
-    """Return Megatron's default hidden size of the feed-forward layer."""
+    """Return Megatron's default width of the feed-forward layer."""
     if is_narrow:
         return int((4 * hidden_size * 2 / 3) / 64) * 64
     return 4 * hidden_size

@@ -41,7 +41,7 @@ def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str, 
 
 
 def make_stream_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
-    """Return what attention and feed-forward read the residual stream through."""
+    """Return the norm through which attention and feed-forward read the residual stream."""
     if config.norm_placement == "post":
         return ResidualSum()
     carries_norm = config.apply_residual_connection_post_layernorm
@@ -58,7 +58,7 @@ def make_attention(
     device: torch.device | str,
     cp: Group | None,
 ) -> nn.Module:
-    """Return the attention that a layer is configured with: called as `SelfAttention` is, it gives a `LayerOutput`."""
+    """Return the configured attention module, called like `SelfAttention`; it returns a `LayerOutput`."""
     kind = LatentAttention if config.mla.multi_latent_attention else SelfAttention
     return kind(config, layer_number, tp, device, cp)
 
@@ -70,20 +70,20 @@ def make_feed_forward(
     device: torch.device | str,
     experts: ExpertGroups | None = None,
 ) -> nn.Module:
-    """Return the feed-forward that a layer is configured with: called as `MLP` is, it gives a `LayerOutput`."""
+    """Return the configured feed-forward module, called like `MLP`; it returns a `LayerOutput`."""
     if config.moe_layers[config.kind_of(layer_number)]:
         return MoELayer(config, experts or ExpertGroups.like_dense(tp, None), device)
     return MLP(config, tp, device)
 
 
 class TransformerLayer(nn.Module):
-    """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both to the same ``x``.
+    """Compute ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both read the same ``x``.
 
-    The residual stream may go through the norms, in place of around them. Norms may also stand behind attention and
-    feed-forward, or there alone. The norms in front and the feed-forward are recomputed in the backward pass where the
-    configuration says so.
+    With ``apply_residual_connection_post_layernorm`` the norm's output is the residual stream. ``norm_placement`` puts
+    norms before, after, or both before and after attention and feed-forward. Norms before them and the feed-forward
+    layer are recomputed in the backward pass if configured.
 
-    ``layer_number`` counts from 0 over the whole model, whatever stage the layer is on.
+    ``layer_number`` counts from 0 over the whole model.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -122,12 +122,12 @@ class TransformerLayer(nn.Module):
         ahead: NormAhead | None = None,
         padding_mask: torch.Tensor | None = None,
     ) -> LayerOutput:
-        """Return the layer's output; ``ahead`` may hold its first norm, and is left holding the next layer's.
+        """Return the layer's output; ``ahead`` may contain its first norm, and receives the next layer's first norm.
 
-        Experts leave out the positions where ``padding_mask: [b, s]``, of the whole sequences, is True.
+        MoE layers ignore the positions of the whole sequences at which ``padding_mask: [b, s]`` is True.
 
         Raises:
-            ConfigurationError: the layer drops something in training, and is given no keys.
+            ConfigurationError: the layer uses dropout in training, and ``dropout`` is None.
         """
         attended_keys = fed_keys = None
         if self.hidden_dropout.is_active:
@@ -164,7 +164,7 @@ class TransformerLayer(nn.Module):
     def _feed(
         self, normalized: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
     ) -> LayerOutput:
-        """Return the feed-forward's output; when it is computed again, by the keys of the first time."""
+        """Run the feed-forward layer; recomputation uses the same dropout keys."""
         self._hand_keys(dropout)
         takes_mask = isinstance(self.mlp, MoELayer) and padding_mask is not None
         output: LayerOutput = self.mlp(normalized, padding_mask) if takes_mask else self.mlp(normalized)
@@ -179,7 +179,7 @@ class TransformerLayer(nn.Module):
     def _recomputed(
         self, norm: nn.Module, stream: torch.Tensor, normalized: torch.Tensor
     ) -> AbstractContextManager[None]:
-        """Return a context in which a norm's output is not kept, if it is recomputed; its input is kept anyway."""
+        """Return a context in which a norm's output is recomputed instead of saved, if configured."""
         if not (self.recomputes_norms and self.training and isinstance(norm, ResidualNorm)):
             return nullcontext()
         return saved_as_inputs(normalized, norm.of_stream, stream)

@@ -1,8 +1,8 @@
 // Lets torch run autograd over fake tensors whose device is CUDA, on a node without a GPU.
 //
-// Autograd asks for a guard of the device, for hooks, and sometimes for a generator. None of these do anything here: no
-// tensor has memory. Loaded before torch is imported, since torch asks for the hooks once. In a CUDA build of torch the
-// guard and the hooks replace those of CUDA, which are registered before.
+// Autograd needs a device guard, hooks, and sometimes a generator. Here they do nothing, since no tensor has memory.
+// The library must be loaded before torch is imported, since torch looks the hooks up only once. In a CUDA build of
+// torch, the guard and the hooks replace those of CUDA, which are registered earlier.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,8 +1,9 @@
-"""Simulate training steps of any rank of any layout on a fake GPU, and check the FLOPs of its kernels.
+"""Simulate training steps of any rank of any layout on a simulated GPU, and check the FLOPs of its kernels.
 
-Hardware FLOPs are the FLOPs of all kernels of a step. Model FLOPs exclude three parts of them: recomputation, the
-excess of attention kernels over the scores that the model uses (masked scores, and the scores that FlashAttention's
-backward pass computes again), and the optimizer's GEMMs. They are compared with the closed form of the model.
+Hardware FLOPs are the FLOPs of all kernels of a step. Model FLOPs leave out three parts of them: recomputation,
+attention scores that the model does not use or that are computed twice (masked scores, and scores that the backward
+pass of FlashAttention recomputes), and the optimizer's GEMMs. Model FLOPs are compared with the closed form of the
+model.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from megatron.training import (
 from megatron.training.fault_tolerance import AnomalyDetector
 
 _BACKWARD = 2
-"""Ratio of backward to forward FLOPs: the gradients of both operands."""
+"""Ratio of backward to forward FLOPs: both operands have gradients."""
 _KERNELS = "megatron/core/ops/"
-"""Where attention without a kernel of its own multiplies its batched matrices."""
+"""Path of the batched matmuls of unfused attention."""
 _TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Hold the FLOPs of a step, forward and backward, that a rank's layers need: of their GEMMs, and of attention."""
+    """FLOPs per step, forward and backward, that a rank's layers need: for GEMMs and for attention."""
 
     gemms: float
     attention: float
@@ -65,10 +66,10 @@ NO_FLOPS = ModelFlops(0.0, 0.0)
 
 @dataclass(frozen=True)
 class CountedFlops:
-    """Hold the FLOPs that a step's kernels compute.
+    """FLOPs that a step's kernels compute, by part.
 
-    ``gemms`` and ``attention`` are of the forward and backward passes without recomputation, ``recomputed`` what that
-    adds, and ``optimizer`` what the update computes. ``uncounted`` has the operators whose FLOPs are unknown.
+    ``gemms`` and ``attention`` are FLOPs of the forward and backward passes without recomputation, ``recomputed`` those
+    of recomputation, and ``optimizer`` those of the update. ``uncounted`` counts the operators whose FLOPs are unknown.
     """
 
     gemms: float
@@ -82,7 +83,7 @@ class CountedFlops:
         return self.gemms + self.attention + self.recomputed + self.optimizer
 
     def of_model(self, needed: ModelFlops) -> float:
-        """Return the passes' FLOPs without what attention computes beyond the scores that the model uses."""
+        """Return the FLOPs of the passes, limited to the attention FLOPs that the model needs."""
         return self.gemms + min(self.attention, needed.attention)
 
 
@@ -111,12 +112,11 @@ def _part(operation: Operation) -> str:
 
 
 def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
-    """Return what the layers of a rank need in a step, where tokens spread evenly over ranks and experts.
+    """Return the FLOPs per step that the layers of a rank need with a balanced load of ranks and experts.
 
-    A packed sample holds two documents of equal length, as a dry run's do, and attention needs what each of them shows.
-    An expert of limited capacity needs no more than that, and rows that fill it up are computed too.
-    Beside low-rank adapters weights have no gradients; the first
-    layer of the model may need no backward pass at all, and its is left out.
+    A packed sample has two documents of equal length, as in a dry run, and attention within each document is counted.
+    Experts with limited capacity compute up to their capacity, including padding. With low-rank adapters (LoRA) weights
+    have no gradients, and the first layer of the model is counted without a backward pass, since it may need none.
     """
     model, length = config.model, config.data.seq_length
     gemms = attention = 0.0
@@ -139,9 +139,7 @@ def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
 
 
 def _beyond_choices(config: RunConfig, layer_number: int) -> float:
-    """Return the FLOPs of a layer's forward pass that experts of limited capacity save by what they drop, below 0, or
-    add by rows that fill them up to their capacity.
-    """
+    """Return the change of a layer's forward FLOPs by expert capacity: padding adds, dropped tokens subtract."""
     model, length = config.model, config.data.seq_length
     if model.moe.moe_expert_capacity_factor is None or not model.moe_layers[model.kind_of(layer_number)]:
         return 0.0
@@ -154,12 +152,13 @@ def _beyond_choices(config: RunConfig, layer_number: int) -> float:
 
 
 def check_flops(counted: CountedFlops, needed: ModelFlops) -> None:
-    """Check that the kernels compute at least what the model needs.
+    """Check that the kernels compute at least the FLOPs that the model needs.
 
-    The excess of attention kernels does not count, since it would hide a missing GEMM.
+    Attention FLOPs beyond those of the model do not count, since they would hide a missing GEMM.
 
     Raises:
-        RuntimeError: they compute less, so that some kernel's work is not counted: the step's time would be too short.
+        RuntimeError: the kernels compute less, so the FLOPs of some kernel are not counted and the step time would be
+            too short.
     """
     of_model = counted.of_model(needed)
     if of_model >= (1 - _TOLERANCE) * needed.total:
@@ -181,16 +180,16 @@ _PHASE_OF_TIMER: Mapping[str, str] = {
     "all-grads-sync": "reduction",
     "optimizer": "optimizer",
 }
-"""The step's own timers say which part of it runs; what is left of the schedule is the backward pass."""
+"""Phases by timer name; the rest of the schedule is the backward pass."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Hold what was recorded of one rank, and what the rank is.
+    """Record of a simulated rank, and properties of the rank.
 
-    ``model_flops`` is a step's work for one rank of all, recomputation left out, and ``num_microbatches`` how often its
-    forward and backward passes run. ``start_peak_bytes`` is the most memory that was live before the first step.
-    ``needed_flops`` are what this rank's own layers need.
+    ``model_flops`` are the FLOPs per step of the full model divided by the number of ranks, without recomputation.
+    ``num_microbatches`` is the number of micro-batches per step. ``start_peak_bytes`` is the peak memory before the
+    first step. ``needed_flops`` are the FLOPs that this rank's own layers need.
     """
 
     record: StepRecord
@@ -218,21 +217,21 @@ def dry_run(
     num_steps: int = 2,
     has_triton: bool = True,
 ) -> DryRun:
-    """Run steps of one rank and return the record of the last.
+    """Run steps of one rank on a simulated GPU and return the record of the last step.
 
-    The vocabulary's size is that of the configuration's model. No other process, no memory of a device and no data are
-    needed: communication succeeds at once, and the samples are empty. An operation on tensors of different devices
-    raises. ``has_triton`` says whether the machine that is pretended has Triton, and FlexAttention with it.
+    The vocabulary size is that of the configuration's model. No other process, device memory or data is needed:
+    communication completes at once, and the samples are empty. An operation on tensors of different devices raises an
+    error. ``has_triton`` says whether the simulated node has Triton and therefore FlexAttention.
 
     Raises:
         ConfigurationError: ``has_triton`` is set, and this node has no Triton.
         RuntimeError: the kernels compute less than the closed form of the model.
     """
     recorder = Recorder()
-    # The samples are read in this thread: another one would know nothing of fake tensors.
+    # The samples are read in this thread, since a fake tensor mode is local to its thread.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))
     if config.model.tp_comm_overlap_impl == "symmetric-memory":
-        # Its operators pipeline as the ring does, which fake tensors can go round.
+        # Its operators pipeline as the ring does, which works with fake tensors.
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, tp_comm_overlap_impl="ring"))
     second_document = _second_document(config.data.seq_length) if has_triton else None
     with simulated_gpu(recorder, gpu, config.model, rank, config.world_size, second_document) as device:
@@ -277,7 +276,7 @@ def _source(config: RunConfig, runtime: Runtime) -> BatchSource:
 
 
 def _without_values(model_provider: ModelProvider) -> ModelProvider:
-    """Return a provider of models whose parameters have no initial values: drawing them takes minutes."""
+    """Return a model provider whose parameters are not initialized, since drawing initial values takes minutes."""
 
     def provide(config: RunConfig, runtime: Runtime, contents: StageContents) -> Model:
         seedless = dataclasses.replace(config.initialization, seed=cast(int, None))
@@ -287,17 +286,17 @@ def _without_values(model_provider: ModelProvider) -> ModelProvider:
 
 
 def _second_document(length: int) -> int:
-    """Return where the second document of an empty sample begins."""
+    """Return the position at which the second document of an empty sample begins."""
     return length // 2
 
 
 def _machine_crossings(state: ParallelState) -> dict[tuple[str, ...], bool]:
-    """Return by axes which groups of this rank leave a machine of eight GPUs."""
+    """Return by axes whether this rank's group spans several nodes of eight GPUs."""
     return {group.axes: len({rank // _GPUS_A_MACHINE for rank in group.ranks}) > 1 for group in _groups(state)}
 
 
 def _groups(state: ParallelState) -> tuple[Group, ...]:
-    """Return a rank's groups, the smaller ones last."""
+    """Return a rank's groups, smaller groups last."""
     cut = {id(group): group for group in (state.expert_dp, state.dp_cp)}.values()
     instances = [level for group in cut for level in group.levels or ()]
     levels = state.cp.levels or ()
@@ -306,7 +305,7 @@ def _groups(state: ParallelState) -> tuple[Group, ...]:
 
 
 def _name_memory(recorder: Recorder, config: RunConfig, parts: ModelAndOptimizer) -> None:
-    """Say what the memory is for that stays from step to step."""
+    """Tell the recorder the holder of the memory that persists between steps."""
     width = config.model.padded_vocab_size // config.model.tensor_model_parallel_size
     num_dummies = config.model.padded_vocab_size - config.model.vocab_size
     recorder.memory.logits_widths = range(width - num_dummies, width + 1)
@@ -316,14 +315,14 @@ def _name_memory(recorder: Recorder, config: RunConfig, parts: ModelAndOptimizer
 
 
 class _PhaseTimers(Timers):
-    """Tell the recorder which part of the step runs; measure nothing."""
+    """Timers that set the recorder's phase and measure nothing."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
-        """Return what sets the phase while the timed part runs."""
+        """Return a timer that sets the phase while the timed part runs."""
         phase = _PHASE_OF_TIMER.get(name)
         return super().__call__(name, log_level) if phase is None else _PhaseTimer(name, phase, self._recorder)
 
@@ -344,7 +343,7 @@ class _PhaseTimer(Timer):
 
 
 class _EmptySamples:
-    """Give samples of token 0; where documents are packed, two in each."""
+    """Samples of token 0; packed samples have two documents each."""
 
     def __init__(self, config: RunConfig) -> None:
         length = config.data.seq_length
@@ -360,6 +359,6 @@ class _EmptySamples:
     def read_microbatches(
         self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
     ) -> Iterator[Sequence[GPTSample]]:
-        """Yield micro-batches without end."""
+        """Yield micro-batches endlessly."""
         while True:
             yield [self._sample] * micro_batch_size

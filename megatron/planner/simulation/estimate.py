@@ -1,4 +1,4 @@
-"""What a recorded step would take on a GPU: time by part and by kind of work, and the model FLOPs utilization."""
+"""Estimated time of a recorded step on a GPU by part and by kind of work, and the model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ASSUMPTIONS = (
     "Memory is that of live tensors in blocks of 512 bytes: the CUDA context, libraries' work space, NCCL's buffers "
     "and fragmentation come on top (often 2 to 4 GiB).",
 )
-"""What a reader must know of the figures."""
+"""Assumptions that every report lists."""
 _DIRECTIONS = ("out", "in")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Hold the predicted times of a step in seconds.
+    """Predicted times of a step in seconds.
 
-    ``by_phase`` and ``by_kind`` are of the kernels, ``by_line`` of the source lines that asked for them.
-    ``copies_hidden`` is what the kernels hide of each copy between device and host, in the record's order.
+    ``by_phase`` and ``by_kind`` are kernel times, ``by_line`` the kernel times by source line. ``copies_hidden`` is the
+    time of each copy between device and host that overlaps with kernels, in the order of the record.
     """
 
     seconds: float
@@ -54,14 +54,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EstimatedRun:
-    """Hold the dry run of a rank and its estimate."""
-
     run: DryRun
     estimate: Estimate
 
 
 def slowest_of(runs: Sequence[EstimatedRun]) -> EstimatedRun:
-    """Return the dry run whose step takes longest: the step of all ranks takes as long."""
+    """Return the dry run with the longest step, which is the step time of all ranks."""
     return max(runs, key=lambda each: each.estimate.seconds)
 
 
@@ -70,14 +68,14 @@ def kernel_count(operation: Operation) -> int:
 
 
 def kind_of(operation: Operation) -> str:
-    """Return ``products``, ``attention`` or ``memory``: what limits an operation."""
+    """Return the limit of an operation: ``products`` (matmul FLOPs), ``attention`` or ``memory``."""
     if is_attention(operation):
         return "attention"
     return "products" if operation.flops else "memory"
 
 
 def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
-    """Return the estimate of a step of one rank, as if all stages were as fast as its own."""
+    """Return the estimate of a step of one rank, as if all stages took the same time."""
     by_phase, by_kind, by_line = (
         defaultdict[str, float](float),
         defaultdict[str, float](float),
@@ -116,10 +114,10 @@ def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
 def _stalls(
     record: StepRecord, durations: Sequence[float], gpu: Gpu
 ) -> tuple[Mapping[str, float], Mapping[int, float]]:
-    """Return how long kernels stand still for transfers: in each part of the step, and by transfer."""
+    """Return how long kernels wait for transfers: by phase, and by transfer."""
     stalls, stalls_for, left = _move(record, durations, gpu, ())
     if left and len(left) == record.num_carried:
-        # The step before was like this one: what it has left under way is as far as what this one leaves.
+        # Steps repeat: transfers in flight at the start of a step have the same time left as those at its end.
         stalls, stalls_for, _ = _move(record, durations, gpu, left)
     return stalls, stalls_for
 
@@ -127,9 +125,10 @@ def _stalls(
 def _move(
     record: StepRecord, durations: Sequence[float], gpu: Gpu, carried: Sequence[float]
 ) -> tuple[Mapping[str, float], Mapping[int, float], Sequence[float]]:
-    """Return what `_stalls` returns, and how long what is under way at the end still takes.
+    """Return the results of `_stalls`, and the time left of the transfers in flight at the end.
 
-    ``carried`` says how long the first transfers still take; the others begin with the step.
+    ``carried`` has the time left of the transfers that are in flight at the start. All other transfers begin in this
+    step.
     """
     stalls, stalls_for = defaultdict[str, float](float), defaultdict[int, float](float)
     ends: dict[int, float] = {}
@@ -157,7 +156,7 @@ def _move(
 
 
 def _directions(transfer: Transfer) -> Sequence[str]:
-    """Return which ways of a link a transfer takes: a collective both; a copy takes its own way to the host."""
+    """Return the link directions that a transfer uses: a collective uses both, a copy uses one direction of PCIe."""
     if isinstance(transfer, HostCopy):
         return (transfer.direction,)
     return {"send": _DIRECTIONS[:1], "receive": _DIRECTIONS[1:]}.get(transfer.call.operation, _DIRECTIONS)

@@ -1,7 +1,7 @@
-"""Let torch run backward passes of CUDA tensors without memory on a node without a GPU.
+"""Let torch run autograd on fake CUDA tensors on a node without a GPU.
 
-A small library replaces the CUDA driver. It is compiled once, and loaded before torch is imported. A CUDA build of
-torch on a node with a GPU does not need it. This module does not import torch.
+A small library replaces the CUDA driver. It is compiled once, and loaded before torch is imported. It is not needed
+with a CUDA build of torch on a node with a GPU. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 # The library is loaded once per process. A call that raises is not cached.
 @functools.cache
 def load_fake_cuda(cache: Path | None = None) -> None:
-    """Load the library, and build it if ``cache`` (by default a folder for temporary files) has none yet.
+    """Load the library, and build it first if it is not in ``cache`` (by default in the folder for temporary files).
 
     Raises:
-        ConfigurationError: torch is imported already, there is no C++ compiler, or the source does not compile.
+        ConfigurationError: torch is already imported, there is no C++ compiler, or the source does not compile.
     """
     if "torch" in sys.modules:
         raise ConfigurationError("torch is imported already: this process cannot simulate a GPU; start a new process")
@@ -45,7 +45,7 @@ def load_fake_cuda(cache: Path | None = None) -> None:
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler that would build the library, or None where there is none."""
+    """Return the C++ compiler that would build the library, or None if none is found."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -71,7 +71,7 @@ def _default_cache() -> Path:
 
 
 def _built_library(torch_folder: Path, cache: Path) -> Path:
-    """Return the library that fits this source and this torch; one that is there has been built whole."""
+    """Return the library for this source and this torch, built if it is not in the cache."""
     version = (torch_folder / "version.py").read_bytes()
     key = hashlib.sha256(_SOURCE.read_bytes() + version + os.fsencode(torch_folder)).hexdigest()[:16]
     library = cache / f"cuda_guard-{key}.so"

@@ -1,9 +1,8 @@
 """A simulated GPU without a CUDA driver: fake tensors, fake process groups, copies and links.
 
-Figures of the device are those of a GPU type. Communication and host copies are told to the recorder: when each
-begins, and who waits for it. Sizes of storages are recorded. Tokens are routed without values: the load of the
-experts is balanced. Operators on fake tensors skip some of torch's bookkeeping, since sizes are plain numbers,
-never symbols.
+The device has the specifications of a GPU type. The recorder is notified when communication and host copies begin, when
+something waits for them, and when storages are resized. Tokens are routed without values: the load of the experts is
+balanced. Operators on fake tensors skip some of torch's bookkeeping, since sizes are plain numbers, never symbols.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from megatron.planner.simulation.recorder import TO_DEVICE, TO_HOST, Recorder
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.select.int, _aten.slice.Tensor)
-"""`FakeTensorMode` has rules of its own for these, which matter for symbolic sizes only."""
+"""`FakeTensorMode` has special rules for these, which matter for symbolic sizes only."""
 _FACTORIES = (
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten.new_zeros.default),
@@ -56,14 +55,14 @@ _EMPTY: Mapping[str, Any] = {}
 
 
 class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Give the results of `FakeTensorMode`, in a third of its time for most operators.
+    """A `FakeTensorMode` with the same results that takes a third of the time for most operators.
 
-    An operator whose tensors are on one device goes to its meta kernel at once. `FakeTensorMode` runs all others:
-    those that have a rule of their own in it, that take tensors of two devices, or that make constants.
+    An operator whose tensors are on one device directly runs its meta kernel. `FakeTensorMode` runs all other
+    operators: those with special rules, with tensors on two devices, or with constants.
     """
 
     _layouts: ClassVar[dict[Any, tuple[Any, Any, torch.dtype]]] = {}
-    """Shape, strides and dtype of the results of calls so far: many meta kernels are slow Python."""
+    """Cache of the shape, strides and dtype of results by call, since many meta kernels are slow Python."""
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _EMPTY
@@ -99,7 +98,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _common_device(values: Iterable[Any]) -> torch.device | None:
-    """Return the device of all tensors; None where there is no tensor, one with values, or two devices."""
+    """Return the device of all tensors, or None without tensors, for a tensor with values, or for several devices."""
     device = None
     for tensor in _tensors(values):
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
@@ -123,7 +122,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _described(argument: Any) -> Any:
-    """Return what a result's layout may depend on: a number counts with its type, since 1 equals 1.0."""
+    """Return a key of everything on which a result's layout may depend; numbers have their type, since 1 == 1.0."""
     if isinstance(argument, torch.Tensor):
         return tuple(argument.shape), argument.stride(), argument.dtype
     if isinstance(argument, (list, tuple)):
@@ -133,7 +132,7 @@ def _described(argument: Any) -> Any:
 
 @functools.cache
 def _makes_one_tensor(func: Any) -> bool:
-    """Return whether an operator's one result is a new tensor."""
+    """Return whether an operator returns exactly one new tensor."""
     results = func._schema.returns
     is_tensor = len(results) == 1 and str(results[0].type) == "Tensor"
     return is_tensor and not any(each.alias_info for each in (*func._schema.arguments, *results))
@@ -141,7 +140,7 @@ def _makes_one_tensor(func: Any) -> bool:
 
 @functools.cache
 def _has_plain_meta_kernel(func: Any) -> bool:
-    """Return whether `FakeTensorMode` has no rule for an operator but to run the kernel of meta tensors."""
+    """Return whether `FakeTensorMode` would run the meta kernel of an operator without a special rule."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     name = func._name
@@ -157,7 +156,10 @@ _GENERATOR_STATE_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class FakeDevice(Device):
-    """Stand in for a CUDA device; ``on_wait`` is told where the host would wait for it, ``copies`` of what moves."""
+    """Simulated CUDA device.
+
+    ``on_wait`` is called when the host would wait for the device. ``copies`` records copies between host and device.
+    """
 
     gpu: Gpu
     on_wait: Callable[[str], None]
@@ -165,24 +167,24 @@ class FakeDevice(Device):
     count_live_bytes: Callable[[], int]
 
     def make_current(self) -> None:
-        """Do nothing: there is no other device."""
+        """Do nothing, since there is only one device."""
 
     def synchronize(self) -> None:
-        """Note a wait."""
+        """Record that the host waits."""
         self.on_wait("synchronize")
 
     def seed_default_generator(self, seed: int) -> None:
-        """Do nothing: no numbers are drawn."""
+        """Do nothing, since no random numbers are drawn."""
 
     def get_rng_state(self) -> torch.Tensor:
-        """Return bytes of the size of a CUDA generator's state, which say nothing."""
+        """Return bytes of the size of a CUDA generator's state, without meaning."""
         return torch.zeros(_GENERATOR_STATE_BYTES, dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Do nothing: no numbers are drawn."""
+        """Do nothing, since no random numbers are drawn."""
 
     def empty_host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the machine, not pinned: nothing is fetched from it."""
+        """Return pageable host memory, since no copies are made."""
         with unset_fake_temporarily():
             return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -193,11 +195,11 @@ class FakeDevice(Device):
         return self.gpu.memory_bytes - self.count_live_bytes()
 
     def host_room(self) -> HostRoom | None:
-        """Return nothing: the machine that is pretended has whatever it needs."""
+        """Return None: the simulated node has unlimited host memory."""
         return None
 
     def graph_backend(self) -> GraphBackend | None:
-        """Refuse: there is no driver that records.
+        """Raise an error, since CUDA graphs need a driver.
 
         Raises:
             ConfigurationError: always.
@@ -205,11 +207,11 @@ class FakeDevice(Device):
         raise ConfigurationError("--cuda-graph-impl local has no dry run: leave it out, its kernels are the same")
 
     def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None] | None:
-        """Return nothing: what is communicated is over at once."""
+        """Return None, since communication completes at once."""
         return None
 
     def memory_use(self) -> MemoryUse:
-        """Return zeros: the memory of the step is in its record."""
+        """Return zeros, since the record has the memory of the step."""
         return MemoryUse(0.0, 0.0, 0.0, 0.0)
 
     def peak_tflops(self, dtype_name: str) -> float | None:
@@ -217,11 +219,11 @@ class FakeDevice(Device):
         return (self.gpu.half_flops if dtype_name in ("bfloat16", "float16") else self.gpu.single_flops) / 1e12
 
     def empty_cache(self) -> None:
-        """Do nothing: there is no allocator."""
+        """Do nothing, since there is no caching allocator."""
 
 
 class RecordedCopies(HostCopies):
-    """Tell the recorder of copies, of which none is made."""
+    """Copies between host and device that are recorded, but not made."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -229,18 +231,18 @@ class RecordedCopies(HostCopies):
         self._under_way: dict[str, list[Copied]] = {TO_HOST: [], TO_DEVICE: []}
 
     def wait(self, copied: Copied) -> None:
-        """Note that the device waits, for the copies before this one too."""
+        """Record that the device waits for this copy and all copies before it."""
         for queue in self._under_way.values():
             while copied in queue:
                 self._recorder.end_transfer(queue.pop(0))
 
     def wait_on_host(self, copied: Copied) -> None:
-        """Note that the host waits, and what it launches afterwards with it."""
+        """Record that the host waits for a copy, and with it everything that it launches later."""
         self._recorder.wait("copies")
         self.wait(copied)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Note that the memory is free; it keeps its size, of which nothing is there."""
+        """Record that the memory is freed; the storage keeps its size, since fake tensors have no memory."""
         self._recorder.memory.forget(tensor)
 
     def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
@@ -265,12 +267,12 @@ _STARTERS = (
     *("allreduce", "all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base"),
     *("all_to_all_single", "alltoall_base", "broadcast", "send"),
 )
-"""Methods of a process group that begin what the groups' observer has just been told of."""
+"""Methods of a process group that start the communication which the group's observer has just seen."""
 
 
 @contextmanager
 def observed_links(recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder of the beginning and the end of every communication, and of what is received."""
+    """Notify the recorder of the beginning and the end of every communication, and of every receive."""
     wait = FakeWork.wait
 
     def observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +285,7 @@ def observed_links(recorder: Recorder) -> Iterator[None]:
                 start = _observed(getattr(dist.ProcessGroup, name), recorder)
                 stack.enter_context(patch.object(dist.ProcessGroup, name, start))
         stack.enter_context(patch.object(dist.ProcessGroup, "recv", _observed_receive(recorder)))
-        # What is decided by the backend is decided as on GPUs.
+        # Code that depends on the backend should behave as on GPUs.
         stack.enter_context(patch.object(dist, "get_backend", lambda group=None: "nccl"))
         stack.enter_context(patch.object(FakeWork, "wait", observed_wait))
         yield
@@ -312,9 +314,9 @@ def _observed_receive(recorder: Recorder) -> Callable[..., Any]:
 
 
 class BalancedExperts(TorchFunctionMode):
-    """Answer how many tokens go where, which the host asks of the device, with equal numbers.
+    """Replace token counts that the host reads from the device by those of a balanced load.
 
-    ``on_wait`` is told where the host would wait for the device to say so.
+    ``on_wait`` is called when the host would wait for the device.
     """
 
     def __init__(self, config: MoEConfig, on_wait: Callable[[str], None]) -> None:
@@ -324,8 +326,8 @@ class BalancedExperts(TorchFunctionMode):
 
     @contextmanager
     def taking_calls(self) -> Iterator[None]:
-        """Answer inside what the host asks of tokens' choices."""
-        # Tensors without values have a method of their own, which asks for number after number.
+        """Replace token counts within the context."""
+        # Fake tensors have their own ``tolist``, which reads the numbers one by one.
         as_numbers = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> Any:
@@ -338,16 +340,16 @@ class BalancedExperts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation; of choices that are counted by their targets note how many there are."""
+        """Run an operation; if it counts choices by their target, store the number of choices that are kept."""
         if func is torch.searchsorted and args[0].is_cuda and args[0].dtype is torch.int64:
-            # Behind the last target are choices of experts that are elsewhere, or that a full expert drops.
+            # After the last target come choices of experts on other ranks, and choices that an expert's capacity drops.
             share = min(1.0, args[1].numel() / (self._config.num_experts or 1))
             share *= min(1.0, self._config.moe_expert_capacity_factor or 1.0)
             self._num_kept = round(args[0].numel() * share)
         return func(*args, **(kwargs or {}))
 
     def _tolist(self, counts: torch.Tensor) -> list[Any]:
-        """Return the choices of each target; where there are three dims, of what goes and of what comes by rank."""
+        """Return the choices per target; three-dimensional counts are of sent and received rows, by rank."""
         self._on_wait("tolist")
         ranks, num_local = counts.shape[-2:] if counts.dim() == 3 else (1, counts.numel())
         even, over = divmod(self._num_kept, ranks * num_local)
@@ -364,7 +366,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[None]:
         return
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    # Torch would name the rank before every line of an error from now on, and once more for each world.
+    # Otherwise torch would prefix every line of an error with the rank, once per simulated world.
     sys.excepthook = hook
     try:
         yield
@@ -376,10 +378,10 @@ def simulated_world(rank: int, world_size: int) -> Iterator[None]:
 def simulated_gpu(
     recorder: Recorder, gpu: Gpu, model: GPTConfig, rank: int, world_size: int, second_document: int | None
 ) -> Iterator[FakeDevice]:
-    """Yield a simulated GPU of a rank, on which the recorder sees what a model does with tensors without values.
+    """Yield the simulated GPU of a rank; the recorder records what a model does with fake tensors on it.
 
     ``second_document`` is the position at which a second document begins in packed samples, for FlexAttention's masks.
-    None leaves Triton and FlexAttention out.
+    If it is None, Triton and FlexAttention are not available.
     """
     with (
         simulated_world(rank, world_size),
@@ -403,26 +405,26 @@ def simulated_gpu(
 
 @contextmanager
 def with_triton(recorder: Recorder, second_document: int) -> Iterator[None]:
-    """Have Triton, and FlexAttention with it."""
+    """Make Triton and FlexAttention available."""
     with recorded_programs(recorder), FakeFlexAttention(recorder, second_document).taking_calls():
         yield
 
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """Have neither: tensors without values go to torch, but FlexAttention would be compiled where it is installed."""
+    """Make FlexAttention unavailable, which would be compiled if it is installed."""
     with patch.object(attention_backend, "load_flex_attention", lambda: None):
         yield
 
 
 @contextmanager
 def without_driver(gpu: Gpu) -> Iterator[None]:
-    """Answer what torch's own code asks of a driver or of the bytes of a message: fake tensors have none."""
+    """Replace functions of torch that ask the driver or read the bytes of a message, which fake tensors do not have."""
     with (
         patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
         patch.object(dist, "all_gather_object", _gather_own_object),
-        # Fake tensors cannot become torch's mask.
+        # Torch cannot build its causal mask from fake tensors.
         patch.object(dot_product_attention, "lower_right_mask", LowerRightMask),
     ):
         yield
@@ -430,7 +432,7 @@ def without_driver(gpu: Gpu) -> Iterator[None]:
 
 @contextmanager
 def followed_storages(recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder of storages that are given another size, which is no operation: so weights come and go."""
+    """Notify the recorder of resized storages, through which FSDP frees and gathers weights without an operation."""
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:

@@ -1,7 +1,7 @@
-"""Triton kernels on a simulated GPU: a launch is one kernel, and its source says what it reads and writes.
+"""Triton kernels on a simulated GPU: a launch is one kernel, and its source determines what it reads and writes.
 
-On a node without Triton a substitute for the package lets this project's kernels be read. They cannot be run.
-Reading is enough, since what a simulated launch moves follows from a kernel's source.
+On a node without Triton this project's kernels are imported with a substitute for the package. They cannot be run.
+Reading them is enough, since the bytes that a simulated launch moves follow from a kernel's source.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKAGE = triton_kernels.__name__
 
 
 class ReadProgram:
-    """Hold a program's source and the names of its parameters, as Triton's own decorator does."""
+    """A kernel's source and the names of its parameters, with the attributes of Triton's own ``JITFunction``."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.fn = function
@@ -41,15 +41,15 @@ class ReadProgram:
         return functools.partial(self.run, grid=grid, warmup=False)
 
     def run(self, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        """Raise an error: a simulation takes the place of this function."""
+        """Raise an error; a simulation patches this method."""
         raise RuntimeError(f"{self.__name__} cannot be launched without Triton")
 
 
 @contextmanager
 def readable_programs() -> Iterator[None]:
-    """Import this project's programs without Triton; after the context they cannot be imported again.
+    """Import this project's kernels without Triton; after the context they cannot be imported again.
 
-    The substitute is in ``sys.modules`` during these imports alone: torch must not take it for Triton.
+    The substitute is in ``sys.modules`` during these imports only, so that torch does not take it for Triton.
     """
     names = [f"{_PACKAGE}.{module.name}" for module in pkgutil.iter_modules(triton_kernels.__path__)]
     loaded = _without(names)
@@ -65,7 +65,7 @@ def readable_programs() -> Iterator[None]:
             sys.modules.update(hidden)
         yield
     finally:
-        # An import that failed left some of them out.
+        # If an import failed, some modules are missing.
         for name in names:
             sys.modules.pop(name, None)
             vars(triton_kernels).pop(name.rpartition(".")[2], None)
@@ -80,7 +80,7 @@ def _without(names: Iterator[str] | list[str] | Mapping[str, ModuleType]) -> dic
 
 
 def _substitute() -> dict[str, ModuleType]:
-    """Return the modules that the programs import: what they call on the host, and names for annotations."""
+    """Return the modules that the kernels import: functions that are called on the host, and names for annotations."""
     triton, language, errors = (ModuleType(name) for name in ("triton", "triton.language", "triton.errors"))
     contents = {
         "jit": ReadProgram,
@@ -100,10 +100,10 @@ _DOTS = ("tl.dot", "tl.dot_scaled")
 
 @contextmanager
 def recorded_programs(recorder: Recorder) -> Iterator[None]:
-    """Let Triton take tensors without values, and note each launch in place of it.
+    """Let Triton kernels accept fake tensors, and record each launch instead of running it.
 
-    A tensor counts once where a program loads from it, and once where it stores to it, however often it does. Without
-    the package the programs are read by a substitute for it.
+    A tensor counts once if a kernel loads from it, and once if it stores to it. Without Triton, a substitute for the
+    package is used.
     """
 
     def launch(program: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -127,7 +127,7 @@ def has_triton_package() -> bool:
 
 
 def _program_type() -> type | None:
-    """Return the type of Triton's programs; None without the package."""
+    """Return Triton's class of kernels, or None without Triton."""
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:
@@ -137,14 +137,14 @@ def _program_type() -> type | None:
 
 
 def _tensors(given: dict[str, Any], names: frozenset[str]) -> list[torch.Tensor]:
-    """Return the tensors that go by these names, each once."""
+    """Return the tensors that are passed under these names, without duplicates."""
     tensors = (given.get(name) for name in sorted(names))
     return list({id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)}.values())
 
 
 @functools.cache
 def _accesses(program: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the parameters of a program from which it, or a function that it calls, loads and to which it stores."""
+    """Return the parameters from which a kernel loads and to which it stores, also in functions that it calls."""
     tree = ast.parse(program.src)
     pointers = {name: {name} for name in program.arg_names}
     loaded: set[str] = set()
@@ -175,12 +175,12 @@ def _accesses(program: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 @functools.cache
 def _multiplies(program: Any) -> bool:
-    """Return whether a program, or a function that it calls, multiplies matrices."""
+    """Return whether a kernel, or a function that it calls, has a matmul."""
     callees = {ast.unparse(node.func) for node in ast.walk(ast.parse(program.src)) if isinstance(node, ast.Call)}
     helpers = (program.fn.__globals__.get(callee) for callee in callees)
     return not callees.isdisjoint(_DOTS) or any(_multiplies(helper) for helper in helpers if hasattr(helper, "src"))
 
 
 def _is_loaded(expression: ast.expr) -> bool:
-    """Return whether an expression is made of what was loaded: then it is a number, and points nowhere."""
+    """Return whether an expression uses a loaded value: then it is a number, not a pointer."""
     return any(isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load" for node in ast.walk(expression))

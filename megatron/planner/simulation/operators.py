@@ -1,20 +1,19 @@
-"""Operators that are kernels of their own on CUDA and that a CPU build of torch decomposes.
+"""Operators that a CPU build of torch decomposes, but that have kernels of their own on CUDA.
 
-They are ``rms_norm``, ``silu`` (for its gradient), ``scaled_dot_product_attention`` and its choice of a kernel, and
-FlexAttention. Each becomes what a CUDA build runs: the same memory, the same kernels, no values.
+They are ``rms_norm``, ``silu`` (for its gradient), ``scaled_dot_product_attention`` with its choice of a kernel, and
+FlexAttention. Each is replaced by the kernels of a CUDA build: the same memory, no values.
 
-The rules of the choice are those of torch's own, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for torch
-2.13 with cuDNN 9.15.1 or newer, in training, with tensors of four dimensions. There is no such choice in a CPU
-build.
+The rules that choose an attention kernel are those of torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for
+torch 2.13 with cuDNN 9.15.1 or newer, in training, with four-dimensional tensors. A CPU build has no such choice.
 
-cuDNN's operator takes any probability of dropout, but some of its kernels round it to sixteenths: torch hands cuDNN
-multiples of 1/16 alone (``check_cudnn_dropout``, pytorch/pytorch #174245 of February 2026), since 0.1 would become
-another probability. Nor is cuDNN's kernel a deterministic algorithm (``check_cudnn_deterministic``).
+cuDNN's operator accepts any dropout probability, but some of its kernels round it to sixteenths. So torch uses cuDNN
+for multiples of 1/16 only (``check_cudnn_dropout``, pytorch/pytorch #174245 of February 2026). cuDNN's kernel is not
+deterministic either (``check_cudnn_deterministic``).
 
-FlexAttention is the kernels that torch compiles it to, with the work of its visible blocks. Forward is one kernel,
-backward two: the row sums of output times gradient, and the three gradients. How many blocks are visible is in the
-mask's values, which no tensor has here. So each mask is made a second time on the host, of documents that are as
-long as those of the empty samples, and its blocks are counted.
+FlexAttention runs the kernels to which torch compiles it, with the work of its visible blocks. The forward pass is one
+kernel, the backward pass two: the row sums of output times gradient, and the three gradients. The number of visible
+blocks depends on the mask's values, which fake tensors do not have. So each mask is built a second time on the host,
+with documents of the lengths in the empty samples, and its blocks are counted.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _MAX_FLASH_HEAD = 256
 _MAX_CUDNN_HEAD = 128
 _CUDNN_DROPOUT_STEPS = 16
 _PREFERS_CUDNN = (9, 10)
-"""Major capabilities on which cuDNN comes first; elsewhere it is not among the choices."""
+"""Major compute capabilities for which torch prefers cuDNN; for all others it does not use cuDNN."""
 _NO_WIDE_FLASH = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Describe a call: what the choice of a kernel depends on.
+    """Properties of an attention call on which the choice of a kernel depends.
 
-    ``has_mask`` is an explicit mask or bias; ``has_groups`` fewer heads of keys than of queries; ``is_deterministic``
-    that torch was told to use deterministic algorithms.
+    ``has_mask`` means an explicit mask or bias. ``has_groups`` means fewer key heads than query heads.
+    ``is_deterministic`` means that torch is set to use deterministic algorithms.
     """
 
     dtype: str
@@ -71,7 +70,7 @@ class AttentionCall:
 
 
 def choose_attention_kernel(call: AttentionCall, capability: tuple[int, int]) -> str:
-    """Return ``cudnn``, ``flash``, ``efficient`` or ``math``: the first in that order which can serve the call."""
+    """Return the first of ``cudnn``, ``flash``, ``efficient`` and ``math`` that supports the call."""
     if capability[0] in _PREFERS_CUDNN and _fits_cudnn(call):
         return "cudnn"
     if _fits_flash(call, capability):
@@ -119,7 +118,7 @@ _BACKENDS = {
 
 
 class CudaOperators(TorchFunctionMode):
-    """Give operations the kernels that they have on a CUDA device of a capability."""
+    """Give operations the kernels that they have on a CUDA device with a compute capability."""
 
     def __init__(self, recorder: Recorder, capability: tuple[int, int]) -> None:
         super().__init__()
@@ -136,9 +135,9 @@ class CudaOperators(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or what stands for it on CUDA."""
+        """Run an operation, or its replacement on CUDA."""
         replaced = self._replaced.get(func)
-        # To ask a tensor without values for its device costs as much as an operation.
+        # Reading the device of a fake tensor takes as long as an operation.
         if replaced is not None and args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
             return replaced(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -189,7 +188,7 @@ class CudaOperators(TorchFunctionMode):
     def _lower_right_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float
     ) -> torch.Tensor:
-        """Return the context of `torch.nn.attention.bias.CausalBias`, which never uses cuDNN's kernel."""
+        """Return the attention output with `torch.nn.attention.bias.CausalBias`, which never uses cuDNN's kernel."""
         context: torch.Tensor
         if query.element_size() == 2 and self._capability >= (8, 0):
             context = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, True)[0]
@@ -236,19 +235,19 @@ class CudaOperators(TorchFunctionMode):
 
 
 class LowerRightMask:
-    """Stand for a causal mask whose last query sees all keys, as torch's CausalBias does."""
+    """Causal mask whose last query attends to all keys, like torch's CausalBias."""
 
     def __init__(self, num_queries: int, num_keys: int) -> None:
-        """Accept what `lower_right_mask` is called with."""
+        """Accept the arguments of `lower_right_mask`."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let torch's argument parser accept the mask. `CudaOperators` handles the call before."""
+        """Let torch's argument parser accept the mask. `CudaOperators` handles the call first."""
         return NotImplemented
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the mask as torch gives it to its kernels: numbers that are added to the scores."""
+    """Return the mask as torch passes it to its kernels: as numbers that are added to the scores."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -290,9 +289,10 @@ class _Silu(torch.autograd.Function):
 
 
 class FakeFlexAttention:
-    """Stand in for the compiled function; ``second_document`` is the position where the second one of a sample begins.
+    """Replacement for the compiled FlexAttention.
 
-    Positions are counted from a call's first key on.
+    ``second_document`` is the position at which the second document of a sample begins, counted from a call's first
+    key.
     """
 
     def __init__(self, recorder: Recorder, second_document: int) -> None:
@@ -302,7 +302,7 @@ class FakeFlexAttention:
 
     @contextmanager
     def taking_calls(self) -> Iterator[None]:
-        """Let attention take this for FlexAttention."""
+        """Replace FlexAttention within the context."""
         make = flex_attention.make_block_mask
 
         def make_and_count(
@@ -328,9 +328,9 @@ class FakeFlexAttention:
         enable_gqa: bool,
         return_aux: AuxRequest | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, AuxOutput]:
-        """Return the output, and the log-sum-exps where they are asked for, and note the kernels.
+        """Return the output, with the log-sum-exps if ``return_aux`` is given, and record the kernels.
 
-        Shapes: those of torch's own.
+        Shapes: as in torch's FlexAttention.
         """
         flops = 4.0 * self._pairs[block_mask] * query.shape[0] * query.shape[1] * query.shape[3]
         lists = [tensor for tensor in block_mask.as_tuple() if isinstance(tensor, torch.Tensor)]
@@ -350,7 +350,7 @@ class FakeFlexAttention:
         num_keys: int,
         block_size: int,
     ) -> int:
-        """Return how many pairs of a query and a key the blocks have that are computed, whole or in part."""
+        """Return the number of query-key pairs in the blocks that are computed in full or in part."""
         with unset_fake_temporarily():
             ids = None
             if pattern.document_ids is not None:

@@ -1,4 +1,4 @@
-"""Take traces: build a piece of a model, and run it forward and backward on tensors without values."""
+"""Take traces: build a piece of a model, and run it forward and backward on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def take_traces(requests: Mapping[str, TraceRequest]) -> dict[str, dict[str, Any
     taken: dict[str, dict[str, Any]] = {}
     for key, request in requests.items():
         _warm_up(request)
-        # Each request has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
+        # Each request has its own recorder, which does not see garbage of an earlier piece.
         with _simulated(request) as tracer, _garbage_collection_disabled():
             taken[key] = tracer.trace(request.micro_batch_size)
     return taken
@@ -47,9 +47,9 @@ _warmed: set[tuple[Any, ...]] = set()
 
 
 def _warm_up(request: TraceRequest) -> None:
-    """Let what a process does once, such as to try which fp8 matmuls there are, be done before a trace is taken."""
+    """Take a trace once to run one-time initialization, such as testing which FP8 matmuls are available."""
     model = request.model
-    # A layer in the model's own dtype does not try the matmuls of the fp8 layers.
+    # A layer in the model's own dtype does not test the matmuls of the FP8 layers.
     in_float8 = any(model.fp8.is_in_float8(number, model.num_layers) for number in request.contents.layer_numbers)
     recipe = model.fp8.fp8_recipe if in_float8 else None
     kind = request.capability, model.fp8.fp8_format, recipe, model.moe.num_experts is None, request.contents.has_loss
@@ -61,7 +61,7 @@ def _warm_up(request: TraceRequest) -> None:
 
 @contextmanager
 def _garbage_collection_disabled() -> Iterator[None]:
-    """Disable garbage collection, which would take a tenth of the time of tracing."""
+    """Disable garbage collection, which would take a tenth of the tracing time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,7 +73,7 @@ def _garbage_collection_disabled() -> Iterator[None]:
 
 @contextmanager
 def _applied_functions() -> Iterator[list[str]]:
-    """Yield a list to which the name of each autograd function is added when it is applied."""
+    """Yield a list to which the name of each autograd function is added when the function is applied."""
     applied: list[str] = []
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
@@ -88,7 +88,7 @@ def _applied_functions() -> Iterator[list[str]]:
 
 @contextmanager
 def _simulated(request: TraceRequest) -> Iterator[_Tracer]:
-    """Yield a tracer in a world of the smallest size in which a request's piece has its groups."""
+    """Yield a tracer in the smallest simulated world that has the process groups of a piece."""
     model, recorder = request.model, Recorder()
     sizes, gpu = model.parallel_sizes, _gpu_of(request.capability)
     alone = ParallelSizes(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
@@ -103,7 +103,7 @@ def _simulated(request: TraceRequest) -> Iterator[_Tracer]:
 
 @dataclass
 class _Tracer:
-    """Run a piece in a simulated world; ``functions`` has the names of the autograd functions that were applied."""
+    """Tracer of a piece in a simulated world; ``functions`` has the names of the applied autograd functions."""
 
     request: TraceRequest
     recorder: Recorder
@@ -112,7 +112,7 @@ class _Tracer:
     functions: list[str]
 
     def trace(self, batch: int) -> dict[str, Any]:
-        """Return operations, communications, memory and launches of a micro-batch of so many samples."""
+        """Return operations, communications, memory and launches for a micro-batch of ``batch`` samples."""
         request, recorder, memory, functions = self.request, self.recorder, self.recorder.memory, self.functions
         model, contents = request.model, request.contents
         width = model.padded_vocab_size // model.tensor_model_parallel_size
@@ -127,7 +127,6 @@ class _Tracer:
         chunk.decoder.register_forward_pre_hook(
             lambda *_: at_entry.append((memory.num_bytes, len(recorder.record.operations), len(functions)))
         )
-        # Forward.
         recorder.phase = "forward"
         recorder.start()
         shared = memory.num_bytes
@@ -151,14 +150,13 @@ class _Tracer:
         incoming = None if contents.has_loss else output.shape
         forward, forward_peak, forward_logits = recorder.record, recorder.record.peak_bytes, self._logits_at_peak()
         del output, roots, losses
-        # Shared by all layers of a chunk: angles and keys of dropout, which are made before the first of them.
+        # Rotary angles and dropout keys are created before the first layer and shared by all layers of a chunk.
         made_before, num_before, functions_before = at_entry[0] if contents.layer_numbers else (shared, 0, 0)
         made_before -= shared
         del forward.operations[:num_before]
         num_applied = len(functions)
         applied = [num_applied - functions_before, 0, 0]
         kept = memory.num_bytes - base - made_before - ids.nbytes
-        # Backward.
         recorder.phase = "backward"
         recorder.start()
         gradient = None
@@ -213,7 +211,7 @@ class _Tracer:
         )
         float8 = compute_in_float8((chunk,), model, self.device.torch_device)
         if float8 is not None:
-            # Every step but the first one has the scales of earlier steps.
+            # After the first step, every step has the scales of earlier steps.
             float8.has_history = True
         ddp = DistributedDataParallelConfig(
             gradient_accumulation_fusion=request.fuses_accumulation,
@@ -222,12 +220,12 @@ class _Tracer:
         wrap_model(chunk, ddp, self.state, calculate_per_token_loss=True)
         for parameter in chunk.parameters():
             if (main_grad := main_grad_of(parameter)) is not None:
-                # Every micro-batch of a step but the first one adds to the gradients of the others.
+                # After the first micro-batch of a step, every micro-batch adds to the gradients.
                 main_grad.is_empty = False
         return chunk, WeightGradQueue(chunk.parameters()) if request.splits_backward else None
 
     def _inputs(self, batch: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return hidden states, but for the first piece of a model, and numbers that serve as tokens and positions."""
+        """Return hidden states (None for a piece with the embedding), and integers for tokens and positions."""
         model, length = self.request.model, self.request.seq_length
         ids = torch.zeros(batch, length // model.context_parallel_size, dtype=torch.int64, device="cuda")
         if self.request.contents.has_embedding:
@@ -249,7 +247,7 @@ def _rows(phase: int, record: StepRecord) -> Iterator[list[float]]:
 
 
 def _launches(record: StepRecord, num_functions: int) -> list[int]:
-    """Return the numbers of `LAUNCH_KINDS` in a pass; the name of a Triton kernel has its module's before a dot."""
+    """Return the numbers of `LAUNCH_KINDS` in a pass; names of Triton kernels contain a dot, after the module name."""
     num_kernels = sum("." in each.name for each in record.operations)
     return [len(record.operations) - num_kernels, num_kernels, num_functions]
 
@@ -261,6 +259,6 @@ def _kind(operation: Operation) -> int:
 
 
 def _gpu_of(capability: tuple[int, int]) -> Gpu:
-    """Return a GPU type of a capability: kernels are chosen by it alone."""
+    """Return a GPU type with a compute capability, on which alone the choice of kernels depends."""
     known = next((gpu for gpu in GPUS.values() if gpu.capability == capability), None)
     return known or replace(next(iter(GPUS.values())), capability=capability)

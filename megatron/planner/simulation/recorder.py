@@ -1,7 +1,7 @@
-"""Record a simulated step operation by operation, while nothing is computed.
+"""Record a simulated step operation by operation, without computing values.
 
-A record has the operations with the sizes of their GEMMs, which give their FLOPs, the waits of the host, transfers,
-and the live device memory by holder, which is followed storage by storage.
+A record has the operations with the sizes of their GEMMs, from which FLOPs follow, host synchronizations, transfers,
+and the live device memory by holder, tracked per storage.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _OPERANDS: Mapping[str, tuple[str, str]] = {
     "vdot": ("self", "other"),
     "linear": ("input", "weight"),
 }
-"""The names of both operands in the operators' schemas."""
+"""Names of both operands in the operators' schemas."""
 _BY_BYTES = ("aten", "prim", "prims", "c10d", "profiler")
-"""Namespaces whose operators only move bytes, unless their name says otherwise."""
+"""Namespaces whose operators only move bytes, unless their names indicate otherwise."""
 _COMPUTES = re.compile(r"mm(_|$)|matmul|linear(_|$)|attention|conv(olution|_|\d)|einsum|tensordot|(^|_)(lstm|gru)(_|$)")
-"""Names of operators that do more than they read and write."""
+"""Names of operators that compute more than memory traffic."""
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """Hold the sizes of ``batch`` products ``[rows, inner] @ [inner, columns]`` that are one launch.
+    """Sizes of ``batch`` matmuls ``[rows, inner] @ [inner, columns]`` in one launch.
 
-    The groups of a grouped GEMM count as equally large, so that one size may be a fraction.
+    The groups of a grouped GEMM count as equally large, so one size may be a fraction.
     """
 
     batch: int
@@ -57,15 +57,15 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Return the operations, of which a multiply-add has two."""
+        """Return the FLOPs; a multiply-add has two."""
         return 2.0 * self.batch * self.rows * self.inner * self.columns
 
 
 def gemm_of(func: Any, values: Mapping[str, Any]) -> Gemm | None:
-    """Return the sizes of an operator's GEMM, None where it is none; ``values`` are its arguments by name.
+    """Return the sizes of an operator's GEMM, or None if it has none; ``values`` are its arguments by name.
 
-    Rows that lie behind the last group of a grouped GEMM are not multiplied. Where its ends have no values, its groups
-    hold all rows.
+    Rows after the last group of a grouped GEMM do not count. If the group offsets have no values, the groups are
+    assumed to hold all rows.
     """
     namespace, name = func._schema.name.split("::")
     name = name if name in _OPERANDS else name.removesuffix("_")
@@ -83,7 +83,7 @@ def gemm_of(func: Any, values: Mapping[str, Any]) -> Gemm | None:
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> Gemm:
-    """Return the sizes of a grouped GEMM: the groups divide the rows, the columns, or the dim that is summed over."""
+    """Return the sizes of a grouped GEMM: the groups divide the rows, the columns, or the inner dimension."""
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     if ends is None:
         return Gemm(left.shape[0], rows, inner, columns)
@@ -93,34 +93,33 @@ def _grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None)
         return (size if isinstance(ends, FakeTensor) or not groups else int(ends[-1])) / max(groups, 1)
 
     if left.dim() == right.dim():
-        # The gradient of a weight: each group sums over its own tokens.
+        # In the gradient of a weight, each group sums over its own tokens.
         return Gemm(groups, rows, mean(inner), columns)
     return Gemm(groups, mean(rows), inner, columns) if left.dim() == 2 else Gemm(groups, rows, inner, mean(columns))
 
 
 def is_uncounted(func: Any) -> bool:
-    """Return whether an operator whose FLOPs are not known may do more than read and write its tensors."""
+    """Return whether an operator with unknown FLOPs may compute more than memory traffic."""
     namespace, name = func._schema.name.split("::")
     return namespace not in _BY_BYTES or _COMPUTES.search(name) is not None
 
 
 PHASES = ("begin", "batch", "forward", "backward", "reduction", "optimizer", "end")
-"""The parts of a step in their order."""
+"""Phases of a step, in order."""
 PASSES = ("batch", "forward", "backward")
-"""The parts that come with every micro-batch."""
+"""Phases that run per micro-batch."""
 HOST_DIRECTIONS = TO_HOST, TO_DEVICE = ("to the host", "to the device")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Describe one operation that launches kernels.
+    """One operation that launches kernels.
 
-    ``shapes`` and ``itemsize`` are of its tensors in their order, ``num_bytes`` what it reads and writes, ``flops``
-    what it computes of a product or of attention (masked scores left out), and ``where`` the line of this project that
-    asked for it; for an operation of autograd, the line whose gradient it computes. ``gemm`` are the sizes of a GEMM.
-    ``is_recomputed`` says that activation recomputation runs it a second time, and ``is_uncounted`` that it may compute
-    more than is known: a custom operator, a Triton program with ``tl.dot``. ``is_expert`` says that it is a GEMM of MoE
-    experts.
+    ``shapes`` and ``itemsize`` are those of its tensors. ``num_bytes`` are the bytes that it reads and writes.
+    ``flops`` are the FLOPs of a matmul or of attention, without masked scores. ``where`` is the line of this project
+    that called it; for an autograd operation, the line whose gradient it computes. ``gemm`` has the sizes of a GEMM.
+    ``is_recomputed`` says that activation recomputation runs it. ``is_uncounted`` says that it may have unknown FLOPs:
+    a custom operator, or a Triton kernel with ``tl.dot``. ``is_expert`` says that it is a GEMM of MoE experts.
     """
 
     phase: str
@@ -138,7 +137,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class HostWait:
-    """Describe one place in which the host waits for the device."""
+    """One host synchronization: the host waits for the device."""
 
     phase: str
     where: str
@@ -147,7 +146,7 @@ class HostWait:
 
 @dataclass(frozen=True, eq=False)
 class HostCopy:
-    """Describe a copy between the device and the host: the line that asked for it, where it goes, and its bytes."""
+    """A copy between device and host: the line that called it, its direction, and its bytes."""
 
     phase: str
     where: str
@@ -157,7 +156,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Communication:
-    """Describe one communication of a step, and whether it leaves the machine."""
+    """One communication of a step; ``crosses_machines`` says whether its group spans several nodes."""
 
     phase: str
     where: str
@@ -166,12 +165,12 @@ class Communication:
 
 
 Transfer = Communication | HostCopy
-"""What moves beside the kernels."""
+"""Transfer that runs in parallel to the kernels."""
 
 
 @dataclass(frozen=True)
 class LinkEvent:
-    """Say that a transfer begins after so many operations, or that those that follow wait for its end."""
+    """Start of a transfer after ``num_operations`` operations, or the wait of all further operations for its end."""
 
     phase: str
     num_operations: int
@@ -181,9 +180,9 @@ class LinkEvent:
 
 @dataclass
 class StepRecord:
-    """Hold a step of one rank in order; ``memory`` has the bytes by holder after so many operations.
+    """Record of a step of one rank, in order; ``memory`` has the live bytes by holder after a number of operations.
 
-    ``link_events`` begin with what the step before has left under way, ``num_carried`` of them.
+    ``link_events`` begin with ``num_carried`` transfers that are still in flight from the previous step.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -199,14 +198,14 @@ class StepRecord:
 
 
 HOLDERS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-"""What memory is for: ``buffers`` is all that has no other name, work space and messages among it."""
+"""Holders of device memory; ``buffers`` is everything else, such as work space and messages."""
 _BLOCK_BYTES = 512
-"""Torch's allocator gives memory in blocks of this size."""
+"""Block size of torch's caching allocator."""
 _GRADIENT_FILES = "megatron/core/distributed/"
 
 
 class LiveMemory:
-    """Follow the storages of fake CUDA tensors from the first sight of each to its end.
+    """Live memory of fake CUDA tensors, tracked per storage.
 
     ``bytes_by_holder`` is in the order of ``HOLDERS``.
     """
@@ -234,7 +233,7 @@ class LiveMemory:
         return True
 
     def assign(self, tensors: Iterable[torch.Tensor], holder: str) -> None:
-        """Say what tensors that are live are for."""
+        """Set the holder of live tensors."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._live:
@@ -243,18 +242,18 @@ class LiveMemory:
                 self._set(key, num_bytes, HOLDERS.index(holder))
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's memory as free, though the tensor lives."""
+        """Count a tensor's memory as free although the tensor exists."""
         self._free(tensor.untyped_storage()._cdata)
 
     def remember(self, tensor: torch.Tensor, holder: str) -> None:
-        """Count memory again that was forgotten, if it was."""
+        """Count memory again after `forget`."""
         if tensor.untyped_storage()._cdata in self._live:
             return
         num_bytes = -(-tensor.untyped_storage().nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
         self._set(tensor.untyped_storage()._cdata, num_bytes, HOLDERS.index(holder))
 
     def resized(self, storage: torch.UntypedStorage) -> bool:
-        """Count what a storage has now, if it is followed, and return whether it is."""
+        """Update the size of a storage if it is tracked, and return whether it is."""
         if storage._cdata not in self._live:
             return False
         holder = self._live[storage._cdata][1]
@@ -280,16 +279,16 @@ class LiveMemory:
 
 _RECOMPUTATION = torch.utils.checkpoint.__file__
 _PROJECT = Path(__file__).resolve().parents[3]
-# Not the whole folder: an environment may lie in it.
+# Not the whole folder, since a virtual environment may be in it.
 _NAMED = (f"{_PROJECT / 'megatron'}/", str(_PROJECT / "pretrain_gpt.py"))
-# Nor what makes copies for others.
+# Modules that copy on behalf of other modules.
 _PASSED_OVER = (
     str(Path(__file__).resolve().parents[1]),
     str(_PROJECT / "megatron/core/host_memory.py"),
     str(_PROJECT / "megatron/core/weight_prefetch.py"),
 )
 _GROUPED_LINEAR = "moe/experts.py"
-"""How the path of the file with the linear layers of experts ends."""
+"""End of the path of the file with the experts' linear layers."""
 _VIEWS = frozenset(
     (
         *(
@@ -310,20 +309,20 @@ _VIEWS = frozenset(
 )
 _ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_")
 _IN_PLACE = ("_fused_sgd_",)
-"""Operations that change their arguments only, for which torch has no form without values."""
+"""In-place operations that torch does not support on fake tensors."""
 _OVERWRITE = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "_foreach_copy_")
-"""Operations that do not read what they write over; of the last one, CopyFunctor in ATen's ForeachBinaryOpList.cu."""
+"""Operations that do not read what they overwrite (for the last one: CopyFunctor in ATen's ForeachBinaryOpList.cu)."""
 _CROSSING = ("_to_copy", "copy_")
 _HEADS_BEHIND = "_flash_attention_"
-"""Kernels that take ``[b, s, heads, d]``, where all others of attention take ``[b, heads, s, d]``."""
+"""Kernels that take ``[b, s, heads, d]``; all other attention kernels take ``[b, heads, s, d]``."""
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 _DEVICE_OF = torch.ops.prim.device.default
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keep a record of the operations on fake CUDA tensors; operations of the CPU alone are computed.
+    """Record the operations on fake CUDA tensors; operations on CPU tensors alone are computed.
 
-    A value that the host asks of the device is 1. ``phase`` is set from outside as the step goes on.
+    Each value that the host reads from the device is 1. The caller sets ``phase`` during the step.
     """
 
     def __init__(self) -> None:
@@ -339,42 +338,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._under_way: dict[int, tuple[Any, Transfer]] = {}
 
     def start(self) -> None:
-        """Forget what was recorded; what is live stays, and what is under way."""
+        """Start a new record; live memory and transfers in flight are kept."""
         carried = [transfer for _, transfer in self._under_way.values()]
         events = [LinkEvent(self.phase, 0, each, is_wait=False) for each in carried]
         self.record = StepRecord(link_events=events, num_carried=len(events))
         self._note_memory(is_peak=True)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has been given another size."""
+        """Record that a storage was resized."""
         if self.memory.resized(storage):
             self._note_memory()
 
     def wait(self, what: str, where: str | None = None) -> None:
-        """Note that the host waits."""
+        """Record that the host waits."""
         self.record.waits.append(HostWait(self.phase, where or self._where(), what))
 
     def communicate(self, call: CollectiveCall) -> None:
-        """Note a communication; to be given to the groups as their observer."""
+        """Record a communication; pass this method to process groups as their observer."""
         crosses = self.is_crossing_machines.get(call.axes, False)
         self._announced = Communication(self.phase, self._where(), call, crosses)
         self.record.communications.append(self._announced)
 
     def begin_transfer(self, work: Any) -> None:
-        """Note that the communication that was told of last is under way; ``work`` is what waits for it."""
+        """Record that the last observed communication is in flight; ``work`` is its handle."""
         if self._announced is None or work is None:
             return
         self._begin(work, self._announced)
         self._announced = None
 
     def begin_copy(self, work: Any, direction: str, num_bytes: int) -> None:
-        """Note that a copy to the host or from it is under way; ``work`` is what waits for it."""
+        """Record that a copy between host and device is in flight; ``work`` is its handle."""
         copy = HostCopy(self.phase, self._where(), direction, num_bytes)
         self.record.host_copies.append(copy)
         self._begin(work, copy)
 
     def end_transfer(self, work: Any) -> None:
-        """Note that what is launched from here on waits for a communication or a copy; the host does not."""
+        """Record that operations launched from now on wait for a transfer; the host does not wait."""
         _, transfer = self._under_way.pop(id(work), (None, None))
         if transfer is not None:
             self._note_link(transfer, is_wait=True)
@@ -382,7 +381,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def launch(
         self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], flops: float | None = 0.0
     ) -> None:
-        """Note a kernel that a CUDA build has and this one has not; ``flops`` are None where they are not known."""
+        """Record a kernel that only a CUDA build has; ``flops`` is None if they are not known."""
         num_bytes = sum(map(_spanned_bytes, (*read, *written)))
         work = _Work(flops or 0.0, is_uncounted=flops is None)
         self._note(name, [*read, *written], num_bytes, work, self._named_after_forward(self._where()))
@@ -390,21 +389,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation without values, and note it."""
+        """Run an operation without values, and record it."""
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
         namespace, name = func._schema.name.split("::")
-        # Operations are many: nothing more is asked of those of which there is nothing to note.
+        # There are many operations. Those without anything to record take this shorter path.
         with torch._C.DisableTorchFunction():
             if (namespace == "prim" or name in _VIEWS) and args and isinstance(args[0], FakeTensor):
                 return func(*args, **kwargs)
             return self._run(func, namespace, name, args, kwargs)
 
     def _result(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation gives, without values."""
+        """Return the result of an operation, without values."""
         if func._overloadname == "dtype_out":
-            # torch 2.11 has no such overload of a product for tensors without values: it takes the dtype for a factor.
+            # torch 2.11 has no such overload of a matmul for fake tensors and would take the dtype for a factor.
             return kwargs["out"]
         return None if name in _IN_PLACE else func(*args, **kwargs)
 
@@ -430,7 +429,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target = returned[0]
             copy = HostCopy(self.phase, where, TO_DEVICE if target.is_cuda else TO_HOST, target.nbytes)
             self.record.host_copies.append(copy)
-            # It stands among the kernels.
+            # It runs in order with the kernels.
             self._note_link(copy, is_wait=False)
             self._note_link(copy, is_wait=True)
             is_async = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
@@ -446,7 +445,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_bytes = _moved_bytes(func, name, args, kwargs, cuda, made)
         work = _work(func, args, kwargs, result)
         if work.flops:
-            # A result that is written over is no operand, and may be wider than those.
+            # An output tensor is not an operand, and may have a wider dtype.
             given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         if name.startswith(_HEADS_BEHIND):
             given = [tensor.transpose(1, 2) for tensor in given if tensor.dim() == 4]
@@ -456,7 +455,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, name: str, tensors: Sequence[torch.Tensor], num_bytes: int, work: _Work, where: str) -> None:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:4])
-        # Of a sum that is wider than the product that is added to it, the product's.
+        # If the accumulator has a wider dtype than the matmul that is added to it, use that of the matmul.
         sizes = [tensor.element_size() for tensor in tensors[:4] if tensor.dtype.is_floating_point]
         itemsize = min(sizes, default=tensors[0].element_size() if tensors else 1)
         is_recomputed = work.flops > 0.0 and _is_recomputed()
@@ -477,7 +476,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.link_events.append(LinkEvent(self.phase, len(self.record.operations), transfer, is_wait))
 
     def _note_value(self) -> None:
-        """Note that the host reads a value; all values of one ``tolist`` come in one copy."""
+        """Record that the host reads a value; all values of one ``tolist`` come in one copy."""
         frame: FrameType | None = sys._getframe(2)
         listing = None
         while frame is not None and listing is None:
@@ -496,7 +495,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.peak_phase = self.phase
 
     def _where(self) -> str:
-        """Return the line of this project that runs, or nothing within autograd's own operations."""
+        """Return the line of this project that runs, or an empty string within autograd's own operations."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
@@ -508,7 +507,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ""
 
     def _named_after_forward(self, where: str) -> str:
-        """Return where an operation comes from; that of a gradient is the line of its forward pass."""
+        """Return the line that called an operation; for a gradient, the line of its forward pass."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
             self._where_of_node[torch._C._autograd._get_sequence_nr()] = where
@@ -519,7 +518,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _spanned_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor covers, each element of an expanded one once."""
+    """Return the bytes that a tensor covers; expanded dimensions count once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
         count *= size if stride else 1
@@ -534,12 +533,12 @@ def _moved_bytes(
     given: Sequence[torch.Tensor],
     returned: Sequence[torch.Tensor],
 ) -> int:
-    """Return the bytes that an operation reads and writes at least."""
+    """Return the minimum bytes that an operation reads and writes."""
     values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     if name in ("index_add_", "index_add"):
         return 3 * _spanned_bytes(values["source"])
     if name in ("index_put_", "_index_put_impl_") and values.get("accumulate"):
-        # The rows that indices name, and no others: indexing_backward_kernel in ATen's Indexing.cu.
+        # Only the indexed rows are moved: see indexing_backward_kernel in ATen's Indexing.cu.
         return 3 * _spanned_bytes(values["values"])
     if name == "embedding":
         return 2 * _spanned_bytes(returned[0])
@@ -555,13 +554,13 @@ def _moved_bytes(
     times = 1 if name in _OVERWRITE or "out" in func._overloadname else 2
     total = sum(_spanned_bytes(tensor) * (times if id(tensor) in changed else 1) for tensor in given)
     total += sum(_spanned_bytes(tensor) for tensor in returned if id(tensor) not in changed)
-    # A wide row does not stay in a multiprocessor: it is read for its maximum, for the sum, and for the result.
+    # A wide row does not fit into a multiprocessor: it is read for its maximum, for the sum, and for the result.
     return total + (2 * _spanned_bytes(given[0]) if name in ("softmax", "_softmax") else 0)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Hold what an operation computes beside what it reads and writes."""
+    """FLOPs of an operation."""
 
     flops: float = 0.0
     gemm: Gemm | None = None
@@ -603,7 +602,7 @@ def _is_of_experts() -> bool:
 
 
 def _flash_flops(name: str, values: dict[str, Any]) -> float:
-    """Return what torch's own flash kernel computes of the pairs of a query and a key that it may look at."""
+    """Return the FLOPs of torch's FlashAttention kernel for the query-key pairs that are not masked."""
     batch, num_queries, heads, width = values["query"].shape
     num_keys = values["key"].shape[1]
     pairs: float = num_queries * num_keys

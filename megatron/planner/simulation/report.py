@@ -1,6 +1,6 @@
 """Reports of a simulated step: text, JSON, and an SVG plot of its memory.
 
-The plot shows the memory over the operations of the step: one band for each holder, stacked.
+The plot stacks the memory of each holder over the operations of the step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ LABEL = "estimate of a dry run, not a measurement"
 
 
 def to_json(reported: EstimatedRun, gpu: Gpu, stages: Sequence[EstimatedRun] = ()) -> dict[str, Any]:
-    """Return everything that is known of the step as JSON-ready values; times are in milliseconds.
+    """Return everything that is known about the step as JSON-ready values; times are in milliseconds.
 
-    The step takes as long as the slowest of ``stages`` and of the reported rank, whose own time is ``rank_ms``.
+    The step time is the longest time of ``stages`` and of the reported rank; ``rank_ms`` is the time of the reported
+    rank.
     """
     run, estimate = reported.run, reported.estimate
     record, slowest = run.record, slowest_of([reported, *stages])
@@ -91,7 +92,7 @@ def to_json(reported: EstimatedRun, gpu: Gpu, stages: Sequence[EstimatedRun] = (
 
 
 def to_text(reported: EstimatedRun, gpu: Gpu, stages: Sequence[EstimatedRun] = ()) -> str:
-    """Return the report for a reader, the assumptions last; ``stages`` as for `to_json`."""
+    """Return the report as text, with the assumptions at the end; ``stages`` as for `to_json`."""
     return "\n".join(_lines(reported, gpu, slowest_of([reported, *stages]), stages))
 
 
@@ -204,7 +205,7 @@ _LEFT, _TOP, _BOTTOM, _RIGHT = 70, 40, 40, 130
 
 
 def draw_memory(run: DryRun, gpu: Gpu) -> str:
-    """Return the picture; each column shows the moment at which most memory was live in it."""
+    """Return the SVG plot of the memory; each column shows the peak of its operations."""
     columns = _columns(run, _WIDTH - _LEFT - _RIGHT)
     height = _HEIGHT - _TOP - _BOTTOM
     top = max(max(map(sum, columns)), 1)
@@ -241,7 +242,7 @@ def _title(run: DryRun, gpu: Gpu) -> str:
 
 
 def _columns(run: DryRun, count: int) -> list[tuple[int, ...]]:
-    """Return what was live in each of ``count`` equal stretches of the step, at the fullest moment of it."""
+    """Return the live bytes by holder at the peak of each of ``count`` equal parts of the step."""
     last = max(len(run.record.operations), 1)
     entries = run.record.memory
     columns: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""How long an operation takes on a GPU: products by their tiles, attention by its rate, the rest by bytes."""
+"""Time of an operation on a GPU: GEMMs by their tiles, attention by its FLOP/s, all others by their bytes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from megatron.planner import Gpu
 from megatron.planner.simulation.recorder import Communication, Gemm, Operation, Transfer
 
 _BANDWIDTH_SHARE = 0.85
-"""Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
+"""Share of the memory bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 _KERNEL_S = 2.5e-6
-"""The shortest kernel, its start and its end."""
+"""Time of the shortest kernel, with its start and end."""
 _WAVE_S = 1.5e-6
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 256, 0.8), (256, 64, 0.8))
-"""Tiles of a product that one multiprocessor computes, and the share of its best rate that each reaches."""
+"""Tiles of a GEMM (rows, columns) per streaming multiprocessor, and the share of its best rate that each reaches."""
 _MIN_SPLIT = 2048
 _KEYS_AT_FULL_RATE = 2048
 _SHORT_ATTENTION = 0.75
 _FLEX_SHARES = (0.9, 0.85)
-"""FlexAttention beside FlashAttention-2, forward and backward (pytorch.org/blog/flexattention, Performance)."""
+"""FlexAttention's rate relative to FlashAttention-2, forward and backward (pytorch.org/blog/flexattention,
+Performance)."""
 _EFFICIENT_SHARE = 0.6
-"""Torch's memory-efficient kernels beside FlashAttention."""
+"""Rate of torch's memory-efficient kernels relative to FlashAttention."""
 _LINK_SHARE = 0.8
-"""Part of a link's bandwidth that NCCL reaches with large messages."""
+"""Share of a link's bandwidth that NCCL reaches with large messages."""
 _COLLECTIVE_S = 15e-6
 _COPY_S = 5e-6
 KERNELS_OF: Mapping[str, int] = {
@@ -38,7 +39,7 @@ KERNELS_OF: Mapping[str, int] = {
     "_foreach_copy_": 10,
     "embedding_dense_backward": 4,
 }
-"""Operations that are several kernels; the number is about that of a model of billions of parameters."""
+"""Kernels per operation, for operations of several kernels, in a model with billions of parameters."""
 
 
 def is_attention(operation: Operation) -> bool:
@@ -55,13 +56,14 @@ def operation_seconds(operation: Operation, gpu: Gpu) -> float:
     gemm = operation.gemm
     if gemm is not None and min(gemm.rows, gemm.columns) > 1:
         return max(shortest, by_bytes, _gemm_seconds(gemm, operation.itemsize, gpu))
-    # A product with a vector reads its matrix once. What else has FLOPs, a convolution, takes them at the GEMMs' rate.
+    # A matrix-vector product reads its matrix once. Other operations with FLOPs, such as convolutions, run at the
+    # GEMMs' rate.
     by_flops = 0.0 if gemm is not None else operation.flops / gpu.matmul_flops(operation.itemsize)
     return max(shortest, by_bytes, by_flops)
 
 
 def _gemm_seconds(gemm: Gemm, itemsize: int, gpu: Gpu) -> float:
-    """Return the time of a GEMM at the best choice of tiles, waves and parts of the inner dimension."""
+    """Return the time of a GEMM with the best choice of tiles and of splits of the inner dimension (split-K)."""
     batch, rows, inner, columns = gemm.batch, gemm.rows, gemm.inner, gemm.columns
     rate = gpu.matmul_flops(itemsize) / gpu.num_sms
     best = math.inf
@@ -93,7 +95,7 @@ def _attention_rate(operation: Operation, gpu: Gpu) -> float:
 
 
 def transfer_seconds(transfer: Transfer, gpu: Gpu) -> float:
-    """Return the time of a communication or of a copy: the bytes that leave or reach a rank at the links' bandwidth."""
+    """Return the time of a communication or a copy: its bytes per rank at the bandwidth of the link."""
     if isinstance(transfer, Communication):
         return _communication_seconds(transfer, gpu)
     return _COPY_S + transfer.num_bytes / (gpu.host_bandwidth * _LINK_SHARE)

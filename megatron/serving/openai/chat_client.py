@@ -55,7 +55,7 @@ class ChatClient:
         except (OSError, http.client.HTTPException) as error:
             raise InputError(f"no server answers at {self._url}: {error}; start one with the command serve") from error
         except ChatFailed as error:
-            raise InputError(f"the server at {self._url} refuses: {error}") from error
+            raise InputError(f"the server at {self._url} rejects the request: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"what answers at {self._url} is no server of OpenAI's API: {error!r}") from error
         if not found:

@@ -96,7 +96,7 @@ class StragglerReport:
             head += " none |"
         else:
             head += (
-                f" rank {self.rank} takes {self.factor:.2f} times as long as its like, most at {self.part} "
+                f" rank {self.rank} takes {self.factor:.2f} times as long as its peers, most at {self.part} "
                 f"({1000.0 * self.seconds[self.rank][place]:.1f} ms an iteration), since iteration {self.since} |"
             )
         return f"{head} slowest: {show(order[::-1][:count])} | fastest: {show(order[:count])} |"

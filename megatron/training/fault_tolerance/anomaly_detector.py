@@ -44,7 +44,7 @@ from megatron.training.loggers import IntervalAverage, StepReport
 _NUM_LARGEST = 100
 _TIMES_LARGEST = 10.0
 _LEAST_LOSS_SPREAD = 0.01
-"""Minimum standard deviation of the losses, relative to their mean, because few steps may be close by chance."""
+"""Minimum standard deviation of the losses, relative to their mean, because few steps may be close at random."""
 _LEAST_NORM_SPREAD = 0.05
 """Minimum standard deviation of the logarithm of the gradient norms."""
 

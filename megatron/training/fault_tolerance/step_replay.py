@@ -369,7 +369,7 @@ class StepReplay:
         outlying = gather_bad_weights(find_outlying_weights(parameters, ratio), state.world)
         found = [differing] if differing else []
         if outlying:
-            found.append(f"weights are far larger than those beside them: {describe_bad_weights(outlying)}")
+            found.append(f"weights are far larger than their neighbors: {describe_bad_weights(outlying)}")
         return FaultAttribution("weights", "; ".join(found)) if found else None
 
     def _parameters(self) -> list[torch.nn.Parameter]:
@@ -425,7 +425,7 @@ class StepReplay:
         outlying = gather_bad_weights(local, self.runtime.state.world)
         if outlying:
             return FaultAttribution(
-                "weights", f"weights are far larger than those beside them: {describe_bad_weights(outlying)}"
+                "weights", f"weights are far larger than their neighbors: {describe_bad_weights(outlying)}"
             )
         blamed = ranks_not_finite(other.traces)
         named = tuple(trace.rank for trace in blamed)

@@ -63,7 +63,7 @@ def make_copy_folder(base: Path, cleans_up: bool) -> Path:
     except OSError as error:
         raise ConfigurationError(
             f"--non-persistent-local-ckpt-dir {base}: cannot make {folder} ({error.strerror}); give a folder in each "
-            "machine's memory that this user may write to"
+            "host memory that this user may write to"
         ) from error
     if cleans_up or launcher is None:
         _remove_left_over(base, prefix)

@@ -49,8 +49,8 @@ class Round:
 
     def cells(self) -> tuple[str, ...]:
         """Format the row of the table."""
-        went_on = self.status is None
-        documented = "-" if went_on else ("yes" if self.status in self.documented else "NO")
+        continued = self.status is None
+        documented = "-" if continued else ("yes" if self.status in self.documented else "NO")
         left = " ".join(map(str, self.left)) or "-"
         return (
             str(self.number),
@@ -58,7 +58,7 @@ class Round:
             "-" if self.rank is None else str(self.rank),
             str(self.resumed_at),
             str(self.iteration),
-            "went on" if went_on else str(self.status),
+            "continued" if continued else str(self.status),
             documented,
             left,
             f"{self.seconds:.1f} s",

@@ -68,7 +68,7 @@ class Fault:
             ConfigurationError: there is no such rank on this node, or it has no peers.
         """
         if self.needs_peers and len(ranks) < 2:
-            raise ConfigurationError(f"{self}: the run has one rank here, which nobody waits for; give it two or more")
+            raise ConfigurationError(f"{self}: no rank waits for the only rank of this run; use two or more")
         if self.target in EVERYBODY or (self.kind == "corrupt" and not self.is_inside) or self.kind == "fill-disk":
             return None
         if self.target == ANY or self.is_inside:

@@ -78,7 +78,7 @@ def test_the_default_stays_unless_the_other_is_clearly_quicker(
     measured, lines = let_measure(monkeypatch, onednn, mkl, mixed), list[str]()
     assert choose(LARGE, *flags.split(), lines=lines) == expected
     assert measured == [(512, 192, 512, torch.bfloat16 if flags else torch.float32, None)]
-    assert lines == ([] if expected == "auto" else [f" > matrix products on CPU: {expected} (measured)"])
+    assert lines == ([] if expected == "auto" else [f" > GEMMs on CPU: {expected} (measured)"])
 
 
 @needs_both
@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str
     whole = fork_training(toy_args(tmp_path / "whole", flags, "--cpu-gemm-backend mkl")).check()
     fork_training(toy_args(tmp_path / "parts", flags, "--cpu-gemm-backend mkl --exit-interval 2")).check()
     second = fork_training(toy_args(tmp_path / "parts", flags)).check()
-    assert " > matrix products on CPU: mkl (as in the checkpoint)" in second.stdout
+    assert " > GEMMs on CPU: mkl (as in the checkpoint)" in second.stdout
     assert "configuration changed since the checkpoint: model.cpu_gemm_backend" not in second.stdout
     assert exact_figures(second.metrics)[-2:] == exact_figures(whole.metrics)[-2:]
 
@@ -185,7 +185,7 @@ def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str
         patch.setattr(autotune, "has_library", lambda library, dtype: library != "mkl")
         lines: list[str] = []
         assert chosen_by(config, lines) == "auto"
-    assert [line[:66] for line in lines] == ["WARNING: the checkpoint's matrix products are computed by mkl, whi"]
+    assert [line[:66] for line in lines] == ["WARNING: the checkpoint's GEMMs are computed by mkl, whi"]
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, finetune=True))
     assert chosen_by(fresh, []) == "auto"
 
@@ -231,7 +231,7 @@ def test_the_slowest_rank_decides_whether_chunks_gain() -> None:
     for chosen, lines in run_distributed(2, choices, [None, (0.5, 0.9), (0.5, 1.2)]):
         assert chosen[0] in ("ring", "whole")
         assert chosen[1:] == ["ring", "whole"]
-        said = " > tensor-parallel communication beside products: "
+        said = " > tensor-parallel communication overlapped with GEMMs: "
         assert lines[1:] == [
             f"{said}in chunks, round a ring (measured: chunks take 90% of the time without)",
             f"{said}whole, in no chunks (measured: chunks take 120% of the time without)",

@@ -84,7 +84,7 @@ def test_parts_that_were_not_saved(tmp_path: Path, lines: list[str]) -> None:
     _, loaded = load(tmp_path, lines, no_load_optim=True)
     assert loaded is not None
     assert loaded.rng == {}
-    line = "random number streams: default, tensor-parallel start anew, from the seed and iteration 50"
+    line = "random number streams: default, tensor-parallel restart from the seed and iteration 50"
     assert f"{line} (the checkpoint holds none of this device)" in lines
 
 
@@ -123,9 +123,7 @@ def test_streams_of_another_device_or_layout_start_again(tmp_path: Path, lines: 
     loaded = load_checkpoint(tmp_path, other, STATE, CheckpointConfig(), CONFIG, lines.append)
     assert loaded is not None
     assert loaded.rng == {}
-    assert (
-        "random number streams: default start anew, from the seed and iteration 10 (the checkpoint holds" in lines[-2]
-    )
+    assert "random number streams: default restart from the seed and iteration 10 (the checkpoint holds" in lines[-2]
 
 
 def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
@@ -210,7 +208,7 @@ def test_without_a_tracker_file_the_newest_complete_checkpoint_is_taken(
     assert lines[0].startswith(
         f"WARNING: {tmp_path / TRACKER} {'is missing' if text is None else 'holds ' + repr(text)}"
     )
-    assert lines[0].endswith(": taking the newest complete checkpoint beside it, iter_0000050")
+    assert lines[0].endswith(": taking the newest complete checkpoint next to it, iter_0000050")
 
 
 def test_folders_of_iterations_without_a_complete_checkpoint_are_no_new_run(tmp_path: Path, lines: list[str]) -> None:

@@ -154,7 +154,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
         """Reject key-value groups (GQA), and a RoPE dimension that is odd."""
         if groups != heads:
-            settings.refuse(f"num_key_value_heads is {groups}; latent attention has one for each of {heads} heads")
+            settings.refuse(f"num_key_value_heads is {groups}; MLA has one for each of {heads} heads")
         rotary = settings.integer("qk_rope_head_dim", 64)
         if rotary % 2:
             settings.refuse(f"qk_rope_head_dim is {rotary}; rotary positions need an even number")

@@ -1,4 +1,4 @@
-"""GPT in the shapes of GPT-2, Llama, Qwen and the families beside them."""
+"""GPT models: GPT-2, Llama, Qwen and related families."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The parameters of a model chunk at any layout, read from the model that the code builds on torch's meta device.
+"""The parameters of a model chunk in any layout, read from the model built on torch's meta device.
 
-The parameters are built once per structure: those of the model's ends, and of one layer of each kind. A parameter that
-a layer gains is therefore counted wherever parameters are.
+The parameters are built once per structure: for the model's ends, and for one layer of each kind. A parameter that is
+added to a layer is therefore counted everywhere.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megatron.core.pipeline_parallel import StageContents
 if TYPE_CHECKING:
     from megatron.core.sharding import ParamSpec
 
-# Torch is imported by the function that builds layers: a wrong command line is rejected before.
+# Torch is imported in the function that builds layers, so that an invalid command line is rejected before.
 
 
 @dataclass(frozen=True)
 class ChunkParameter:
-    """Hold a parameter's local size and, if its gradient is a partial sum, how many tensor-parallel ranks hold a copy.
+    """A parameter's local size and, if its gradient is a partial sum, the number of tensor-parallel ranks with a copy.
 
-    ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
-    ``is_sent_in_float8`` that it travels in fp8, with ``num_scales``, when it is gathered from shards, and
-    ``is_matrix`` that it is a weight between the embeddings and the output layer. ``is_expert`` says that the ranks
-    that hold the same experts replicate it, and not those that hold the same of the rest. ``reads`` and ``writes`` are
-    the numbers of elements that a matrix reads and writes on this rank per token of the tensor-parallel group, 0 for
-    other parameters. ``name`` is the parameter's name within its layer, or in the model if it is outside of the layers.
+    ``is_tied`` means that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
+    ``is_sent_in_float8`` that it is all-gathered in FP8, with ``num_scales``, and ``is_matrix`` that it is a weight
+    between the embeddings and the output layer. ``is_expert`` means that it is replicated over the expert-data-parallel
+    group instead of the data-parallel group. ``reads`` and ``writes`` are the numbers of elements that a matrix reads
+    and writes on this rank per token of the tensor-parallel group, 0 for other parameters. ``name`` is the parameter's
+    name within its layer, or in the model if it is outside of the layers.
     """
 
     size: int
@@ -50,7 +50,7 @@ class ChunkParameter:
 
 @dataclass(frozen=True)
 class _LayerParameters:
-    """Hold the parameters of the model's ends or of one layer: those in front of a chunk's layers, and the others.
+    """Parameters of the model's ends or of one layer: those before a chunk's layers, and the others.
 
     ``labels`` are those of `unit_labels`.
     """
@@ -68,13 +68,13 @@ _OTHER_FIELDS = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
 )
-"""Fields that a search varies and that parameters do not depend on, or on the kind of a layer alone."""
+"""Fields that a search varies and that do not affect parameters, or affect them only through a layer's kind."""
 _FIELDS = tuple(spec.name for spec in field_specs(GPTConfig) if spec.name not in _OTHER_FIELDS)
 _built: dict[Hashable, dict[Hashable, _LayerParameters]] = {}
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
-    """Return a chunk's parameters in the order of the model."""
+    """Return a chunk's parameters in model order."""
     known = _known_parameters(model)
     ends = _ends(known, model, chunk)
     layers = (_layer(known, model, number) for number in chunk.layer_numbers)
@@ -82,10 +82,10 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
 
 
 def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
-    """Return a label for each of a chunk's parameters, in the order of the model: weights of a label are gathered
-    together where they are sharded.
+    """Return a label for each of a chunk's parameters, in model order.
 
-    A layer's label is its number. Outside the layers labels are those of `unit_labels`.
+    With FSDP weights with the same label are gathered together. A layer's label is its number. Outside the layers
+    labels are those of `unit_labels`.
     """
     known = _known_parameters(model)
     ends = _ends(known, model, chunk)
@@ -95,7 +95,7 @@ def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
 
 def _ends(known: dict[Hashable, _LayerParameters], model: GPTConfig, chunk: StageContents) -> _LayerParameters:
     contents = StageContents((), has_embedding=chunk.has_embedding, has_loss=chunk.has_loss)
-    # The kind of the MTP modules' layers is that of the last one.
+    # The layers of MTP modules have the kind of the model's last layer.
     kind = (chunk.has_embedding, chunk.has_loss, _kind(model, model.num_layers - 1), _kind(model, model.num_layers))
     return _layer_parameters(known, model, contents, kind)
 
@@ -106,7 +106,7 @@ def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: in
 
 
 def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
-    """Return the properties of a layer on which its parameters depend, without the fields that all layers share."""
+    """Return the properties of a layer that determine its parameters, apart from fields that all layers share."""
     return model.moe_layers[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
 
 
@@ -119,8 +119,8 @@ def _layer_parameters(
 
 
 def _known_parameters(model: GPTConfig) -> dict[Hashable, _LayerParameters]:
-    """Return the layers built for all configurations that have the same fields of those that parameters depend on."""
-    # A search asks for the same configurations thousands of times.
+    """Return the cache of layers for all configurations with the same parameter-relevant fields."""
+    # A search evaluates the same configurations thousands of times.
     known = _built.get(model)
     if known is None:
         known = _built[model] = _built.setdefault(tuple(field_value(model, name) for name in _FIELDS), {})
@@ -128,7 +128,7 @@ def _known_parameters(model: GPTConfig) -> dict[Hashable, _LayerParameters]:
 
 
 def _build(model: GPTConfig, contents: StageContents) -> _LayerParameters:
-    """Build a chunk without values and describe its parameters."""
+    """Build a chunk on the meta device and describe its parameters."""
     from megatron.core.device import Device
     from megatron.core.distributed import is_sent_in_float8, num_float8_scales, unit_labels
     from megatron.core.models import compute_in_float8
@@ -159,11 +159,11 @@ def _build(model: GPTConfig, contents: StageContents) -> _LayerParameters:
     back: list[tuple[ChunkParameter, int]] = []
     for name, parameter in chunk.named_parameters():
         if contents.layer_numbers and labels[id(parameter)] < 0:
-            continue  # Outside the layers, so that it is among the ends.
+            continue  # Outside the layers, so that it belongs to the ends.
         described = ChunkParameter(
             parameter.numel(), is_trained=parameter.requires_grad, name=_name_in_layer(name, contents)
         )
-        # A parameter that was just added may have no description yet.
+        # A parameter that was just added may have no `ParamSpec` yet.
         if hasattr(parameter, "spec"):
             spec, in_float8 = spec_of(parameter), is_sent_in_float8(parameter)
             writes, reads = _widths(model, spec, parameter.shape)
@@ -188,14 +188,17 @@ def _build(model: GPTConfig, contents: StageContents) -> _LayerParameters:
 
 
 def _name_in_layer(name: str, contents: StageContents) -> str:
-    """Return a parameter's name without the name of its layer."""
+    """Remove the name of a layer from a parameter's name."""
     for number in contents.layer_numbers:
         name = name.removeprefix(f"decoder.layers.{number}.")
     return name
 
 
 def _widths(model: GPTConfig, spec: ParamSpec, local_shape: Sequence[int]) -> tuple[int, int]:
-    """Return what a matrix writes and reads per token; sequence parallelism shards what is not sharded by features."""
+    """Return the numbers of elements that a matrix writes and reads per token.
+
+    Sequence parallelism shards the activations that are not sharded by feature.
+    """
     if len(local_shape) < 2:
         return 0, 0
     is_sharded = model.sequence_parallel and not spec.is_expert

@@ -1,4 +1,4 @@
-"""GPTConfig: transformer layers, vocabulary and position embeddings of a GPT model."""
+"""Configuration of a GPT model: transformer stack, vocabulary and positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer import MLAConfig, MoEConfig, MTPConfig, RotaryCon
 class GPTConfig(TransformerConfig, in_args=True):
     """Configuration of a GPT model.
 
-    ``vocab_size`` is the tokenizer's vocabulary size without padding, or 0 until the tokenizer is known.
+    ``vocab_size`` is the tokenizer's vocabulary size without padding. It is 0 until the tokenizer is known.
     """
 
     vocab_size: int = flag(0, cli=False, role="shape", most=2**31 - 1, in_args=False)
@@ -87,7 +87,7 @@ class GPTConfig(TransformerConfig, in_args=True):
     """Give the output layer a separate weight."""
 
     def __post_init__(self) -> None:
-        """Set the fields that follow from others."""
+        """Derive the fields that depend on others."""
         super().__post_init__()
         if self.use_rotary_position_embeddings:
             object.__setattr__(self, "position_embedding_type", "rope")
@@ -107,7 +107,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     @property
     def logit_multiplier(self) -> float:
-        """Return muP's factor of the logits; 1 without --use-mup."""
+        """Return the factor of the logits with --use-mup; 1 without it."""
         return self.mup.mup_output_mult / self.width_multiplier
 
     @property
@@ -124,7 +124,7 @@ class GPTConfig(TransformerConfig, in_args=True):
         return super().forward_flops_per_sequence(seq_length) + self.output_forward_flops(seq_length)
 
     def output_forward_flops(self, seq_length: int) -> float:
-        """Return the forward FLOPs of the output layer over one sequence; each MTP module runs it once more."""
+        """Return the forward FLOPs of the output layer for one sequence, including those for the MTP modules."""
         return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.mtp.mtp_depth)
 
 
@@ -139,19 +139,19 @@ _SPELLED_OTHERWISE = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *(field.name for kind in (MoEConfig, MTPConfig) for field in dataclasses.fields(kind)),
 )
-"""Fields that Megatron's ``args`` store in another form."""
+"""Fields that Megatron's ``args`` represent in another form."""
 STRETCH_FIELDS = (
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
-"""Fields of YaRN's scaling; Megatron's ``args`` store them if YaRN is used."""
+"""YaRN fields; Megatron's ``args`` contain them if YaRN is used."""
 _OF_LATENT = {
     field.name
     for kind in (MLAConfig, RotaryConfig)
     for field in dataclasses.fields(kind)
     if field.name != "yarn_correction_range_round_to_int"
 }
-"""Fields that ``args`` store for MLA; Megatron's MLA always rounds YaRN's blended range to whole channels."""
+"""MLA fields; Megatron's ``args`` contain them for MLA, and Megatron always rounds YaRN's correction range."""
 
 _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -159,11 +159,11 @@ _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
 }
-"""Choices that Megatron has too; its files cannot store other choices."""
+"""Choices that Megatron has too; its checkpoint files cannot represent other choices."""
 
 
 def flags_without_argument(model: GPTConfig) -> list[str]:
-    """Return the given flags, as typed, that the ``args`` of Megatron's checkpoints cannot store."""
+    """Return the flags, as typed, of settings that the ``args`` in Megatron's files cannot describe."""
     specs = (spec for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY and spec.options.cli)
     held: Collection[str] = ()
     if model.mla.multi_latent_attention:
@@ -171,7 +171,7 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
     elif model.rope.rope_type == "yarn":
         held = ("rope_type", *STRETCH_FIELDS)
     elif model.rope.rope_type == "rope":
-        held = ("rope_type",)  # the default type of rotary embeddings
+        held = ("rope_type",)  # RoPE without scaling is the default.
 
     def is_held(spec: FieldSpec) -> bool:
         value = field_value(model, spec.name)

@@ -58,7 +58,7 @@ from megatron.core.weight_prefetch import free_storage
 
 
 class PositionEmbedding(nn.Module):
-    """Look learned positions up; under sequence parallelism each rank looks up its own part of the sequence.
+    """Learned position embedding; under sequence parallelism each rank looks up its own part of the sequence.
 
     Shapes: ``position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
     """
@@ -81,7 +81,7 @@ class PositionEmbedding(nn.Module):
 
 
 class GPTEmbedding(nn.Module):
-    """Embed tokens and, where positions are learned, add the positions.
+    """Embedding of tokens and of learned positions, if configured.
 
     Shapes: ``tokens, position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
     """
@@ -100,7 +100,8 @@ class GPTEmbedding(nn.Module):
         )
         self.scale: float | None = None
         if config.scale_embeddings:
-            # Rounded to the embeddings' own precision, as models are trained with it; a number, which no step copies.
+            # Rounded to the embeddings' dtype, as in the training of existing models; a Python number needs no copy per
+            # step.
             dtype = dtype_from_name(config.params_dtype)
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self.multiplier = config.mup.mup_embedding_mult
@@ -112,17 +113,17 @@ class GPTEmbedding(nn.Module):
         self.dropout = HiddenDropout(config.hidden_dropout)
 
     def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' own embeddings, without positions and dropout."""
+        """Return the word embeddings, without positions and dropout."""
         hidden: torch.Tensor = self.word_embeddings(tokens)
         return hidden if self.scale is None else hidden * self.scale
 
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None, dropout: DropoutKeys | None = None
     ) -> torch.Tensor:
-        """Return the first hidden states; positions are for those that are learned.
+        """Return the first hidden states; ``position_ids`` are for learned positions.
 
         Raises:
-            ConfigurationError: the embedding drops something in training, and is given no keys.
+            ConfigurationError: dropout is active in training, and ``dropout`` is None.
         """
         hidden = self.of_words(tokens)
         if self.position_embeddings is not None:
@@ -138,15 +139,15 @@ _NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_l
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Return whether a parameter maps one width that grows to another: no embedding, output layer, vector, adapter."""
+    """Return whether a parameter is a hidden matrix for muP: no embedding, output layer, vector or adapter."""
     is_matrix = len(spec.global_shape) >= 2 and not spec.name.endswith(("bias", *_NOT_HIDDEN))
     return is_matrix and ADAPTERS not in spec.name
 
 
 def scale_with_width(parameters: Iterable[nn.Parameter], width_multiplier: float) -> None:
-    """Let the hidden matrices begin smaller by the root of the multiplier, and say it to the optimizer.
+    """Scale the initial values of hidden matrices for muP, and set the multiplier for the optimizer.
 
-    Must be called when the parameters are named, before they are initialized.
+    Must be called after the parameters are named, and before they are initialized.
     """
     for parameter in parameters:
         spec = spec_of(parameter)
@@ -156,13 +157,13 @@ def scale_with_width(parameters: Iterable[nn.Parameter], width_multiplier: float
 
 
 LOGIT_Z_LOSS = "logit_z_loss"
-"""What it is called in the log: the mean of the squared logarithms, without its coefficient."""
+"""Log name of the mean of the squared log-sum-exps, without its coefficient."""
 
 
 def logit_z_loss(
     log_normalizers: torch.Tensor, loss_mask: torch.Tensor | None, coefficient: float, cp: Group
 ) -> AuxiliaryLoss:
-    """Return the squared logarithms of the normalizers of the tokens that count; collective over context parallelism.
+    """Return the z-loss of the unmasked tokens; collective over context parallelism.
 
     Shapes: ``log_normalizers, loss_mask: [b, s/cp]``.
     """
@@ -177,14 +178,14 @@ _WORD_EMBEDDING = "embedding.word_embeddings"
 
 
 class GPTModel(Model):
-    """Hold the embedding (``pre_process``), the layers ``layer_numbers``, and the output layer (``post_process``).
+    """GPT model chunk: embedding (``pre_process``), layers ``layer_numbers``, and output layer (``post_process``).
 
-    By default the whole model. Parameters carry their sharding; on a real device they are initialized from ``seed``
-    (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. With ``fills_later`` they have
-    no memory: `wrap_model` fills what a rank keeps of them, and no more than a layer is ever whole. Sequences are whole
-    unless ``cp`` names the ranks over which `context_parallel.partition` has split them, and all experts are on every
-    rank unless ``experts`` says how they are spread. With ``parallel_state`` the ranks that hold the same parameters
-    divide the drawing of initial values, and making the model is collective over them.
+    The default is the whole model. Parameters have a `ParamSpec` with their sharding. On a real device they are
+    initialized from ``seed`` (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. With
+    ``fills_later`` they have no memory: `wrap_model` initializes this rank's shards, and at most one layer is ever
+    whole. Sequences are whole unless ``cp`` is the group over which `context_parallel.partition` has split them, and
+    all experts are on every rank unless ``experts`` gives their distribution. With ``parallel_state`` the ranks that
+    hold the same parameters divide the generation of initial values, and the constructor is collective over them.
     """
 
     config: GPTConfig
@@ -242,7 +243,7 @@ class GPTModel(Model):
                 tp_comm_buffer_name="output",
             )
         if self.embedding is not None:
-            # As embedding, as that of further tokens, and as output layer.
+            # Used as embedding, as embedding of the MTP modules, and as output layer.
             uses = pre_process + self.has_further_tokens + (post_process and is_tied)
             set_gradient_uses(self.embedding.word_embeddings.weight, uses)
         self.rotary, self.local_rotary = _make_rotary(config), _make_local_rotary(config)
@@ -250,7 +251,7 @@ class GPTModel(Model):
             add_adapters(self, config, tp, device)
         self.name_parameters()
         if (is_tied or config.mtp.mtp_depth) and pre_process != post_process:
-            # Both ends of the pipeline hold a copy of one parameter, the word embedding.
+            # Both ends of the pipeline hold a copy of the word embedding.
             weight = self.output_weight if self.embedding is None else self.embedding.word_embeddings.weight
             tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
             attach_spec(weight, tied)
@@ -262,7 +263,7 @@ class GPTModel(Model):
 
     @property
     def first_alone(self) -> nn.Module | None:
-        """Return the embedding where it is neither the output layer nor that of further tokens."""
+        """Return the embedding if it is used neither as output layer nor by MTP modules."""
         if self.embedding is None or not self.pre_process:
             return None
         return self.embedding if gradient_uses_of(self.embedding.word_embeddings.weight) == 1 else None
@@ -290,21 +291,21 @@ class GPTModel(Model):
         loss_mask: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
+        """Return the loss of every token, the logits if there are no labels, or a stage's hidden states.
 
-        ``pattern`` says which positions each one looks at. ``hidden`` is the previous stage's output.
-        ``last_position_only`` computes the logits of the last position alone (``s`` is then 1 in their shape):
-        generation needs no others. The layers' auxiliary losses are added to ``losses``, where it is given, and in
-        training those of further tokens, of which those count that ``loss_mask`` does not drop as labels.
+        ``pattern`` determines which positions each position attends to. ``hidden`` is the previous stage's output.
+        ``last_position_only`` computes only the logits of the last position (``s`` is then 1 in their shape), for
+        generation. The layers' auxiliary losses are appended to ``losses`` if it is given. In training so are the MTP
+        losses, in which tokens masked by ``loss_mask`` do not count as labels.
 
-        ``dropout_samples`` say which elements are dropped in training. Without them every call draws a number from
-        torch's generator of the CPU, and the same elements are dropped at any tensor- and context-parallel layout only.
+        ``dropout_samples`` determine the dropout masks in training. Without them every call draws a number from torch's
+        CPU generator, and masks are the same only across tensor- and context-parallel layouts.
 
-        Experts leave out the positions where ``padding_mask`` is True. The mask covers whole sequences, also under
+        MoE layers ignore the positions at which ``padding_mask`` is True. The mask covers whole sequences, also under
         context parallelism. Pass it to every stage with experts.
 
-        ``tokens`` are for the chunk with the embedding, ``labels`` for the one with the output layer, ``position_ids``
-        for the embedding and, where they are rotary, for all.
+        ``tokens`` are for the chunk with the embedding, ``labels`` for the chunk with the output layer, and
+        ``position_ids`` for the embedding and, with RoPE, for all chunks.
 
         Shapes: ``tokens, position_ids, labels, loss_mask, padding_mask: [b, s]``; loss ``-> [b, s]`` float32; logits
         ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
@@ -337,7 +338,7 @@ class GPTModel(Model):
         embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
         states, found = self.mtp(hidden, embedded, pattern, angles, dropout, padding_mask)
         losses += found
-        # All logits are one product, and use the output layer's weight once.
+        # All logits are one GEMM, and use the output layer's weight once.
         all_labels = torch.cat((labels, *targets.labels))
         per_token = self._loss(torch.cat((hidden, *states), dim=1), all_labels, losses, loss_mask, len(labels))
         own, *further = per_token.chunk(1 + len(states))
@@ -367,7 +368,7 @@ class GPTModel(Model):
         return per_token.t()
 
     def _dropout(self, samples: DropoutSamples | None, first: torch.Tensor) -> DropoutKeys | None:
-        """Return the keys of dropout, if there is any, for a chunk that begins with ``first: [s, b, …]``."""
+        """Return the dropout keys of a chunk whose first input is ``first: [s, b, …]``, or None without dropout."""
         if not self.training or not self.config.draws_by_sample:
             return None
         length, batch = first.shape[:2]
@@ -395,7 +396,7 @@ class GPTModel(Model):
 
     def _raw_logits(self, hidden: torch.Tensor, memory: ReusedMemory | None) -> torch.Tensor:
         if self.output_layer is not None:
-            # Called as a module: its parameters may still be on their way from other ranks.
+            # Called as a module, so that its hooks wait for parameters that are still being gathered.
             logits: torch.Tensor = self.output_layer(hidden, memory=memory)
             return logits
         region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
@@ -406,7 +407,7 @@ class GPTModel(Model):
 
 
 def _keep_memory(module: nn.Module) -> None:
-    """Leave a part of the model, as it is made, its memory."""
+    """Do nothing: keep the memory of a newly created part of the model."""
 
 
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:

@@ -1,4 +1,4 @@
-"""Kernels in Triton's language and the autograd functions that launch them. Only code that uses Triton imports this."""
+"""Triton kernels and the autograd functions that launch them. Only code that uses Triton imports this package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Triton kernels of activations: plain ones with the bias gradient, and gated ones in one pass.
+"""Triton kernels of activations: plain ones with the bias gradient, and gated ones in one kernel.
 
-A plain activation's forward pass is one torch operation. Its backward pass also sums the gradient of the bias before
-it: two reads, one write. A gated activation maps ``[..., 2f] -> [..., f]`` with one rounding.
+A plain activation's forward pass is one torch operation. Its backward kernel also sums the gradient of the preceding
+bias: two reads, one write. A gated activation maps ``[..., 2f] -> [..., f]`` with one rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from megatron.core.main_grad import Receiver, receive_parts
 
 PLAIN_KINDS = ("gelu", "gelu_tanh", "squared_relu")
-"""The activations whose derivative is written here; every other one is torch's to differentiate."""
+"""Activations that the backward kernel supports; torch differentiates all others."""
 _BLOCK = 1024
 _MAX_PARTS = 256
 
@@ -26,10 +26,10 @@ def slope_of(x, KIND: tl.constexpr):
     """Return the derivative of an activation at ``x``."""
     tl.static_assert(KIND == "gelu" or KIND == "gelu_tanh" or KIND == "squared_relu", "an activation without a slope")
     if KIND == "gelu":
-        # The normal distribution and its density.
+        # The normal distribution's CDF and density.
         slope = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x)) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
     elif KIND == "gelu_tanh":
-        # As in a gated activation: the approximation is x * sigmoid(u).
+        # As in a gated activation: the tanh approximation is x * sigmoid(u).
         gate = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
         slope = gate + x * gate * (1.0 - gate) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
     else:
@@ -49,7 +49,7 @@ def plain_backward_program(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one block of columns of some rows of ``x_grad``, and their sum."""
+    """Write one block of columns of some rows of ``x_grad``, and their sum over rows."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -96,9 +96,9 @@ class _BiasedActivation(torch.autograd.Function):
 def activate_with_bias(
     x: torch.Tensor, bias: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], kind: str
 ) -> torch.Tensor:
-    """Return ``activation(x)``, with a gradient for the ``bias`` that is in ``x`` already.
+    """Return ``activation(x)``, with a gradient for ``bias``, which ``x`` already includes.
 
-    ``kind`` names the activation, one of `KINDS`.
+    ``kind`` is the name of the activation, one of `PLAIN_KINDS`.
 
     Shapes: ``x: [..., f]``, ``bias: [f] -> [..., f]``.
     """
@@ -108,7 +108,7 @@ def activate_with_bias(
 
 
 GATED_KINDS = ("swiglu", "geglu")
-"""The gated activations that are written here."""
+"""Gated activations that the kernels support."""
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _activation_and_slope(x, KIND: tl.constexpr):
     """Return the activation of ``x`` and its derivative."""
     tl.static_assert(KIND == "swiglu" or KIND == "geglu", "a gated activation without a program")
     if KIND == "geglu":
-        # (1 + tanh(u)) / 2 is sigmoid(2u); below are 2u, with 2 * sqrt(2 / pi) in front, and its derivative.
+        # (1 + tanh(u)) / 2 is sigmoid(2u); below are 2u, with the factor 2 * sqrt(2 / pi), and its derivative.
         inner = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
@@ -143,7 +143,7 @@ def gated_forward_program(x: tl.tensor, y: tl.tensor, width: tl.tensor, KIND: tl
 def gated_backward_program(
     grad: tl.tensor, x: tl.tensor, x_grad: tl.tensor, width: tl.tensor, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write one block of both halves of a row of ``x_grad``; the activation is computed anew."""
+    """Write one block of both halves of a row of ``x_grad``, recomputing the activation."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -184,7 +184,7 @@ def _grid(y: torch.Tensor) -> tuple[int, int]:
 
 
 def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Do what the torch twin of the same name does, for one of `KINDS`."""
+    """Triton version of the torch function of the same name, for one of `GATED_KINDS`."""
     assert kind in GATED_KINDS, kind
     result: torch.Tensor = _GatedActivation.apply(x, kind)
     return result

@@ -1,6 +1,7 @@
-"""Sums over rows, begun by other programs: what each of those leaves of its rows is summed here, into the gradients.
+"""Second stage of sums over rows: adds up the partial sums that other kernels write, into the gradients.
 
-The number of parts does not depend on the device, and nothing is added atomically: the same numbers on every GPU.
+The number of partial sums does not depend on the device, and there are no atomic additions, so that results are the
+same on every GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _COLUMNS = 32
 
 @triton.jit
 def _column_sums(parts, total, num_parts, width, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum some columns of the parts into ``total``, to which what is there belongs where it ``ADDS``."""
+    """Sum some columns of the partial sums into ``total``, added to its previous value if ``ADDS``."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -44,7 +45,7 @@ def sums_program(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum ``parts: [totals, num_parts, width]`` into up to three totals; programs along axis 1 take one each."""
+    """Sum ``parts: [totals, num_parts, width]`` into up to three totals; programs along axis 1 process one each."""
     place = tl.program_id(1)
     parts += place * num_parts * width
     if place == 0:
@@ -57,7 +58,7 @@ def sums_program(
 
 
 def sum_parts(parts: torch.Tensor, totals: Sequence[torch.Tensor], adds: Sequence[bool]) -> None:
-    """Write sums over the rows of parts, or add them to what a total holds already.
+    """Sum the partial sums over rows and overwrite each total, or add to it.
 
     Shapes: ``parts: [totals, n, width]`` in float32, up to three ``totals: [width]``.
     """

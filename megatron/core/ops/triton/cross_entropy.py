@@ -1,7 +1,7 @@
-"""Rows of a softmax cross-entropy: one read forward, one read and one write backward.
+"""Triton kernels of softmax cross-entropy rows: one read forward, one read and one write backward.
 
-A row's width is a multiple of 16 in every padded vocabulary, the number of its real columns is not. Loads and stores
-are masked by the width, which keeps them 16 bytes wide, and the padding is dealt with in registers.
+A row's width is a multiple of 16 in every padded vocabulary. The number of its real columns is not. Loads and stores
+are masked by the width, which keeps them 16 bytes wide, and the padding is masked in registers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def normalizer_program(
     num_columns: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Write one row's log-sum-exp, and the logit of its label or 0 where the label is another rank's."""
+    """Write one row's log-sum-exp, and the logit of its label, or 0 if another rank holds the label's column."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     maximum = -float("inf")
@@ -34,7 +34,7 @@ def normalizer_program(
         x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
         x = tl.where(column < num_columns, x, -float("inf"))
         highest = tl.maximum(maximum, tl.max(x, axis=0))
-        # Where there was nothing but -inf so far, -inf - -inf would be NaN.
+        # If all values so far are -inf, -inf - -inf would be NaN.
         shift = tl.where(highest == -float("inf"), 0.0, highest)
         total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(x - shift), axis=0)
         maximum = highest
@@ -54,7 +54,7 @@ def gradient_program(
     num_columns: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite one block of a row with its gradient, the padding with zeros."""
+    """Overwrite one block of a row with its gradient, and padding with zeros."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * width
@@ -69,7 +69,7 @@ def gradient_program(
 def normalizer_and_label_logits(
     logits: torch.Tensor, labels: torch.Tensor, num_columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what the torch twin of the same name does."""
+    """Triton version of the torch function of the same name."""
     num_rows, width = logits.shape
     normalizer, label_logit = logits.new_empty((2, num_rows), dtype=torch.float32).unbind()
     if num_rows:
@@ -87,7 +87,7 @@ def overwrite_with_gradient(
     log_normalizer: torch.Tensor,
     row_grad: torch.Tensor,
 ) -> None:
-    """Do what the torch twin of the same name does."""
+    """Triton version of the torch function of the same name."""
     num_rows, width = logits.shape
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BACKWARD_BLOCK))

@@ -7,28 +7,28 @@ import triton
 import triton.language as tl
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""The formats whose bits are written here."""
+"""FP8 formats that the kernel writes."""
 _BLOCK = 64
 
 
 @triton.jit
 def _float8_bits(x, IS_E5M2: tl.constexpr):
-    """Return the bits of ``x`` in fp8, rounded to the nearest and to even, cut off at the largest number.
+    """Return the bits of ``x`` in FP8, rounded to nearest even, saturated at the largest number.
 
-    The rounding is done here, so that it does not depend on how a device converts.
+    The kernel rounds by itself, so that the result does not depend on a device's conversion.
     """
     limit: tl.constexpr = 57344.0 if IS_E5M2 else 448.0
     smallest_normal: tl.constexpr = 6.103515625e-05 if IS_E5M2 else 0.015625
-    # 1.5 * 2**23 units of the last place: a sum with so many has no place for half a unit.
+    # 1.5 * 2**23 units in the last place: after adding this number a float32 has no bits below one unit.
     places: tl.constexpr = 3145728.0 if IS_E5M2 else 1572864.0
     clipped = tl.minimum(tl.maximum(x, -limit), limit)
     power = (clipped.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     offset = tl.maximum(power, smallest_normal) * places
     rounded = (clipped + offset) - offset
     bits = rounded.to(tl.float8e5 if IS_E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
-    # The sign of zero is lost in the sum.
+    # The addition loses the sign of zero.
     bits |= ((x.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
-    # What is not finite becomes NaN, in both formats of these bits.
+    # Non-finite values become NaN, which has the same bits in both formats.
     return tl.where(tl.abs(x) < float("inf"), bits, 0x7F)
 
 
@@ -44,7 +44,7 @@ def cast_program(
     IS_E5M2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one tile of the bytes ``data: [num_rows, width]`` and of their transpose, those of them that are there."""
+    """Write one tile of the bytes ``data: [num_rows, width]`` and of their transpose, or only one of them."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -62,7 +62,7 @@ def cast_program(
 def cast_and_transpose(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, plain: bool, transpose: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a matrix in fp8, its transpose, or both, with rows that lie together, and raise ``amax`` to its own.
+    """Return a matrix in FP8, its transpose, or both, contiguous, and update ``amax`` to the maximum.
 
     Shapes: ``x: [n, m]``, ``scale: [1, 1]``, ``amax: [] -> [n, m], [m, n]``.
     """

@@ -1,4 +1,4 @@
-"""Probe launches: if one of these fails, no Triton kernel works on this device."""
+"""Probe kernels, which determine whether Triton and the FP8 cast work on this device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.core.ops.triton.fp8_cast import cast_and_transpose
 
 
 def probe(device: str) -> None:
-    """Compile and run one program on the device, and wait for its result.
+    """Compile and run one kernel on the device, and wait for its result.
 
     Raises:
-        RuntimeError: it could not be compiled or run.
+        RuntimeError: the kernel could not be compiled or run.
     """
     try:
         gated_activation(torch.ones(1, 2, device=device), "swiglu").item()
@@ -22,10 +22,10 @@ def probe(device: str) -> None:
 
 
 def probe_float8(device: str) -> None:
-    """Cast a small matrix to fp8 on the device, and wait for the result.
+    """Cast a small matrix to FP8 on the device, and wait for the result.
 
     Raises:
-        RuntimeError: the device cannot.
+        RuntimeError: the device does not support it.
     """
     scale = torch.ones(1, 1, device=device)
     try:

@@ -1,8 +1,8 @@
 """Triton kernels that split a fused QKV projection, with or without rotary embeddings: one read, one write.
 
-Heads are in groups: per key-value head a projection has its query heads, its key and its value. Without rotation the
-forward pass only makes views. The backward pass writes the gradients of queries, keys and values into the gradient of
-the projection, and sums the gradient of its bias in the same pass.
+Heads are grouped: per key-value head a projection has its query heads, its key and its value. Without rotation the
+forward pass only creates views. The backward pass writes the gradients of queries, keys and values into the gradient of
+the projection, and sums the gradient of its bias in the same kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from megatron.core.main_grad import Receiver, receive_parts
 
 _TILE = 1024
-"""Channels that one program moves of a token."""
+"""Channels of a token that one program processes."""
 _MAX_PARTS = 256
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value. Shapes: ``[s, b, heads, d]``, ``[s, b, groups, d]`` twice."""
@@ -39,7 +39,7 @@ def _move_heads(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Copy some heads of some tokens to their columns of ``target``, and write what they sum to."""
+    """Copy some heads of some tokens to their columns of ``target``, and store their sums over tokens."""
     total = tl.zeros((HEADS, CHANNELS), tl.float32)
     for token in range(first_token, last_token):
         x = tl.load(source + (token // batch) * stride_s + (token % batch) * stride_b, mask=inside, other=0.0)
@@ -73,7 +73,7 @@ def join_program(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write some heads of some tokens: programs along axis 1 take the query's heads, the key's, then the value's."""
+    """Write some heads of some tokens; programs along axis 1 process first query, then key, then value heads."""
     part = tl.program_id(0).to(tl.int64)
     first = part * tokens_per_part
     last = tl.minimum(first + tokens_per_part, num_tokens)
@@ -141,7 +141,7 @@ class _SplitWithBias(torch.autograd.Function):
 
 
 def split_with_bias(mixed: torch.Tensor, bias: torch.Tensor, split: Callable[[torch.Tensor], Parts]) -> Parts:
-    """Return ``split(mixed)``, with a gradient for the ``bias`` that is in the projection already.
+    """Return ``split(mixed)``, with a gradient for ``bias``, which ``mixed`` already includes.
 
     Shapes: ``mixed: [s, b, groups, heads/groups + 2, d]``, ``bias: [groups * (heads/groups + 2) * d]``.
     """
@@ -149,7 +149,6 @@ def split_with_bias(mixed: torch.Tensor, bias: torch.Tensor, split: Callable[[to
     return result
 
 
-"""Pairs of channels that one program rotates."""
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Query, key and value. Shapes: ``[s, b, groups, heads of a group, d]``, ``[s, b, groups, d]`` twice."""
 
@@ -167,7 +166,7 @@ def _rotate_tile(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Rotate ``HEADS`` heads of one token; ``PAIRS`` is the power of two that holds their pairs of channels."""
+    """Rotate ``HEADS`` heads of one token; ``PAIRS`` is their number of channel pairs, rounded up to a power of two."""
     if IS_INTERLEAVED:
         channel = tl.arange(0, 2 * PAIRS)
         inside = has_head & (channel < ROTARY_DIM)[None, :]
@@ -196,7 +195,7 @@ def _rotate_tile(
 
 @triton.jit
 def _copy_tile(source, target, has_head, FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Copy the channels from ``FIRST`` on of some heads; ``CHANNELS`` is a power of two that holds them."""
+    """Copy the channels of some heads from ``FIRST`` on; ``CHANNELS`` is their number or a larger power of two."""
     channel = FIRST + tl.arange(0, CHANNELS)[None, :]
     inside = has_head & (channel < HEAD_DIM)
     tl.store(target + channel, tl.load(source + channel, mask=inside), mask=inside)
@@ -241,10 +240,11 @@ def rotate_program(
     PASSED: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Rotate some heads of one token: programs along axis 1 take the query's heads, the key's, then copy the value's.
+    """Rotate some heads of one token; programs along axis 1 process query and key heads, then copy value heads.
 
-    Results have one distance between tokens, and the value's lie as the key's. ``PASSED`` and ``CHANNELS`` are powers
-    of two that hold a head's channels behind the rotated ones and all of them. Without a value nothing is copied.
+    Each output has one stride between tokens, and the value output has the strides of the key output. ``PASSED`` and
+    ``CHANNELS`` are powers of two not below the number of unrotated channels and of all channels of a head. Without a
+    value nothing is copied.
     """
     token = tl.program_id(0).to(tl.int64)
     position = token // batch
@@ -282,7 +282,7 @@ def rotate_program(
 
 
 def block_sizes(rotary_dim: int, head_dim: int) -> dict[str, int]:
-    """Return the compile-time sizes of a program for heads of this width."""
+    """Return the compile-time sizes of a kernel for heads of this width."""
     pairs = triton.next_power_of_2(rotary_dim // 2)
     return {
         "ROTARY_DIM": rotary_dim,
@@ -297,7 +297,7 @@ def block_sizes(rotary_dim: int, head_dim: int) -> dict[str, int]:
 def _launch(
     sources: Heads, targets: Heads, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, is_inverse: bool
 ) -> None:
-    """Rotate the query and the key of ``sources`` into those of ``targets``, whose tokens lie at one distance."""
+    """Rotate the query and key of ``sources`` into ``targets``, whose tokens have one stride, and copy the value."""
     query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in sources)
     query_out, key_out, value_out = targets
     assert query is not None
@@ -379,14 +379,14 @@ class _SplitAndRotation(torch.autograd.Function):
 
 
 def _heads(mixed: torch.Tensor) -> Heads:
-    """Return the views of a projection."""
+    """Return the query, key and value views of a projection."""
     return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
 
 
 def rotate_query_and_key(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys rotated. Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``."""
+    """Rotate queries and keys. Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``."""
     result: tuple[torch.Tensor, torch.Tensor] = _Rotation.apply(query, key, cos, sin, is_interleaved)
     return result
 
@@ -394,6 +394,6 @@ def rotate_query_and_key(
 def split_and_rotate(
     mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what the torch twin of the same name does; nothing that is returned keeps ``mixed`` in memory."""
+    """Triton version of the torch function of the same name; the results do not keep ``mixed`` alive."""
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _SplitAndRotation.apply(mixed, cos, sin, is_interleaved)
     return result

@@ -1,8 +1,8 @@
-"""Triton kernels of the residual stream: keyed dropout of a branch, residual add, and the norm of the sum.
+"""Triton kernels of the residual stream: keyed dropout of a branch, residual addition, and the norm of the sum.
 
-Dropout and sum are one pass. With the norm it is one read of both inputs and one write of the sum and its norm. Weight
-gradients are summed in two stages over a number of parts that does not depend on the device: the same numbers on every
-GPU, and no atomic additions.
+Dropout and addition are one kernel. With the norm, one kernel reads both inputs and writes the sum and its norm. Weight
+gradients are summed in two stages with a number of partial sums that does not depend on the device and without atomic
+additions, so that results are the same on every GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def dropout_program(
     kept_scale: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Write one block of a row of what dropout leaves of ``x``, added to the ``residual`` where there is one."""
+    """Write one block of a row of ``x`` after dropout, added to ``residual`` if given."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -56,7 +56,7 @@ def dropout_program(
 
 
 def threshold_and_scale(probability: float) -> tuple[int, float]:
-    """Return the smallest hash that is kept, and the factor of what is kept."""
+    """Return the smallest hash that is kept, and the scale of kept elements."""
     return round(probability * 2**24), 1.0 / (1.0 - probability)
 
 
@@ -97,7 +97,7 @@ class _Dropout(torch.autograd.Function):
 def drop_hidden(
     x: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], probability: float, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Do what the torch twin of the same name does."""
+    """Triton version of the torch function of the same name."""
     first_key, second_key = (key.contiguous() for key in keys)
     result: torch.Tensor = _Dropout.apply(x, residual, first_key, second_key, probability)
     return result
@@ -107,7 +107,7 @@ MAX_WIDTH = 8192
 """Wider rows do not fit into the registers of one program."""
 _MAX_PARTS = 512
 _MAX_SUMMED_WIDTH = 4096
-"""In wider rows no register is left for a third sum."""
+"""Wider rows leave no registers for a third sum."""
 
 
 @triton.jit
@@ -131,7 +131,8 @@ def forward_program(
 ):
     """Write one row of the sum and of its norm.
 
-    Without ``means`` the norm is RMSNorm, without keys all is kept, and without a branch the sum is the residual.
+    Without ``means`` the norm is RMSNorm, without keys there is no dropout, and without a branch the sum is the
+    residual.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -141,7 +142,7 @@ def forward_program(
         added = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if first_key is not None:
             added = tl.where(keeps(first_key, second_key, row, column, threshold), added * kept_scale, 0.0)
-        # What is normalized is the stream as it is stored.
+        # Normalize the stream as stored, after rounding.
         rounded = (x + added).to(total.dtype.element_ty)
         tl.store(total + row * width + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -180,7 +181,7 @@ def backward_program(
     kept_scale: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradients of some rows, and this program's part of the weight gradients."""
+    """Write the gradients of some rows, and this program's partial sums of the weight gradients."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -201,7 +202,7 @@ def backward_program(
         if bias_parts is not None:
             bias_sum += grad
         grad *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + weight_offset
-        # Outside the row grad is 0, and so is every product with it.
+        # Outside the row grad is 0, and so are all products with it.
         x_grad = grad - x * (tl.sum(grad * x, axis=0) / width)
         if means is not None:
             x_grad -= tl.sum(grad, axis=0) / width
@@ -301,10 +302,10 @@ def add_and_normalize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + dropout(branch)`` and its norm; without a branch the residual itself and its norm.
 
-    The norm is LayerNorm where it ``subtracts_mean`` and RMSNorm elsewhere; ``weight_offset`` is added to its weight.
-    ``keys`` are two for each row, which decide what dropout keeps of it; without them nothing is dropped.
-    With ``sums_branch_grad`` the branch's gradient has its sum over the rows with it, as the bias in a branch wants,
-    where rows are not among the widest.
+    The norm is LayerNorm if it ``subtracts_mean``, else RMSNorm. ``weight_offset`` is added to its weight. ``keys`` are
+    two keys per row that determine the dropout mask. Without them there is no dropout. With ``sums_branch_grad`` the
+    kernel also sums the branch's gradient over rows, as the gradient of a final bias in the branch, unless the rows are
+    too wide.
 
     Shapes: ``residual, branch: [..., h]``, ``weight, bias: [h]``, ``keys: [...]`` twice in int32 ``-> [..., h]`` twice.
     """

@@ -1,4 +1,4 @@
-"""A feed-forward of experts: the router, the dispatch of tokens, the experts, and what balances their load."""
+"""Mixture of experts (MoE): the router, token dispatchers, experts and load balancing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The experts of a layer that this rank holds: feed-forward layers with grouped GEMMs, optionally FP8.
+"""The experts of an MoE layer on this rank: feed-forward layers with grouped GEMMs, optionally in FP8.
 
-A grouped linear map has one weight per group of rows. In FP8 the operands of each expert are quantized like those of a
-separate linear layer.
+A grouped linear layer has one weight per group of rows. In FP8 the operands of each expert are quantized like those of
+a separate linear layer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts, ctx.product_library = counts, library
-        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         output = grouped_product(x, weight, counts, library)
@@ -84,12 +84,13 @@ def grouped_linear(
     adds_bias: bool = True,
     library: str = "auto",
 ) -> torch.Tensor:
-    """Multiply each group of rows, which follow one another, by the weight of the group.
+    """Grouped GEMM: multiply each contiguous group of rows by the weight of the group.
 
-    Where several ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
+    If the results of several ranks are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on
+    all.
 
-    Shapes: ``x: [n, in]``, ``weight: [groups, out, in]``, ``bias: [groups, out]``, counts that sum to n ``->
-    [n, out]``.
+    Shapes: ``x: [n, in]``, ``weight: [groups, out, in]``, ``bias: [groups, out]``, counts that sum to n ``-> [n,
+    out]``.
     """
     result: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, row_counts(counts), adds_bias, library
@@ -98,10 +99,9 @@ def grouped_linear(
 
 
 _MULTIPLE = 16
-"""Of so many rows are what a device's fp8 products sum over; rows of zeros make up for what is missing.
+"""Multiple of rows required by FP8 GEMMs on a GPU; rows of zeros pad each group to it.
 
-Of scales for blocks along the rows a device's products of its own take whole blocks alone.
-"""
+With blockwise scales along the rows, native FP8 GEMMs require whole blocks (`_summed_multiple`)."""
 _Operands = list[tuple[Quantized, Quantized] | None]
 
 
@@ -120,7 +120,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts, ctx.product_library, ctx.quantizers, ctx.records = counts, library, quantizers, records
-        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         output = x.new_empty(len(x), weight.shape[1])
         ctx.scales = []
@@ -134,7 +134,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
             into.copy_(scaled_product(plain, quantized, x.dtype, library=library)[: len(rows)])
             if bias is not None and adds_bias:
                 into += bias[number]
-            # What is rounded again has the scale of the first time, where there is one for all of it.
+            # The backward pass requantizes with the same scale, if there is one scale per tensor.
             ctx.scales.append((plain.scale, quantized.scale) if plain.blocks == WHOLE else (None, None))
         return output
 
@@ -191,9 +191,9 @@ def float8_grouped_linear(
     adds_bias: bool,
     library: str,
 ) -> torch.Tensor:
-    """Do what `grouped_linear` does, with the three products of each group in fp8.
+    """Compute `grouped_linear` with all three GEMMs of each group in FP8.
 
-    Each group has ``quantizers`` of its own. The backward pass keeps the input as it came.
+    Each group has its own ``quantizers``. The backward pass saves the unquantized input.
 
     Shapes: as those of `grouped_linear`.
     """
@@ -203,7 +203,7 @@ def float8_grouped_linear(
 
 
 def _summed_multiple(blocks: Blocks, device: str) -> int:
-    """Return of how many rows those are a multiple that a weight gradient's product sums over."""
+    """Return the multiple of rows that the weight gradient's GEMM requires."""
     takes_blocks = device == "cuda" and has_scaled_products(blocks, blocks, device)
     return max(_MULTIPLE, blocks.columns) if takes_blocks else _MULTIPLE
 
@@ -223,7 +223,7 @@ def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
 def _products(
     operands: _Operands, shape: torch.Size, dtype: torch.dtype, device: torch.device, library: str
 ) -> torch.Tensor:
-    """Return the gradient of all weights; that of an expert without rows is zero."""
+    """Return the gradient of all weights; the gradient of an expert without rows is zero."""
     total = torch.zeros(shape, dtype=dtype, device=device)
     for into, pair in zip(total, operands):
         if pair is not None:
@@ -232,12 +232,12 @@ def _products(
 
 
 class GroupedLinear(nn.Module):
-    """Hold one weight for each of this rank's experts, sharded along ``cut_dim`` (1: out, 2: in) with its neighbors.
+    """One weight per expert of this rank, sharded along ``cut_dim`` (1: out, 2: in) over expert tensor parallelism.
 
-    ``num_stacked`` counts equal tensors that the output features stack, each of which is sharded on its own. An input
-    that is cut leaves a part of a sum over the neighbors, to which the first of them adds the bias.
+    ``num_stacked`` is the number of equal tensors fused in the output features, each of which is sharded separately.
+    With sharded input features the result is a partial sum, to which the first rank of the group adds the bias.
 
-    Shapes: ``[n, in] -> [n, out]``, rows in the order of the experts; of the features that are cut this rank's.
+    Shapes: ``[n, in] -> [n, out]``, rows sorted by expert; a sharded feature dim is this rank's shard.
     """
 
     def __init__(
@@ -257,10 +257,10 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.product_library, self.cut_dim = library, cut_dim
         self.quantizers: tuple[Fp8Quantizers, ...] | None = None
-        """One for each of this rank's experts, in their order, where products are in fp8."""
+        """One per expert of this rank, in order, if GEMMs run in FP8; else None."""
         num_local = num_experts // groups.size
         self.expert_numbers = range(groups.rank * num_local, (groups.rank + 1) * num_local)
-        """The numbers of this rank's experts among all."""
+        """Global numbers of this rank's experts."""
         self.adds_bias = cut_dim == 1 or groups.tensor_rank == 0
         whole = (num_experts, *shape)
         local = [num_local, *shape]
@@ -288,7 +288,7 @@ class GroupedLinear(nn.Module):
             self.bias = make_parameter(tuple(local[:2]), bias_spec, dtype, device)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return the products; ``counts`` are the rows of each of this rank's experts."""
+        """Apply each expert's weight to its rows; ``counts`` are the rows per expert of this rank."""
         if self.quantizers is not None:
             return float8_grouped_linear(
                 x,
@@ -303,9 +303,9 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """Map ``h -> ffn -> h`` by this rank's experts, or its shards of them.
+    """Feed-forward layers ``h -> ffn -> h`` of this rank's experts, or its shards of them.
 
-    Shapes: ``[n, h] -> [n, h]``, rows in the order of the experts. Where experts are cut, results are parts of a sum.
+    Shapes: ``[n, h] -> [n, h]``, rows sorted by expert. If experts are sharded, results are partial sums.
     """
 
     def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
@@ -340,7 +340,7 @@ class GroupedExperts(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return what the experts make of their rows; ``counts`` are the rows of each."""
+        """Return the experts' outputs; ``counts`` are the rows per expert."""
         inner = self.linear_fc1(x, counts)
         activated = self.activation(inner)
         is_again = self.recomputes_activation and self.training
@@ -352,9 +352,9 @@ class GroupedExperts(nn.Module):
 def expert_shards(
     shape: tuple[int, ...], groups: ExpertGroups, cut_dim: int | None, num_stacked: int
 ) -> tuple[Shard, ...]:
-    """Return the shards of a tensor ``[experts, ...]`` that a rank of expert parallelism holds.
+    """Return the shards of a tensor ``[experts, ...]`` that an expert-parallel rank holds.
 
-    A dim that is cut stacks ``num_stacked`` equal tensors, each cut evenly among those that cut the same experts.
+    The sharded dim fuses ``num_stacked`` equal tensors, each split evenly over the expert tensor-parallel ranks.
     """
     num_local = shape[0] // groups.size
     offset, local_offset, shard = [0] * len(shape), [0] * len(shape), [num_local, *shape[1:]]

@@ -1,7 +1,7 @@
-"""Expert load: token counts per expert, the expert bias, the auxiliary balancing losses and the router's z-loss.
+"""Expert load: token counts per expert, the expert bias, the auxiliary load-balancing losses and the router's z-loss.
 
-Fedus et al. 2021, https://arxiv.org/abs/2101.03961; Qiu et al. 2025, https://arxiv.org/abs/2501.11873;
-Zoph et al. 2022, https://arxiv.org/abs/2202.08906.
+Fedus et al. 2021, https://arxiv.org/abs/2101.03961; Qiu et al. 2025, https://arxiv.org/abs/2501.11873; Zoph et al.
+2022, https://arxiv.org/abs/2202.08906.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron.core.transformer.moe.routing import TokenRows, expert_scores, occu
 
 
 class ExpertTokenCounts:
-    """Count the choices of one layer in one step on this rank: those of each expert, and those that were dropped.
+    """Number of tokens routed to each expert of one layer in one step on this rank, and number of dropped choices.
 
-    Passes that compute activations again are not counted.
+    Forward passes of recomputation are not counted.
 
     Shapes: ``counts: [experts + 1]`` float64, dropped choices last.
     """
@@ -35,20 +35,20 @@ class ExpertTokenCounts:
         self._num_microbatches = 0
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Reset the counts."""
         self.counts = self._so_far = None
         self._num_microbatches = 0
 
     @torch.no_grad()
     def add(self, indices: torch.Tensor, num_experts: int, local_padding_mask: torch.Tensor | None = None) -> None:
-        """Count the choices of a micro-batch; a number beyond the last expert is one that was dropped.
+        """Count the choices of a micro-batch; the index ``num_experts`` stands for a dropped choice.
 
-        Padding has no choices, and none of it counts as dropped.
+        Padding has no choices and does not count as dropped.
 
         Shapes: ``indices: [n, k]``, ``local_padding_mask: [n]``.
         """
         if torch._C._current_graph_task_id() != -1:
-            return  # Within a backward pass: this is a pass that was counted before.
+            return  # Inside a backward pass: recomputation of a forward pass that was already counted.
         if local_padding_mask is not None:
             indices = indices.masked_fill(local_padding_mask.unsqueeze(1), num_experts + 1)
         found = occurrences(indices.reshape(-1), num_experts + 2)[:-1].double()
@@ -56,7 +56,9 @@ class ExpertTokenCounts:
 
     @torch.no_grad()
     def add_to_global_batch(self, counts: torch.Tensor, dp: Group) -> torch.Tensor:
-        """Add a micro-batch's choices of all data-parallel ranks, and return the mean over those so far; collective.
+        """Add a micro-batch's counts of all data-parallel ranks, and return the mean over micro-batches so far.
+
+        Collective over ``dp``.
 
         Shapes: ``[experts] -> [experts]``.
         """
@@ -69,9 +71,9 @@ class ExpertTokenCounts:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Hold what the experts were given in a step: shares of the even load by layer and expert, and dropped choices.
+    """Expert load of one step: each expert's load relative to the mean load of its layer, and the dropped choices.
 
-    ``layers`` are the numbers of the layers with experts, from 0.
+    ``layers`` are the numbers of the MoE layers, from 0. ``dropped`` is the dropped fraction of all choices.
     """
 
     layers: tuple[int, ...]
@@ -79,11 +81,11 @@ class LoadReport:
     dropped: float
 
     def by_layer(self) -> dict[str, list[float]]:
-        """Return the shares of each layer, by its number from 1."""
+        """Return the relative loads of each layer, keyed by layer number from 1."""
         return {str(layer + 1): list(shares) for layer, shares in zip(self.layers, self.shares)}
 
     def scalars(self) -> dict[str, float | None]:
-        """Return each expert's share by its TensorBoard tag."""
+        """Return each expert's relative load by its TensorBoard tag."""
         return {
             f"expert-load/layer-{layer + 1}/expert-{expert}": share
             for layer, shares in zip(self.layers, self.shares)
@@ -91,7 +93,7 @@ class LoadReport:
         }
 
     def numbers(self) -> dict[str, float]:
-        """Return what is reported of it as plain numbers by name."""
+        """Return the summary metrics by name."""
         flat = [share for shares in self.shares for share in shares]
         return {
             "expert_load_max": max(flat, default=0.0),
@@ -101,9 +103,9 @@ class LoadReport:
 
 
 class ExpertLoads:
-    """Sum the tallies of a run's layers of experts over all ranks, and move the experts' biases.
+    """Sum the token counts of all MoE layers over all ranks, and update the expert biases.
 
-    ``routers`` are this rank's by layer number; ``layers`` the numbers of all layers with experts.
+    ``routers`` are this rank's routers by layer number. ``layers`` are the numbers of all MoE layers.
     """
 
     def __init__(
@@ -112,12 +114,12 @@ class ExpertLoads:
         self._routers, self._layers, self._config, self._state = routers, tuple(layers), config, state
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Reset the counts of all routers."""
         for router in self._routers.values():
             router.tally.begin_step()
 
     def collect(self, device: torch.device) -> torch.Tensor:
-        """Return the choices of each layer over all ranks; collective.
+        """Return the token counts of each layer, summed over all ranks; collective.
 
         Shapes: ``-> [layers, experts + 1]`` float64.
         """
@@ -132,7 +134,7 @@ class ExpertLoads:
 
     @torch.no_grad()
     def move_biases(self, totals: torch.Tensor) -> None:
-        """Raise the bias of experts below the mean load, and lower that of those above.
+        """Increase the bias of experts below the mean load, and decrease it for experts above.
 
         Shapes: ``totals: [layers, experts + 1]``.
         """
@@ -144,21 +146,21 @@ class ExpertLoads:
                 router.expert_bias.add_(step.to(router.expert_bias.dtype))
 
     def report(self, totals: torch.Tensor) -> LoadReport:
-        """Return a step's load as numbers of the host.
+        """Copy a step's load to the host.
 
         Shapes: ``totals: [layers, experts + 1]``.
         """
         given = totals[:, :-1]
         shares = given / given.mean(dim=1, keepdim=True).clamp(min=1e-9)
         dropped = totals[:, -1].sum() / totals.sum().clamp(min=1.0)
-        # Read at once: each reading waits for the device.
+        # One copy, because each copy to the host synchronizes with the device.
         *flat, share_dropped = torch.cat((shares.flatten(), dropped.view(1))).tolist()
         rows = (flat[first : first + given.shape[1]] for first in range(0, len(flat), given.shape[1]))
         return LoadReport(self._layers, tuple(map(tuple, rows)), share_dropped)
 
 
 class BiasedRouter(nn.Module):
-    """What counting the load asks of a router: a tally and, where experts are chosen by it, a bias."""
+    """Interface of a router whose load is counted: token counts and an optional expert bias."""
 
     tally: ExpertTokenCounts
     expert_bias: nn.Parameter | None
@@ -169,12 +171,12 @@ LOSS_NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""What each kind of --moe-router-load-balancing-type is called in the log."""
+"""Log name of each --moe-router-load-balancing-type."""
 Z_LOSS = "z_loss"
 
 
 def auxiliary_loss_names(config: MoEConfig) -> tuple[str, ...]:
-    """Return the names of the losses that layers of experts leave."""
+    """Return the names of the auxiliary losses of MoE layers."""
     if config.num_experts is None:
         return ()
     names = [LOSS_NAMES[kind] for kind in config.moe_aux_losses]
@@ -189,10 +191,10 @@ def router_losses(
     groups: ExpertGroups,
     tally: ExpertTokenCounts,
 ) -> tuple[AuxiliaryLoss, ...]:
-    """Return the losses of a micro-batch, of which this rank has some tokens.
+    """Return the auxiliary losses of a micro-batch, whose tokens are spread over several ranks.
 
-    The losses count the choices by the largest scores, before capacity and expert bias apply. Padding is excluded from
-    sums and token counts.
+    The losses count the top-k choices by score, before capacity and expert bias apply. Padding is excluded from sums
+    and token counts.
 
     Shapes: ``logits: [n, experts]``, ``local_padding_mask: [n]``.
     """
@@ -200,7 +202,7 @@ def router_losses(
     num_tokens: int | torch.Tensor = rows.num_tokens
     if rows.padding_mask is not None:
         lengths = rows.padding_mask.logical_not().sum(dim=1).to(logits.dtype)
-        # Each context-parallel rank counts an equal share, whatever its own part of the sequences holds.
+        # Each context-parallel rank counts an equal part, independent of the padding in its own part of the sequences.
         num_tokens = lengths.sum() / groups.cp.size
     losses: list[AuxiliaryLoss] = []
     if config.moe_aux_losses:
@@ -229,7 +231,7 @@ def _balancing_losses(
     chosen = torch.zeros_like(scores).scatter_(1, scores.detach().topk(config.moe_router_topk, dim=1).indices, 1.0)
     if local_padding_mask is not None:
         scores, chosen = (each.masked_fill(local_padding_mask.unsqueeze(1), 0.0) for each in (scores, chosen))
-    # By sequence, of which the micro-batch is the sum.
+    # Per sequence; the micro-batch's totals are the sums over its sequences.
     batch_size, sequences = rows.batch_size, rows.sequences(logits.device)
     shape = batch_size, logits.shape[1]
     sums = scores.new_zeros(shape).index_add(0, sequences, scores)
@@ -269,17 +271,17 @@ def _mean_product(
     num_counted: int | torch.Tensor,
     config: MoEConfig,
 ) -> torch.Tensor:
-    """Return experts x the sum of each one's mean score times its share of the choices; 1 where all are even."""
+    """Return the number of experts x the sum over experts of mean score x fraction of choices; 1 for balanced load."""
     assert config.num_experts is not None
     divisor = config.moe_router_topk * num_scores * num_counted
     if isinstance(divisor, torch.Tensor):
-        # A micro-batch may be padding as a whole, with sums of 0.
+        # A micro-batch may consist of padding only; its sums are 0.
         divisor = divisor.masked_fill(divisor == 0.0, 1.0)
     return (sums * counts).sum() * (config.num_experts / divisor)
 
 
 def _over_tp(total: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
-    """Sum over the ranks that share a micro-batch; each has the gradient of its own tokens."""
+    """Sum over the ranks that share a micro-batch; each rank gets the gradient of its own tokens."""
     return reduce_from_tensor_model_parallel_region(total, groups.tp)
 
 

@@ -1,4 +1,4 @@
-"""A feed-forward of experts: each token goes to a few of them, and every token to a shared one."""
+"""The MoE layer: each token is routed to its top-k experts, and every token to the shared expert, if there is one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 
 
 class SharedExperts(MLP):
-    """A dense feed-forward beside the experts, multiplied by a gate where the configuration has one.
+    """The shared expert: a dense feed-forward layer that every token passes, with an optional gate.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -48,15 +48,14 @@ class SharedExperts(MLP):
             self.gate_weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
 
     def forward(self, x: torch.Tensor) -> LayerOutput:
-        """Return the shared expert's output."""
         output = super().forward(x).hidden
         return LayerOutput(output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid())
 
 
 class MoELayer(nn.Module):
-    """Route each token to a few experts, and sum what they make of it, weighted, and the shared expert's output.
+    """Route each token to its top-k experts, and sum their weighted outputs and the shared expert's output.
 
-    Tensor-parallel ranks route a part of the tokens each, whether or not they hold them all.
+    Each tensor-parallel rank routes a part of the tokens, with or without sequence parallelism.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -74,10 +73,10 @@ class MoELayer(nn.Module):
         self.dispatch: TokenDispatcher = kind(config.moe.num_experts, groups)
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> LayerOutput:
-        """Return the sum of the experts' outputs, and the router's losses.
+        """Return the sum of the experts' outputs, and the router's auxiliary losses.
 
-        Padding, where ``padding_mask`` is True, goes to no expert, takes no place of a capacity, and is in no loss and
-        no count. It still goes through the shared expert.
+        Padding, where ``padding_mask`` is True, is not routed, uses no capacity, and is excluded from losses and
+        counts. It still passes the shared expert.
 
         Shapes: ``padding_mask: [b, s]`` of the whole sequences.
         """
@@ -112,7 +111,7 @@ class MoELayer(nn.Module):
         return LayerOutput(output + shared[0] if shared else output, routing.losses)
 
     def _run_experts(self, rows: TokenRows) -> Experts:
-        """Return what runs the experts; where their input is padded, with as many rows as they can be given at most."""
+        """Return the function that runs the experts; with padding, each expert gets the maximum number of rows."""
         if not self.config.moe.moe_pad_expert_input_to_capacity:
             experts: Experts = self.experts
             return experts
@@ -123,7 +122,7 @@ class MoELayer(nn.Module):
     def _run_padded(self, most: int, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
         times = counts.on_device
         assert times is not None
-        # How far each expert's rows move, from where the rows before them end to where its own space begins.
+        # Offset of each expert's rows in the padded tensor relative to the packed tensor.
         moved = most * torch.arange(len(counts), device=rows.device) + times - times.cumsum(0)
         places = torch.arange(len(rows), device=rows.device) + moved.repeat_interleave(times, output_size=len(rows))
         padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
@@ -133,11 +132,11 @@ class MoELayer(nn.Module):
 
 
 def _nothing() -> None:
-    """Do nothing while tokens travel."""
+    """Do nothing while tokens are in transit."""
 
 
 def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: ParallelState) -> ExpertLoads | None:
-    """Return what counts the load of a model's experts, of which this rank has some; None where it has no experts."""
+    """Return the load counter of a model's experts, of which this rank has a part; None without MoE layers."""
     numbers = range(config.num_layers + config.mtp.mtp_depth)
     layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
     if not layers:

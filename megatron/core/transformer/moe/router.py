@@ -1,4 +1,4 @@
-"""The router: a linear map from hidden states to the scores of experts, and what follows from them."""
+"""The router: expert scores from hidden states, top-k choices, capacity and auxiliary losses."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Hold where tokens go and with what weight; a dropped choice is of the expert behind the last, and weighs 0.
+    """The experts of each token and their weights; a dropped choice has the index ``num_experts`` and the weight 0.
 
-    The weights have the dtype of the hidden states, or are as wide as the scores where --moe-router-dtype is given.
+    The weights have the dtype of the hidden states, or the dtype of the scores if --moe-router-dtype is given.
 
     Shapes: ``indices, weights: [n, k]``.
     """
@@ -37,13 +37,13 @@ class Routing:
 
 
 class TopKRouter(BiasedRouter):
-    """Choose the experts of each token, and count them; in training leave the losses that even their load.
+    """Choose the experts of each token and count the choices; in training also compute the auxiliary losses.
 
-    The weights are the same on all ranks, each of which has the gradient of its own tokens. Scores are computed in
-    float32 at least. The experts' bias has no gradient: it moves after a step.
+    The weight is replicated. Each rank has the gradient of its own tokens. Scores are computed in at least float32. The
+    expert bias has no gradient: it is updated after each step.
 
-    Where experts are chosen at random in training, ``keys`` and ``layer_number`` say by which numbers, and the logits
-    have the gradient of these.
+    With random routing in training, ``keys`` and ``layer_number`` determine the random numbers, and their gradient is
+    passed to the logits (straight-through).
     """
 
     def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
@@ -61,7 +61,7 @@ class TopKRouter(BiasedRouter):
         self.weight = make_parameter(shape, spec, dtype, device)
         self.bias: nn.Parameter | None = None
         if config.add_bias_linear:
-            # Drawn as the weight is, as in Megatron.
+            # Initialized like the weight, as in Megatron.
             of_bias = replicated_spec("bias", shape[:1], groups.tp, partial_gradient=True, std=config.init_method_std)
             self.bias = make_parameter(shape[:1], of_bias, dtype, device)
         self.expert_bias = None
@@ -78,12 +78,12 @@ class TopKRouter(BiasedRouter):
             self.expert_bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, rows: TokenRows) -> Routing:
-        """Return the choices of this rank's rows; those that are no tokens, or padding, have none.
+        """Return the choices of this rank's rows; empty rows and padding have none.
 
         Shapes: ``x: [n, h]``.
 
         Raises:
-            ConfigurationError: experts are to be chosen at random, and there are no keys.
+            ConfigurationError: random routing is configured, and ``keys`` is None.
         """
         dtype = self.product_dtype
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -116,7 +116,7 @@ class TopKRouter(BiasedRouter):
 
     @torch.no_grad()
     def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:
-        """Return which choices experts keep of the whole micro-batch, of which other ranks have parts."""
+        """Return which choices of this rank fit the capacity, which applies to the whole micro-batch."""
         positions = F.pad(rows.positions(self.groups.cp, indices.device), (0, rows.num_rows - rows.num_real), value=-1)
         for group in (self.groups.tp, self.groups.cp):
             indices, weights, positions = (

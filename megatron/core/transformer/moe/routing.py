@@ -1,6 +1,6 @@
 """Top-k routing as functions of the router's logits: scores, chosen experts, weights, capacity and kept choices.
 
-TokenRows describes the tokens that a rank routes: each token of a micro-batch is routed on exactly one rank.
+`TokenRows` describes the tokens that a rank routes. Each token of a micro-batch is routed on exactly one rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.core.transformer import MoEConfig
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Say which tokens this rank's rows are, of a micro-batch whose tensor-parallel ranks have ``num_rows`` each.
+    """The tokens that this rank routes; each tensor-parallel rank has ``num_rows`` rows of the micro-batch.
 
-    Tokens are in the order of ``[s, b]``, sequences side by side. ``num_tokens`` are those of all these ranks, and
-    ``first`` is the number of this rank's first; rows behind the last token are empty. ``padding_mask`` is True where
-    a position of the whole sequences is padding, and None where there is none.
+    Tokens are in the order of ``[s, b]``: the sequences are interleaved. ``num_tokens`` is the total over these ranks,
+    and ``first`` is the number of this rank's first token. Rows after the last token are empty. ``padding_mask`` is
+    True at padding positions of the whole sequences, and None without padding.
 
     Shapes: ``padding_mask: [b, s]``.
     """
@@ -82,7 +82,7 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each token and their weights, the best first.
 
-    With ``expert_bias`` experts are chosen by score plus bias, and weighed by score alone.
+    With ``expert_bias`` the choice uses score plus bias, and the weights use the score alone.
 
     Shapes: ``logits: [n, experts]``, ``expert_bias: [experts] -> [n, k]`` int64 and ``[n, k]``.
     """
@@ -101,7 +101,7 @@ def choose_experts(
 
 @torch.no_grad()
 def _best(scores: torch.Tensor, config: MoEConfig) -> torch.Tensor:
-    """Return the experts with the largest scores, of the best groups only where there are groups."""
+    """Return the experts with the largest scores, with group-limited routing only those of the best groups."""
     groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk
     if groups is not None and group_topk is not None:
         by_group = scores.view(len(scores), groups, scores.shape[1] // groups)
@@ -112,7 +112,7 @@ def _best(scores: torch.Tensor, config: MoEConfig) -> torch.Tensor:
 
 
 def expert_capacity(num_tokens: int, config: MoEConfig) -> int | None:
-    """Return how many of so many tokens an expert takes, None where it takes all."""
+    """Return the maximum number of tokens per expert for ``num_tokens`` tokens; None without a capacity limit."""
     if config.moe_expert_capacity_factor is None or config.num_experts is None:
         return None
     share = num_tokens * config.moe_router_topk / config.num_experts
@@ -123,9 +123,9 @@ def expert_capacity(num_tokens: int, config: MoEConfig) -> int | None:
 def kept_choices(
     indices: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, num_experts: int, capacity: int, policy: str
 ) -> torch.Tensor:
-    """Return which choices an expert of limited capacity keeps: those of most weight, or of the first positions.
+    """Return which choices an expert of limited capacity keeps: those with the largest weights, or the first positions.
 
-    Shapes: ``indices, weights: [n, k]``, ``positions: [n]`` pairwise different ``-> [n, k]`` bool.
+    Shapes: ``indices, weights: [n, k]``, ``positions: [n]`` all distinct ``-> [n, k]`` bool.
     """
     experts = indices.reshape(-1)
     first = positions.repeat_interleave(indices.shape[1])
@@ -143,7 +143,7 @@ def kept_choices(
 
 
 def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Return how often each number below ``count`` occurs; on a device bincount would wait for the largest one.
+    """Count each number below ``count``; unlike ``torch.bincount`` this does not synchronize with the device.
 
     Shapes: ``numbers: [n]`` int64, all of them below ``count -> [count]`` int64.
     """

@@ -1,7 +1,7 @@
 """Token dispatchers: permute tokens, send them to the ranks of their experts, and combine the experts' outputs.
 
-A token has one choice per expert, or several if experts are sharded over ranks: one per rank. Choices are sorted by
-destination, so that the rows of one rank are contiguous.
+A token has one choice per expert, or one choice per expert and rank if experts are sharded over ranks. Choices are
+sorted by destination, so that the rows of one rank are contiguous.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _GatherCopies(torch.autograd.Function):
 
 
 def _rows_at(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the rows of each token; the one behind the last is zero.
+    """Return the rows of each token; a slot after the last row yields zeros.
 
     Shapes: ``rows: [m, h]``, ``slots: [n, c] -> [n, c, h]``.
     """
@@ -112,14 +112,14 @@ def _rows_at(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _with_row_of_zeros(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the rows, with a row of zeros after them if there are slots for it."""
+    """Append a row of zeros if there are more slots than rows."""
     return F.pad(rows, (0, 0, 0, 1)) if len(rows) < slots.numel() else rows
 
 
 def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of each token's rows in the dtype of the weights, which may be wider.
 
-    Wider sums take one choice at a time, so that only one row per token is wide.
+    Wider sums process one choice at a time, so that only one row per token is converted.
 
     Shapes: ``rows: [m, h]``, ``weights, slots: [n, c] -> [n, h]``.
     """
@@ -133,7 +133,7 @@ def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
 
 
 def _products_of_rows(rows: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the product of each of a token's rows with the token's gradient, in a dtype that may be wider.
+    """Return the dot products of a token's rows with the token's gradient, in a dtype that may be wider.
 
     Shapes: ``rows: [m, h]``, ``grad: [n, h]``, ``slots: [n, c] -> [n, c]``.
     """
@@ -145,9 +145,9 @@ def _products_of_rows(rows: torch.Tensor, grad: torch.Tensor, slots: torch.Tenso
 
 
 def take_rows(x: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return a row of ``x`` for each choice; ``slots`` says which rows of the result are a token's, ``m`` for none.
+    """Return a row of ``x`` for each choice; ``slots`` has each token's result rows, ``m`` for dropped choices.
 
-    Shapes: ``x: [n, h]``, ``choices: [m]`` numbers of ``slots: [n, c]``, flattened ``-> [m, h]``.
+    Shapes: ``x: [n, h]``, ``choices: [m]`` indices into the flattened ``slots: [n, c]`` ``-> [m, h]``.
     """
     sources = choices.div(slots.shape[1], rounding_mode="floor")
     result: torch.Tensor = _TakeRows.apply(x, sources, slots)  # type: ignore[no-untyped-call]
@@ -161,10 +161,10 @@ def combine(
     slots: torch.Tensor,
     group: Group | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's rows in their dtype: `take_rows` undone.
+    """Return the weighted sum of each token's rows in their dtype: the inverse of `take_rows`.
 
-    The sum has the dtype of the weights until it is complete. If the ranks of a ``group`` have parts of it, a
-    reduce-scatter adds them, and each rank is given its own tokens. Backward: an all-gather in the rows' dtype.
+    The sum is computed in the dtype of the weights. If the ranks of a ``group`` have partial sums, a reduce-scatter
+    adds them, and each rank gets its own tokens. Backward: an all-gather in the rows' dtype.
 
     Shapes: ``rows: [m, h]``, ``weights, slots: [n, c]``, ``choices: [m] -> [n, h]``, with a group ``[n/size, h]``.
     """
@@ -175,7 +175,7 @@ def combine(
 
 
 def reorder(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Return rows in another order, of which the ``inverse`` is known.
+    """Permute rows; ``inverse`` is the inverse permutation of ``order``.
 
     Shapes: ``rows: [m, h]``, ``order, inverse: [m] -> [m, h]``.
     """
@@ -190,9 +190,9 @@ def all_to_all(
     group: Group,
     meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Give each rank of the group its rows, and return those that this rank is given, in group order.
+    """Send each rank of the group its rows, and return the received rows in group order.
 
-    ``meanwhile`` is called while the rows travel. Backward: the same exchange in the other direction.
+    ``meanwhile`` is called while the all-to-all runs. Backward: the all-to-all in the other direction.
 
     Shapes: ``[sum(sent), h] -> [sum(received), h]``.
     """
@@ -201,7 +201,7 @@ def all_to_all(
 
 
 def gather_copies(rows: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Join the ranks' parts, with which every rank computes the same. Backward: this rank's part of the gradient.
+    """All-gather rows whose later use is the same on every rank. Backward: this rank's part of the gradient.
 
     Shapes: ``[n, h] -> [n * tp, h]``.
     """
@@ -210,14 +210,15 @@ def gather_copies(rows: torch.Tensor, tp: Group) -> torch.Tensor:
 
 
 Experts = Callable[[torch.Tensor, RowCounts], torch.Tensor]
-"""Return what experts make of rows in their order, given how many rows each of this rank's has."""
+"""Function that applies the experts to rows sorted by expert, given the number of rows of each expert of this rank."""
 Meanwhile = Callable[[], None]
 
 
 class TokenDispatcher(ABC):
-    """Bring tokens to their experts and back.
+    """Send tokens to their experts and combine the results.
 
-    Choices of an expert beyond the last are dropped. ``meanwhile`` is called once, while tokens travel where they do.
+    Choices with an index of ``num_experts`` or more are dropped. ``meanwhile`` is called once, during communication if
+    there is any.
     """
 
     def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
@@ -225,26 +226,26 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of what each token's experts make of it.
+        """Return the weighted sum of the outputs of each token's experts.
 
         Shapes: ``[n, h] -> [n, h]``.
         """
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Send each token to its experts' ranks only; rank by rank as many rows as go there."""
+    """Send each token only to the ranks of its experts, with an all-to-all of variable sizes."""
 
     def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of what each token's experts make of it."""
+        """Return the weighted sum of the outputs of each token's experts."""
         group, copies, num_local = self.groups.model, self.groups.tensor_size, self.num_local
-        # By destination: experts of one rank, then as often again as ranks cut them.
+        # Order of destinations: the experts of one rank, repeated for each rank that holds a shard of them.
         indices = routing.indices
         first = indices.div(num_local, rounding_mode="floor") * (copies * num_local) + indices % num_local
         targets = first.unsqueeze(-1) + num_local * torch.arange(copies, device=x.device)
         ordered = sort_choices(targets.flatten(1), group.size * num_local)
         by_rank = ordered.counts.view(group.size, num_local)
         coming = all_to_all_first_dim(by_rank, group)
-        # The one wait of a layer: how much memory what comes needs is for the host to know.
+        # The only synchronization of a layer: the host needs the counts to allocate memory.
         going, arriving = torch.stack((by_rank, coming)).tolist()
         group.ensure_not_given_up()
         sent, received = ([sum(of_rank) for of_rank in counts] for counts in (going, arriving))
@@ -267,10 +268,10 @@ class AllToAllDispatcher(TokenDispatcher):
 
 
 class AllGatherDispatcher(TokenDispatcher):
-    """Gather all tokens on every rank, which takes those of its experts, and sum the results."""
+    """All-gather all tokens; each rank runs its own experts, and a reduce-scatter sums the results."""
 
     def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of what each token's experts make of it."""
+        """Return the weighted sum of the outputs of each token's experts."""
         meanwhile()
         group = self.groups.model
         x, weights = (gather_from_sequence_parallel_region(tensor, group) for tensor in (x, routing.weights))
@@ -286,9 +287,9 @@ class AllGatherDispatcher(TokenDispatcher):
 
 @dataclass(frozen=True, eq=False)
 class OrderedChoices:
-    """Hold the choices in the order of their targets, each choice's place there, and how many a target has.
+    """Choices sorted by target, each choice's position in this order, and the number of choices per target.
 
-    Those of a target beyond the last are behind all others, and in no count.
+    Choices with an index of ``num_targets`` or more come last and are not counted.
 
     Shapes: ``order: [n * c]``, ``places: [n, c]``, ``counts: [num_targets]``.
     """
@@ -298,7 +299,7 @@ class OrderedChoices:
     counts: torch.Tensor
 
     def kept(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the choices that have targets, given how many, and all places; those of the others are behind them.
+        """Return the ``number`` choices that have targets, and all positions, with ``number`` for dropped choices.
 
         Shapes: ``-> [number]``, ``[n, c]``.
         """
@@ -306,7 +307,7 @@ class OrderedChoices:
 
 
 def sort_choices(targets: torch.Tensor, num_targets: int) -> OrderedChoices:
-    """Sort choices by their targets; the host waits for nothing.
+    """Sort choices by target without synchronizing with the device.
 
     Shapes: ``targets: [n, c]``.
     """

@@ -294,7 +294,7 @@ def test_what_cannot_go_on_is_refused(texts: tuple[str, ...], tmp_path: Path) ->
         cyclic.build(blend, 50)
     single = Run(tmp_path).train(blend, 50, 30)
     single.consumed = 29
-    with pytest.raises(DataError, match="is of 30 consumed samples, but the run stands at 29"):
+    with pytest.raises(DataError, match="is of 30 consumed samples, but the run is at 29"):
         single.build(Blend(texts[:2], (0.5, 0.5)), 50)
 
 

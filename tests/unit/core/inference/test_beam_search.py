@@ -136,8 +136,8 @@ BEAM_END = StopRule(end_tokens=frozenset((3,)))
         ({"beams": BeamConfig(num_beams=2, length_penalty=float("nan"))}, "length_penalty nan is not finite"),
         ({"beams": BeamConfig(num_beams=2, early_stopping="soon")}, "early_stopping 'soon' is not"),  # type: ignore[arg-type]
         ({"sampling": SamplingConfig(top_k=3)}, "beams draw nothing: leave out temperature, top_k and top_p"),
-        ({"log_probabilities": True}, "beams give scores in place of log-probabilities"),
-        ({"new_log_probabilities": True}, "beams give scores in place of log-probabilities"),
+        ({"log_probabilities": True}, "beams give scores instead of log-probabilities"),
+        ({"new_log_probabilities": True}, "beams give scores instead of log-probabilities"),
         ({"bias": ((3, 1.0),)}, "beams take no bias of tokens"),
         ({"stop": StopRule(closing_tokens=frozenset((3,)))}, "beams end at an end token alone"),
         ({"stop": StopRule(closing_pairs=TokenPairs(first=frozenset((3,))))}, "beams end at an end token alone"),

@@ -348,7 +348,7 @@ REFUSED = [
         "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
     ),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
-    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; latent attention has one for each of 6"),
+    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA has one for each of 6"),
     (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
     (DEEPSEEK, {"n_group": 3}, "n_group 3 and topk_group 2 do not divide 16 experts"),
     (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 is not 2"),
