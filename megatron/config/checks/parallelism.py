@@ -391,13 +391,13 @@ def _check_modules(config: RunConfig) -> Iterator[str]:
         others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
         if model.norm_placement == "post":
             yield (
-                "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
-                f"--norm-placement post has none; use --recompute-modules {others}"
+                "--recompute-modules layernorm requires pre-norm (--norm-placement pre or sandwich), not post; use "
+                f"--recompute-modules {others}"
             )
         if model.apply_residual_connection_post_layernorm:
             yield (
-                "--recompute-modules layernorm computes norms again from a residual stream that goes around them, and "
-                f"--apply-residual-connection-post-layernorm leads it through; use --recompute-modules {others}"
+                "--recompute-modules layernorm requires pre-norm residuals and does not support "
+                f"--apply-residual-connection-post-layernorm; use --recompute-modules {others}"
             )
 
 
@@ -459,9 +459,9 @@ def _check_graphs(config: RunConfig) -> Iterator[str]:
         return
     refused = "--cuda-graph-impl local:"
     if config.model.cpu_offloading:
-        yield f"{refused} --cpu-offloading moves memory that graphs need where it is; leave one of them out"
+        yield f"{refused} CUDA graphs do not support --cpu-offloading; omit one of them"
     if config.model.distribute_saved_activations:
-        yield f"{refused} --distribute-saved-activations is not recorded; leave one of them out"
+        yield f"{refused} CUDA graphs do not support --distribute-saved-activations; omit one of them"
 
 
 ACTIVATION_CHECKS = (
@@ -514,23 +514,23 @@ def _check_dropout(config: RunConfig) -> Iterator[str]:
         return
     if model.attention_backend not in ("unfused", "local"):
         yield (
-            f"{_REFUSED} --attention-dropout {model.attention_dropout} by the kernels of --attention-backend "
-            f"{model.attention_backend} takes a seed from the host in each micro-batch; give --attention-dropout 0, or "
-            "--attention-backend unfused"
+            f"{_REFUSED} CUDA graphs do not support fused attention dropout (--attention-dropout "
+            f"{model.attention_dropout} with --attention-backend {model.attention_backend}); set --attention-dropout 0 "
+            "or --attention-backend unfused"
         )
 
 
 def _check_gradients(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl == "local" and config.ddp.shards_gradients:
         yield (
-            f"{_REFUSED} with --data-parallel-sharding-strategy {config.ddp.data_parallel_sharding_strategy} gradients "
-            "have no memory of their own between micro-batches; use optim"
+            f"{_REFUSED} CUDA graphs do not support --data-parallel-sharding-strategy "
+            f"{config.ddp.data_parallel_sharding_strategy}; use optim"
         )
 
 
 def _check_chunked_logits(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl == "local" and config.logging.log_max_attention_logit:
-        yield f"{_REFUSED} --log-max-attention-logit computes more in some iterations only; leave one of them out"
+        yield f"{_REFUSED} CUDA graphs do not support --log-max-attention-logit; omit one of them"
 
 
 CUDA_GRAPH_CHECKS = (

@@ -206,13 +206,13 @@ def _check_types(config: RunConfig) -> Iterator[str]:
     if optimizer.main_params_dtype == "fp16":
         if dtype != "bfloat16":
             yield (
-                "--main-params-dtype fp16 keeps what bfloat16 weights lack of float32, and the model is "
-                f"{dtype}; give --bf16, or --main-params-dtype fp32"
+                f"--main-params-dtype fp16 requires a bfloat16 model, but the model is {dtype}; use --bf16 or "
+                "--main-params-dtype fp32"
             )
         elif optimizer.offload_fraction:
             yield (
-                "--main-params-dtype fp16 keeps a part of each main parameter in the weights of the device, where the "
-                "host has none; give --main-params-dtype fp32, or leave the optimizer's offload out"
+                "--main-params-dtype fp16 cannot be combined with optimizer offload (--optimizer-cpu-offload); use "
+                "--main-params-dtype fp32, or omit the offload"
             )
     if optimizer.elementwise != "adam":
         for name in ("exp_avg", "exp_avg_sq"):
@@ -225,8 +225,8 @@ def _check_types(config: RunConfig) -> Iterator[str]:
 def _check_float8_gather(config: RunConfig) -> Iterator[str]:
     if config.model.fp8.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
         yield (
-            "--main-params-dtype fp16 keeps what the weights lack of float32, and --fp8-param-gather rounds the "
-            "weights; give --main-params-dtype fp32, or leave --fp8-param-gather out"
+            "--main-params-dtype fp16 cannot be combined with --fp8-param-gather, which rounds the weights; use "
+            "--main-params-dtype fp32, or omit --fp8-param-gather"
         )
 
 
@@ -246,8 +246,8 @@ def _check_rule(config: RunConfig) -> Iterator[str]:
     form = config.checkpoint.ckpt_format
     if form in ("torch", "torch_dist") and config.checkpoint.save and not config.checkpoint.no_save_optim:
         yield (
-            f"--ckpt-format {form} has no place for the state of --optimizer {rule}; leave it out for the native "
-            "format, which converts later, or give --no-save-optim"
+            f"--ckpt-format {form} cannot store the state of --optimizer {rule}; use the native format and convert "
+            "later, or add --no-save-optim"
         )
     if rule == "muon":
         if config.optimizer.offload_fraction:
