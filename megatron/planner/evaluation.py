@@ -327,7 +327,7 @@ def _wrong_texts(shape: Fields, fields: Fields) -> list[str]:
         if name not in known
     ]
     if shape.values.get("q_lora_rank") and not shape.switch("multi_latent_attention", default=False):
-        problems.append("q_lora_rank is of latent attention; give multi_latent_attention true, or leave it out")
+        problems.append("q_lora_rank requires multi_latent_attention; set it to true, or omit q_lora_rank")
     return problems
 
 

@@ -268,7 +268,7 @@ def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str
             yield _GLOBAL, f"{_GLOBAL} {size}", replaced(words, _GLOBAL, str(size)), world
     wholes = {world // copy * copy, (world // copy + 1) * copy} - {0}
     for size in (2 * world, 4 * world, 8 * world) if world % copy == 0 else sorted(wholes):
-        yield _GPUS, f"({size} GPUs in place of {world})", words, size
+        yield _GPUS, f"({size} GPUs instead of {world})", words, size
 
 
 def _may_be(edit: _Edit) -> bool:

@@ -76,7 +76,7 @@ _PRODUCTS = (
     "3432.5, B300 3353.3)"
 )
 _FLASH = "FlashAttention-2, arXiv 2307.08691, figures 5 to 7"
-_HOPPER_ATTENTION = "FlashAttention-3, arXiv 2407.08608, figures 5 and 6 (FlashAttention-2 and cuDNN beside it)"
+_HOPPER_ATTENTION = "FlashAttention-3, arXiv 2407.08608, figures 5 and 6 (with FlashAttention-2 and cuDNN)"
 # The matmuls of a step do not have the best shape and last longer than that benchmark: 8192³ with random numbers
 # reaches 258 TFLOP/s on an A100 (95 % of the best shape; thonking.ai/p/strangely-matrix-multiplications), and a hot GPU
 # lowers its clock.
@@ -269,7 +269,7 @@ def read_gpu(path: Path) -> Gpu:
     values = {"float8_share": values.get("product_share"), **values}
     numbers = {name: _number(path, values, name) for name in _NUMBERS}
     if numbers["float8_flops"] > 0 and numbers["float8_share"] == 0:
-        raise _wrong(path, f"float8_share 0 beside float8_flops {numbers['float8_flops']:g}")
+        raise _wrong(path, f"float8_share 0 with float8_flops {numbers['float8_flops']:g}")
     capability = values.get("capability")
     if not (isinstance(capability, list) and len(capability) == 2 and all(type(each) is int for each in capability)):
         raise _wrong(path, f"capability {capability!r}, where two whole numbers are expected")

@@ -75,7 +75,7 @@ def describe_chunk(chunk: StageContents, num_further: int = 0) -> str:
     """
     numbers = [number + 1 for number in chunk.layer_numbers]
     layers = f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}" if numbers else ""
-    further = f"{num_further} of further tokens" * (chunk.has_loss and num_further > 0)
+    further = f"{num_further} MTP module{'s' * (num_further > 1)}" * (chunk.has_loss and num_further > 0)
     has_copy = bool(further) and not chunk.has_embedding
     embedding = "embedding" * chunk.has_embedding or "embedding's copy" * has_copy
     parts = (embedding, layers, further, "output layer and loss" * chunk.has_loss)

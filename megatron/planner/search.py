@@ -89,7 +89,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A choice that is not ranked, with its reason: ``kind`` is refused, oom, at the limit or slower."""
+    """A choice that is not ranked, and why: ``kind`` is ``refused``, ``oom``, ``at the limit`` or ``slower``."""
 
     choice: Choice
     kind: str

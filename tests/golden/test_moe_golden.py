@@ -95,7 +95,7 @@ def check_model(path: Path) -> None:
     losses = model(tokens, positions, labels=labels, losses=found)
     loss = (losses * mask).sum() / mask.sum()
     (loss + weighted(found)).backward()
-    if reference["logits"].size > 1:  # That of further tokens has none.
+    if reference["logits"].size > 1:  # That of MTP modules has none.
         assert_tensors_close(logits, reference["logits"], TOLERANCE, "logits")
     assert_tensors_close(losses.detach().numpy(), reference["per_token_loss"], TOLERANCE, "per-token loss")
     assert loss.item() == pytest.approx(float(reference["loss"]), rel=TOLERANCE, abs=0.0)

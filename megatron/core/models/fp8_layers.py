@@ -92,7 +92,7 @@ def describe_float8(config: TransformerConfig, device: torch.device | str) -> st
         by = "float32 products of the quantized operands: this device has no scaled products for them"
     if config.transformer_impl == TRANSFORMER_ENGINE:
         by += " and not by transformer-engine, which has attention and norms"
-    further = ", and those of further tokens" if config.mtp.mtp_depth else ""
+    further = ", and those of MTP modules" if config.mtp.mtp_depth else ""
     weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
     return (
         f"fp8: {config.fp8.fp8_format}, {config.fp8.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "

@@ -126,7 +126,7 @@ class LatentAttention(SelfAttention):
     ) -> torch.Tensor:
         if not (self.recomputes_up and self.training):
             return super()._context(x, pattern, angles, cache, dropout)
-        assert angles is not None, "latent attention has rotary positions"
+        assert angles is not None, "MLA has rotary positions"
         narrow = self._narrow(x, angles, cache)
         widen = partial(self._widen, angles)
         heads = widen(*narrow)
@@ -136,7 +136,7 @@ class LatentAttention(SelfAttention):
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert angles is not None, "latent attention has rotary positions"
+        assert angles is not None, "MLA has rotary positions"
         return self._widen(angles, *self._narrow(x, angles, cache))
 
     def _narrow(

@@ -17,11 +17,11 @@ ASSUMPTIONS = (
     "The GPU never waits for the host, except that no kernel is shorter than 2.5 microseconds.",
     "Communication is hidden behind the kernels that are launched between its start and the wait for it, and slows "
     "none of them. Links carry one message at a time in each direction; what a rank receives is there when it asks.",
-    "Chunks that travel beside a product (--tp-comm-overlap) are moved by copy engines, as symmetric memory moves "
+    "Chunks that travel during a GEMM (--tp-comm-overlap) are moved by copy engines, as symmetric memory moves "
     "them: NCCL's sends and receives, of which the ring is made elsewhere, would hold a few multiprocessors meanwhile.",
     "A pipeline's step takes as long as its first or its last stage, whichever is slower, with idle time of "
     "(stages - 1) / (chunks x micro-batches) of its passes; a schedule that fills that idles less.",
-    "Copies to the machine's memory and back take PCIe, one way each, with all of it for each GPU. They are hidden as "
+    "Copies to host memory and back take PCIe, one way each, with all of it for each GPU. They are hidden as "
     "communication is, and are counted with it; what the host computes between them takes no time.",
     "Machines have eight GPUs, joined by NVLink; one network port serves each GPU.",
     "Memory is that of live tensors in blocks of 512 bytes: the CUDA context, libraries' work space, NCCL's buffers "

@@ -64,7 +64,7 @@ def test_files_of_earlier_versions_have_one_share_for_all_matmuls(tmp_path: Path
         ({"half_flops": 0}, "half_flops 0, where a number above 0"),
         ({"memory_bandwidth": 1e999}, "memory_bandwidth inf"),
         ({"product_share": True}, "product_share True"),
-        ({"float8_share": 0}, "float8_share 0 beside float8_flops"),
+        ({"float8_share": 0}, "float8_share 0 with float8_flops"),
         ({"memory_bytes": "80"}, "memory_bytes '80'"),
         ({"capability": [9]}, "capability"),
         ({"flash": {"64": {}}}, "forward None"),

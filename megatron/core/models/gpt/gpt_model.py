@@ -333,7 +333,7 @@ class GPTModel(Model):
             return self._loss(hidden, labels)
         if self.mtp is None:
             return self._loss(hidden, labels, losses, loss_mask)
-        assert self.embedding is not None, "further tokens are embedded"
+        assert self.embedding is not None, "tokens of MTP modules are embedded"
         targets = mtp_targets(labels, loss_mask, pattern.document_ids, self.config.mtp.mtp_depth, self.cp)
         embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
         states, found = self.mtp(hidden, embedded, pattern, angles, dropout, padding_mask)

@@ -111,7 +111,7 @@ def test_they_are_in_fp8_where_the_last_layers_are_not() -> None:
     assert found == {1, 3, 4}
     line = describe_float8(model.config, "cpu")
     assert line is not None
-    assert "layers 2 to 2 of 3, and those of further tokens" in line
+    assert "layers 2 to 2 of 3, and those of MTP modules" in line
 
 
 @pytest.mark.parametrize(

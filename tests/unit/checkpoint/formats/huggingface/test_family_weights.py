@@ -36,7 +36,7 @@ BLOCK = (16, 12)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Return a folder and its model, to which a layer of further tokens was added that transformers passes over."""
+    """Return a folder and its model, to which a layer of MTP modules was added that transformers passes over."""
     folder = tmp_path_factory.mktemp("models") / "deepseek"
     model = save_model("deepseek", folder)
     values = load_file(folder / "model.safetensors")

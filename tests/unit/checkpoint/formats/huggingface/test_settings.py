@@ -194,7 +194,7 @@ def test_a_preset_is_the_published_model(preset: str) -> None:
     model = dataclasses.replace(model, **lengths)
     assert family_for(model) is family
     if preset == "deepseek-v3":
-        # Its positions were stretched after pretraining, and Settings without files have no layer of further tokens.
+        # Its positions were stretched after pretraining, and Settings without files have no layer of MTP modules.
         published = with_fields(published, rope_type="rope", rotary_scaling_factor=1.0, mtp_num_layers=1)
     if preset == "olmo3-7b":
         published = with_fields(published, rope_type=None, rotary_scaling_factor=1.0, rotary_base_local=None)
