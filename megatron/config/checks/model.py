@@ -606,7 +606,7 @@ def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
     tp, etp = model.tensor_model_parallel_size, model.parallel_sizes.expert_tp
     if adapted and etp not in (1, tp):
         yield (
-            f"{given} adapters of experts ({adapted}) with --expert-tensor-parallel-size {etp} beside "
+            f"{given} LoRA of experts ({adapted}) does not support --expert-tensor-parallel-size {etp} with "
             f"--tensor-model-parallel-size {tp}; use --expert-tensor-parallel-size 1 or {tp}, or "
             "--lora-target-modules linear_qkv linear_proj"
         )

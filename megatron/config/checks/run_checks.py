@@ -631,7 +631,7 @@ def _check_saving(config: RunConfig) -> Iterator[str]:
             f"store; give --ckpt-format {NATIVE_FORMAT}, or a folder"
         )
     if config.logging.log_progress:
-        yield f"--log-progress appends to a file beside checkpoints, and {given} is in an object store; leave it out"
+        yield f"--log-progress appends to a file next to checkpoints, but {given} is in an object store; omit it"
 
 
 FILE_CHECKS = (
