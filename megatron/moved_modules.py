@@ -1,4 +1,4 @@
-"""Former names of modules that scripts of users may import; they work for one release, with a warning."""
+"""Import former module names, with a warning, for one release."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ MOVED: Mapping[str, str] = {
     "megatron.training.process.process_exit": "megatron.training.exit_reason",
     "megatron.training.process.refusal": "megatron.training.exit_reason",
 }
-"""The present names, or several with spaces between them, by the former ones."""
+"""Current names, separated by spaces, of each former module."""
 _FORMER_PACKAGES = {name.rsplit(".", count)[0] for name in MOVED for count in range(1, name.count("."))}
 
 
 class _MovedModules:
-    """Find modules by their former names, where no file has them. (Not an `importlib.abc.Loader`: that takes 15 ms.)"""
+    """Finder and loader of former module names. (No `importlib.abc.Loader`, whose import takes 15 ms.)"""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,10 +62,10 @@ class _MovedModules:
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python to make the module."""
+        """Use Python's default module creation."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let a module under its former name have what the present ones have."""
+        """Copy the contents of the current modules to the module with the former name."""
         if module.__name__ not in MOVED:
             return
         names = MOVED[module.__name__].split()
@@ -76,6 +76,6 @@ class _MovedModules:
 
 
 def find_moved_modules() -> None:
-    """Let imports find modules by their former names."""
+    """Make former module names importable."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())

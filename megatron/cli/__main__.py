@@ -55,9 +55,9 @@ GROUPS = {
         "report-theoretical-memory": "report_theoretical_memory",
     },
 }
-"""The modules of the commands by name, in the groups of the list that ``megatron`` prints."""
+"""Module of each command, in the groups of the list that ``megatron`` prints."""
 COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
-"""The module of each command, by its name."""
+"""Module of each command."""
 SCRIPTS = {
     "checkpoint.convert": "convert",
     "checkpoint.diff": "diff",
@@ -73,16 +73,16 @@ SCRIPTS = {
     "verify_parallelism": "verify",
     "visualize_pipeline": "visualize-pipeline",
 }
-"""The commands by the names of the scripts in ``tools/``, which are accepted too."""
+"""Command of each script in ``tools/``; the script's name is also accepted."""
 DEPRECATED = {"gpu_dry_run": "simulate", "inject_faults": "chaos", "read_flight": "hang-report"}
-"""The current names of commands by their names of an earlier release."""
+"""Current name of each command that was renamed."""
 
 _HELP = ("-h", "--help")
 _COMPLETION = "--print-completion"
 
 
 def main() -> int:
-    """Run the command that the first word names on the words that follow, and return its exit status."""
+    """Run the command named by the first word with the remaining words, and return its exit status."""
     words = sys.argv[1:]
     if words and words[0] in DEPRECATED:
         from megatron.config import deprecation_warning
@@ -94,7 +94,7 @@ def main() -> int:
         words = sys.argv[1:] = [SCRIPTS[words[0]], *words[1:]]
     if words and words[0] in COMMANDS:
         module = importlib.import_module(f"megatron.cli.{COMMANDS[words[0]]}")
-        # A run that loses the reader of its log says so; other commands end as programs do behind `| head`.
+        # Training reports a closed standard output. Other commands end silently, as is usual before `| head`.
         with contextlib.nullcontext() if words[0] == "train" else reader_may_leave():
             status: int = module.main(words[1:])
         return status
@@ -115,19 +115,22 @@ def main() -> int:
 
 
 def run() -> NoReturn:
-    """Be the installed command ``megatron``."""
+    """Run the installed command ``megatron``."""
     run_program(main)
 
 
 def _usage(words: Sequence[str]) -> str:
-    """Return one line for a first word that names no command, with the nearest name."""
+    """Return the error line for an unknown command, with the nearest name."""
     nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
     instead = f"did you mean {nearest[0]}?" if nearest else f"{dispatcher() or 'megatron'} lists the commands"
     return f"error: there is no command {words[0]!r}; {instead}"
 
 
 def _overview() -> str:
-    """Return the list of commands by group, each with the first sentence of its module, which is not imported."""
+    """Return the list of commands by group, each with the first line of its module's docstring.
+
+    The modules are parsed, not imported.
+    """
     program = dispatcher() or "megatron"
     lines = [f"usage: {program} COMMAND …   ({program} COMMAND --help shows its options)"]
     for title, group in GROUPS.items():

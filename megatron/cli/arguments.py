@@ -20,11 +20,11 @@ from megatron.core.tokenizers import DEFAULT_NUM_SPECIAL_TOKENS, TOKENIZER_TYPES
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 
 _CLOSE = 0.8
-"""Share of the letters that must agree: ``--laod`` is 0.83 of ``--load``."""
+"""Lowest similarity at which a flag is suggested; ``--laod`` and ``--load`` have 0.83."""
 
 
 def dispatcher() -> str | None:
-    """Return how the program was called that runs commands by their names; None where another runs."""
+    """Return the name under which the ``megatron`` program was called; None if another program runs."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py" and called.parts[-2] in ("megatron", "cli", "commands"):
         return "python -m megatron"
@@ -32,10 +32,10 @@ def dispatcher() -> str | None:
 
 
 class SpellingParser(argparse.ArgumentParser):
-    """Parse a command line, and know what was typed where it is refused."""
+    """Argument parser that suggests the nearest flag for a misspelled one."""
 
     typed: Sequence[str] = ()
-    """The words of the command line; empty where some are for another parser."""
+    """The words of the command line; empty if some of them are for another parser."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +51,7 @@ class SpellingParser(argparse.ArgumentParser):
         self._current_values.setdefault(flag, {})[earlier] = current
 
     def format_help(self) -> str:
-        """Return the help, whose usage names the command as it was called."""
+        """Return the help; its usage line names the command as it was called."""
         if (program := dispatcher()) is not None and len(sys.argv) > 1:
             self.prog = f"{program} {sys.argv[1]}"
         return super().format_help()
@@ -59,14 +59,14 @@ class SpellingParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse words that are all for this parser, as argparse does."""
+        """Parse a command line that is entirely for this parser, as argparse does."""
         self.typed = sys.argv[1:] if args is None else args
         return super().parse_args(args, namespace)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse words as argparse does, with a warning for each deprecated name."""
+        """Parse known arguments as argparse does, with a warning for each deprecated name."""
         typed = sys.argv[1:] if args is None else args
         words, warnings = rename_words(typed, self._current_flags, self._current_values)
         self.typed = words if self.typed else ()
@@ -79,10 +79,10 @@ class SpellingParser(argparse.ArgumentParser):
         print(line, file=sys.stderr)
 
     def explained(self, message: str) -> str:
-        """Return argparse's message with the flag that was meant, or with where the flags are listed.
+        """Return argparse's message with the flag that was probably meant, or with a pointer to --help.
 
-        argparse looks for flags that are missing before it names those that it does not know: of ``--laod DIR`` it
-        says only that ``--load`` is missing.
+        argparse checks required flags before it reports unknown flags: for ``--laod DIR`` it reports only that
+        ``--load`` is missing.
         """
         return f"{message}; {self._likely_typing_error(message) or 'see --help'}"
 
@@ -103,7 +103,7 @@ class SpellingParser(argparse.ArgumentParser):
 
 
 class Parser(SpellingParser):
-    """Report wrong usage in one line."""
+    """Argument parser that reports wrong usage in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
@@ -111,7 +111,7 @@ class Parser(SpellingParser):
 
 
 def stored_folder(text: str) -> Path:
-    """Return the folder that an argument names, on a file system or by a URL in an object store."""
+    """Convert an argument to the path of a folder, in a file system or, if it is a URL, in an object store."""
     try:
         return as_path(text)
     except StorageError as error:
@@ -119,17 +119,17 @@ def stored_folder(text: str) -> Path:
 
 
 def local_folder(text: str) -> Path:
-    """Return the folder that an argument names; a URL is refused."""
+    """Convert an argument to the path of a folder in a file system; reject a URL."""
     if is_url(text):
         raise argparse.ArgumentTypeError("no URL can be used here; give a folder of a file system")
     return Path(text)
 
 
 def exit_status_of(work: Callable[[], None]) -> int:
-    """Do a command's work and return its exit status: 2 for input that cannot be used, 1 where the work failed.
+    """Do a command's work and return its exit status: 2 for invalid input, 1 if the work failed.
 
-    The error is printed in one line. Where whoever read standard output has gone, as ``head`` does, the status is that
-    of a program that SIGPIPE has ended, and nothing is printed.
+    The error is printed in one line. If the reader of standard output has closed it, as ``head`` does, nothing is
+    printed, and the status is that of a program that SIGPIPE killed.
     """
     try:
         work()
@@ -146,16 +146,16 @@ def exit_status_of(work: Callable[[], None]) -> int:
 def report_unused(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, needed: str, names: Iterable[str]
 ) -> None:
-    """Print a line to standard error for each flag that is not at its default and has no effect without ``needed``."""
+    """Print a line to standard error for each flag in ``names`` that is set but has no effect without ``needed``."""
     for name in names:
         if getattr(arguments, name) != parser.get_default(name):
             print(f"--{name.replace('_', '-')} has no effect without {needed}", file=sys.stderr)
 
 
 def add_told_settings(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of what a torchtitan folder does not say of its model."""
+    """Declare the flags for the model settings that a torchtitan folder does not contain."""
     docs = field_docs(GPTConfig)
-    group = parser.add_argument_group("model of a torchtitan folder, whose files do not say this")
+    group = parser.add_argument_group("model settings that a torchtitan folder does not contain")
     for spec in told_specs():
         if spec.is_bool:
             group.add_argument(spec.flags[0], action="store_const", const=True, help=docs.get(spec.name))
@@ -164,7 +164,7 @@ def add_told_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def told_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Take the values of these flags out of the others, and return those that were given."""
+    """Remove the flags of `add_told_settings` from the arguments and return the values that were given."""
     values = {spec.name: vars(arguments).pop(spec.name) for spec in told_specs()}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -185,7 +185,7 @@ TOKENIZER_KEYWORDS = (
 def add_tokenizer_source(
     parser: argparse.ArgumentParser, default_type: str | None, title: str
 ) -> argparse._ArgumentGroup:
-    """Declare the flags that name a tokenizer and its files, and return their group."""
+    """Declare the flags for a tokenizer and its files, and return their group."""
     group = parser.add_argument_group(title)
     group.add_argument(
         "--tokenizer-type", default=default_type, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}"
@@ -193,7 +193,7 @@ def add_tokenizer_source(
     group.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
     group.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
     group.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size (NullTokenizer, TikTokenizer)")
     return group
 
 
@@ -201,16 +201,16 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser, default_type: str |
     """Declare all flags of a tokenizer and return their group."""
     group = add_tokenizer_source(parser, default_type, "tokenizer")
     group.add_argument(
-        "--vocab-extra-ids", type=int, default=0, metavar="N", help="SentencePieceTokenizer's <extra_id_N>"
+        "--vocab-extra-ids", type=int, default=0, metavar="N", help="number of <extra_id_N> (SentencePieceTokenizer)"
     )
-    group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts words")
+    group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="pre-tokenization pattern (TikTokenizer)")
     group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
     group.add_argument("--tiktoken-special-tokens", nargs="+", default=[], metavar="TOKEN")
     return group
 
 
 def tokenizer_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what `build_tokenizer` takes."""
+    """Return the keyword arguments for `build_tokenizer`."""
     return {name: getattr(arguments, name) for name in TOKENIZER_KEYWORDS}
 
 
@@ -218,7 +218,7 @@ def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
     """Build the tokenizer that the flags name.
 
     Raises:
-        TokenizerError: they name none that can be built.
+        TokenizerError: the tokenizer cannot be built.
     """
     keywords = tokenizer_keywords(arguments)
     given = [name for name, value in keywords.items() if value not in (None, [], DEFAULT_NUM_SPECIAL_TOKENS)]

@@ -2,8 +2,9 @@
 
 python tools/calibrate.py --output machine.json
 
-Products by shape, attention, memory and copies to the host are measured on one device, in less than two minutes. What
-joins GPUs is not: these figures are those of --like, or of the type that the GPU is taken for.
+Matmuls of several shapes, attention, memory bandwidth and copies to the host are measured on one device, in less than
+two minutes. Links between GPUs and the network are not measured: their figures are taken from --like, or from the
+known GPU type that is nearest to this GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file of the figures (.json)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write (.json)")
     parser.add_argument(
-        "--like", metavar="TYPE", help=f"type whose links the figures take over, one of {', '.join(GPUS)}"
+        "--like", metavar="TYPE", help=f"GPU type whose link figures are used, one of {', '.join(GPUS)}"
     )
     return parser
 
@@ -51,7 +52,7 @@ def calibrate(output: Path, like: str | None) -> None:
     """Measure, write the figures and print them.
 
     Raises:
-        ConfigurationError: the file cannot be written, or the GPU's type is not known.
+        ConfigurationError: the file cannot be written, or the GPU's type is unknown.
     """
     if output.suffix != ".json":
         raise ConfigurationError(f"--output {output}: give a name that ends in .json, by which --gpu knows it")
@@ -71,10 +72,10 @@ def calibrate(output: Path, like: str | None) -> None:
 
 
 def _type_of(device: Device) -> Gpu:
-    """Return the type of a GPU: of those with its peak, the one with the nearest memory.
+    """Return the known GPU type with the same peak and the nearest memory size.
 
     Raises:
-        ConfigurationError: no type has its peak.
+        ConfigurationError: no known type has the same peak.
     """
     peak, memory = device.peak_tflops("bfloat16"), device.free_bytes() or 0
     alike = [gpu for gpu in GPUS.values() if peak is not None and round(gpu.half_flops / 1e12) == round(peak)]
@@ -84,7 +85,10 @@ def _type_of(device: Device) -> Gpu:
 
 
 def _figures(base: Gpu, rates: Rates, *, is_cuda: bool) -> Gpu:
-    """Return the figures with what was measured; a CPU's peaks are the best that was measured."""
+    """Return the figures of ``base``, updated with the measured rates.
+
+    On a CPU the peak is the highest measured rate.
+    """
     half, single = (list(shapes.values()) for shapes in (rates.half_products, rates.single_products))
     peak = base.half_flops if is_cuda else max(half)
     share = min(1.0, statistics.median(half) / peak)
@@ -101,9 +105,9 @@ def _figures(base: Gpu, rates: Rates, *, is_cuda: bool) -> Gpu:
         single_flops=base.single_flops if is_cuda else max(single),
         float8_flops=base.float8_flops if is_cuda else 0.0,
         product_share=share,
-        # Matmuls in fp8 are not measured: their share changes like that in 16 bits.
+        # FP8 matmuls are not measured: their share of the peak is scaled like the 16-bit share.
         float8_share=min(1.0, base.float8_share * share / base.product_share) if is_cuda else 0.0,
-        # The planner takes a part of it, as of published bandwidths.
+        # The planner multiplies every bandwidth by MEMORY_SHARE, as it does for published peaks.
         memory_bandwidth=rates.memory_bytes_per_s / MEMORY_SHARE,
         host_bandwidth=rates.host_bytes_per_s / MEMORY_SHARE,
         flash=attention,

@@ -3,8 +3,9 @@
 megatron chaos --folder fault_trials --kill any --kill launcher --rounds 10
 megatron chaos --folder /scratch/faults --stop any -- torchrun --nproc_per_node 8 pretrain_gpt.py …
 
-Without a command a small model is trained on made-up data. A command takes training flags at its end: it is given
---save, --load and --metrics-jsonl in folders of its own, and nothing that it names is written to.
+Without a command, a small model is trained on generated data. A command must accept training flags at its end:
+--save, --load and --metrics-jsonl are appended, with new folders, so that the command's own output folders are never
+written to.
 """
 
 from __future__ import annotations
@@ -33,17 +34,21 @@ from megatron.verification.faults import (
 )
 
 FLAGS: tuple[tuple[Kind, str, str], ...] = (
-    ("kill", "RANK", "kill a rank without a warning; 'any', 'all', or the 'launcher' alone"),
-    ("stop", "RANK", "stop a rank as SIGSTOP does; 'any'"),
-    ("slow", "RANK:FACTOR", "let a rank run for one part in FACTOR of the time, for a while; 'any:FACTOR'"),
-    ("corrupt", "WHAT", f"{', '.join(CORRUPTIBLE)}: a byte of the newest, the data (a copy), a number of a rank"),
-    ("partition", "RANK", "end all TCP connections of a rank; 'any'"),
+    ("kill", "RANK", "kill a rank with SIGKILL: a rank, 'any', 'all', or 'launcher' (the launcher alone)"),
+    ("stop", "RANK", "stop a rank with SIGSTOP: a rank or 'any'"),
+    ("slow", "RANK:FACTOR", "slow a rank down by FACTOR for --for-seconds: a rank or 'any'"),
+    (
+        "corrupt",
+        "WHAT",
+        f"{', '.join(CORRUPTIBLE)}: corrupt the newest checkpoint, a copy of the data, or a rank's tensor",
+    ),
+    ("partition", "RANK", "close all TCP connections of a rank: a rank or 'any'"),
 )
 NUMBERS = ("rounds", "processes", "train_iters", "at_iteration", "every_seconds", "for_seconds", "patience_seconds")
 
 
 def build_parser() -> Parser:
-    """Return the parser of this tool."""
+    """Build the command's parser."""
     parser = Parser(
         prog="megatron chaos",
         description=__doc__,
@@ -51,45 +56,43 @@ def build_parser() -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
         usage="%(prog)s [options] [-- COMMAND …]",
     )
-    faults = parser.add_argument_group("faults", "Each may be given again; every round draws one of all.")
+    faults = parser.add_argument_group("faults", "Each may be repeated; every round draws one of all given faults.")
     for kind, metavar, text in FLAGS:
         faults.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=text)
-    faults.add_argument(
-        "--fill-disk", action="store_true", help="let no rank write files longer than logs, for a while"
-    )
-    when = parser.add_argument_group("when")
-    when.add_argument("--rounds", type=int, default=5, metavar="N", help="faults in all (5)")
-    when.add_argument("--at-iteration", type=int, metavar="N", help="when N iterations are done since a start")
+    faults.add_argument("--fill-disk", action="store_true", help="simulate a full disk on all ranks for --for-seconds")
+    when = parser.add_argument_group("schedule of the faults")
+    when.add_argument("--rounds", type=int, default=5, metavar="N", help="number of faults (5)")
+    when.add_argument("--at-iteration", type=int, metavar="N", help="inject N iterations after each (re)start")
     when.add_argument(
-        "--every-seconds", type=float, default=5.0, metavar="X", help="about X s after the first step (5)"
+        "--every-seconds", type=float, default=5.0, metavar="X", help="inject about X s after the first step (5)"
     )
     when.add_argument(
-        "--for-seconds", type=float, default=5.0, metavar="X", help="how long slowness and full disks last"
+        "--for-seconds", type=float, default=5.0, metavar="X", help="duration of --slow and --fill-disk (5)"
     )
-    when.add_argument("--seed", type=int, default=0, metavar="N", help="of which, when and where (0)")
-    run = parser.add_argument_group("the run")
-    run.add_argument("--folder", type=Path, required=True, metavar="DIR", help="new folder for all that is written")
-    run.add_argument("--processes", type=int, default=2, metavar="N", help="of the small run (2)")
-    run.add_argument("--train-iters", type=int, default=300, metavar="N", help="of the small run (300)")
-    run.add_argument("--flags", default="", metavar="TEXT", help="more flags of the small run, in one word")
+    when.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults, times and ranks (0)")
+    run = parser.add_argument_group("training run")
+    run.add_argument("--folder", type=Path, required=True, metavar="DIR", help="new folder for all output")
+    run.add_argument("--processes", type=int, default=2, metavar="N", help="ranks of the small run (2)")
+    run.add_argument("--train-iters", type=int, default=300, metavar="N", help="iterations of the small run (300)")
+    run.add_argument("--flags", default="", metavar="TEXT", help="more flags of the small run, as one quoted word")
     run.add_argument(
-        "--reference", type=Path, metavar="FILE", help="metrics of an uninterrupted run, made first if absent"
-    )
-    run.add_argument(
-        "--patience-seconds", type=float, default=600.0, metavar="X", help="for a start, and for an end (600)"
+        "--reference", type=Path, metavar="FILE", help="metrics.jsonl of an uninterrupted run (by default one is run)"
     )
     run.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="X", help="of the final loss, relative (0: all bits)"
+        "--patience-seconds", type=float, default=600.0, metavar="X", help="time limit of a start and of an end (600)"
     )
-    run.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
+    run.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="X", help="relative tolerance of the final loss (0: bitwise)"
+    )
+    run.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     return parser
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Campaign, Path | None, Path | None]:
-    """Return what is to be done, the metrics to compare with, and where the report goes.
+    """Return the campaign, the path of the reference metrics, and the path of the JSON report.
 
     Raises:
-        ConfigurationError: a value cannot be used.
+        ConfigurationError: a value is invalid.
     """
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
@@ -138,7 +141,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Campaign, Path | None, Path | 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do all rounds and return the exit status: 0 where all held, 1 where something did not, 2 for wrong usage."""
+    """Run all rounds and return the exit status: 0 if every check passed, 1 if one failed, 2 for wrong usage."""
     held = False
 
     def attack() -> None:
@@ -150,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
             path.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
         held = report.held
 
-    # What was started is ended when this is.
+    # Exit through the cleanup code on SIGTERM, so that the training run is ended too.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return exit_status_of(attack) or (0 if held else 1)

@@ -3,8 +3,8 @@
     megatron chat                          the server at http://127.0.0.1:8000
     megatron chat --load checkpoints/sft   a checkpoint, in this process
 
-Answers appear as they are made. A line of /reset begins a new conversation, /exit or the end of the input (Ctrl-D)
-ends; Ctrl-C ends an answer.
+Answers are streamed. The line /reset starts a new conversation, /exit or the end of the input (Ctrl-D) ends the chat,
+and Ctrl-C stops the current answer.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--url", metavar="URL", help=f"server to talk with ({URL})")
-    parser.add_argument("--api-key", metavar="KEY", help="key of that server")
-    parser.add_argument("--model", metavar="NAME", help="model of that server (its first)")
-    parser.add_argument("--system", metavar="TEXT", help="message of the system that the conversation begins with")
-    parser.add_argument("--chat-template", metavar="NAME|FILE", help="of a checkpoint: how conversations are written")
+    parser.add_argument("--url", metavar="URL", help=f"address of the server ({URL})")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server")
+    parser.add_argument("--model", metavar="NAME", help="model of the server (the first that it lists)")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument("--chat-template", metavar="NAME|FILE", help="chat template, with --load or --load-hf")
     parser.add_argument(
         "--max-tokens",
         "--tokens-to-generate",
         type=int,
         metavar="N",
-        help="tokens of an answer, at most (the context's rest)",
+        help="maximum number of tokens per answer (the rest of the context)",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token (1.0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that sum to P")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws (another one for each answer)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy decoding (1.0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling threshold (1.0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="sampling seed (a different one for each answer)")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less (1.0)")
     add_model_flags(parser, required=False)
     return parser
@@ -54,7 +54,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: a value is invalid.
     """
     problems = []
     has_model = arguments.load is not None or arguments.load_hf is not None
@@ -78,11 +78,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def talk(answer: Answer, system: str | None) -> None:
-    """Take lines from standard input and print what is answered, until the input ends."""
+    """Read messages from standard input and print the answers, until the input ends."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - lines can be edited
+            import readline  # noqa: F401 - enables line editing in input()
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
     while (line := _next_line(is_terminal)) not in (None, "/exit"):
@@ -107,7 +107,7 @@ def _next_line(is_terminal: bool) -> str | None:
 
 
 def _print_answer(answer: Answer, messages: Sequence[Mapping[str, str]]) -> str | None:
-    """Print the pieces as they come and return the whole; None where there is none to go on from."""
+    """Print an answer as it is streamed and return its text; None if it failed."""
     said = ""
     pieces = answer(messages)
     try:
@@ -124,12 +124,12 @@ def _print_answer(answer: Answer, messages: Sequence[Mapping[str, str]]) -> str 
 
 
 def _printable(text: str) -> str:
-    """Return the text without characters that would steer the terminal."""
+    """Replace control characters, which could change the state of the terminal."""
     return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
 
 
 def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of every request that a flag gives."""
+    """Return the request fields that the flags set."""
     fields = {
         "model": arguments.model,
         "max_tokens": arguments.max_tokens,
@@ -137,16 +137,16 @@ def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
         "temperature": arguments.temperature,
         "top_p": arguments.top_p,
     }
-    if arguments.repetition_penalty != 1.0:  # other servers do not know it
+    if arguments.repetition_penalty != 1.0:  # not part of OpenAI's API: other servers may reject it
         fields["repetition_penalty"] = arguments.repetition_penalty
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
-    """Talk until the input ends.
+    """Chat until the input ends.
 
     Raises:
-        InputError: a flag, the server or the checkpoint cannot be used.
+        InputError: a flag is invalid, or the server or the checkpoint cannot be used.
     """
     check_arguments(arguments)
     if launch.world_size > 1:
@@ -180,5 +180,5 @@ def _local_answer(arguments: argparse.Namespace, launch: LaunchEnvironment) -> A
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     return run_on_ranks(build_parser(), run, argv)

@@ -1,9 +1,9 @@
 """Clean and deduplicate text files and jsonl into one jsonl file.
 
-Text files become one document each ({"text": …, "source": …}); a line of jsonl is one document and keeps its other
-keys. In this order, each where its flag is given: documents with URLs of a blacklist go, the encoding is repaired, and
-documents go that have no text (always), are too short, of another language, or duplicates of one kept before. The
-output depends on the input and the flags alone, whatever --workers. Memory does not grow with the input.
+Each text file becomes one document ({"text": …, "source": …}). Each line of jsonl is one document and keeps its other
+keys. The steps are, in this order and each only if its flag is given: drop documents with blacklisted URLs, repair the
+encoding, drop documents without text (always), short documents, documents in other languages, and duplicates of
+earlier documents. The output does not depend on --workers. Memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def build_parser() -> Parser:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="folders (with all below them), files, patterns such as 'data/*.jsonl.gz', or - for standard input",
+        help="folders (searched recursively), files, patterns such as 'data/*.jsonl.gz', or - for standard input",
     )
-    data.add_argument("--output", required=True, type=Path, metavar="FILE", help="jsonl to write")
+    data.add_argument("--output", required=True, type=Path, metavar="FILE", help="jsonl file to write")
     data.add_argument(
         "--dropped-output",
         type=Path,
         metavar="FILE",
-        help="jsonl that lists the dropped documents, each with its reason",
+        help="jsonl file for the dropped documents, each with its reason",
     )
-    data.add_argument("--report", type=Path, metavar="FILE", help="the counts as JSON")
+    data.add_argument("--report", type=Path, metavar="FILE", help="JSON file for the counts")
     data.add_argument(
         "--input-format",
         choices=["auto", "jsonl", "text"],
         default="auto",
-        help="auto: by the file's name, standard input is jsonl",
+        help="auto: by the file's name; standard input is jsonl (auto)",
     )
     data.add_argument("--text-key", default="text", metavar="KEY", help="key of the text (text)")
     data.add_argument("--url-key", default="url", metavar="KEY", help="key of the URL (url)")
@@ -62,18 +62,18 @@ def build_parser() -> Parser:
         "--on-error",
         choices=["stop", "skip"],
         default="stop",
-        help="at a document that cannot be read: stop, or leave it out (stop)",
+        help="for an unreadable document: stop, or skip it (stop)",
     )
     data.add_argument(
         "--max-document-bytes",
         type=int,
         default=32 << 20,
         metavar="N",
-        help="a longer document counts as unreadable (32 MiB)",
+        help="longer documents count as unreadable (32 MiB)",
     )
     filters = parser.add_argument_group("filters")
-    filters.add_argument("--fix-encoding", action="store_true", help="repair mojibake and the like (package ftfy)")
-    filters.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents of fewer tokens (0)")
+    filters.add_argument("--fix-encoding", action="store_true", help="repair mojibake (package ftfy)")
+    filters.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents with fewer tokens (0)")
     filters.add_argument(
         "--language", nargs="+", default=[], metavar="CODE", help="languages to keep, such as en (package py3langid)"
     )
@@ -82,25 +82,25 @@ def build_parser() -> Parser:
         type=float,
         default=0.0,
         metavar="P",
-        help="drop documents whose language is less certain (0)",
+        help="drop documents whose language is detected with a lower probability (0)",
     )
     filters.add_argument(
-        "--url-blacklist", nargs="+", default=[], metavar="FILE", help="hosts and URLs to drop, one a line"
+        "--url-blacklist", nargs="+", default=[], metavar="FILE", help="files of hosts and URLs to drop, one per line"
     )
     filters.add_argument(
         "--deduplicate",
         choices=["off", "exact", "near"],
         default="off",
-        help="drop documents equal to an earlier one (exact), or also those similar to one (near; package datasketch)",
+        help="drop exact duplicates of earlier documents, or also near duplicates (package datasketch)",
     )
     filters.add_argument(
         "--similarity",
         type=float,
         default=0.8,
         metavar="S",
-        help="near duplicates share this part of their shingles (0.8)",
+        help="Jaccard similarity from which documents are near duplicates (0.8)",
     )
-    filters.add_argument("--shingle-words", type=int, default=5, metavar="N", help="words in a shingle (5)")
+    filters.add_argument("--shingle-words", type=int, default=5, metavar="N", help="words per shingle (5)")
     filters.add_argument(
         "--num-permutations",
         type=int,
@@ -109,9 +109,11 @@ def build_parser() -> Parser:
         help="MinHash permutations; more find more near duplicates (128)",
     )
     add_tokenizer_arguments(parser, "GPT2BPETokenizer")
-    running = parser.add_argument_group("running")
-    running.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
-    running.add_argument("--log-interval", type=int, default=10000, metavar="N", help="documents between reports")
+    running = parser.add_argument_group("execution")
+    running.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (one per CPU core)"
+    )
+    running.add_argument("--log-interval", type=int, default=10000, metavar="N", help="documents per log line (10000)")
     return parser
 
 
@@ -119,7 +121,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming every invalid value.
+        ConfigurationError: a value is invalid.
     """
     problems = [
         f"--{name.replace('_', '-')} {value} is not positive"
@@ -147,10 +149,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: list[str]) -> None:
-    """Refuse an output that is one of the inputs.
+    """Reject an output file that is also an input file.
 
     Raises:
-        ConfigurationError: naming it; an earlier output in an input folder counts.
+        ConfigurationError: an output is an input; an earlier output in an input folder counts as an input.
     """
     for flag, path in (
         ("--output", arguments.output),
@@ -162,7 +164,7 @@ def check_outputs(arguments: argparse.Namespace, inputs: list[str]) -> None:
 
 
 def report_flags_without_effect(arguments: argparse.Namespace) -> None:
-    """Name the flags of filters that are off."""
+    """Print the flags that have no effect because their filter is off."""
     parser = build_parser()
     for is_given, needed, names in (
         (arguments.min_tokens, "--min-tokens", TOKENIZER_KEYWORDS),
@@ -178,7 +180,7 @@ def clean(arguments: argparse.Namespace) -> None:
     """Clean the input and print the counts.
 
     Raises:
-        InputError: the arguments or the data cannot be used; nothing is left behind.
+        InputError: the arguments or the data are invalid; no output remains.
     """
     check_arguments(arguments)
     inputs = find_inputs(arguments.input)
@@ -220,6 +222,6 @@ def clean(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     arguments = build_parser().parse_args(argv)
     return exit_status_of(lambda: clean(arguments))

@@ -18,7 +18,7 @@ _SHELLS = ("bash", "zsh")
 _FOLDER = Path(__file__).resolve().parent
 _TRAINING = "train"
 
-# zsh takes bash's completions with bashcompinit.
+# bashcompinit lets zsh use bash's completions.
 _SCRIPT = """{prelude}_megatron() {{
     local words
     case "${{COMP_WORDS[1]}}" in
@@ -36,7 +36,7 @@ complete -o filenames -F _megatron megatron"""
 
 
 def print_completion(words: Sequence[str], commands: Mapping[str, str]) -> int:
-    """Print the script for the shell that the one word names and return the exit status: 2 for any other word."""
+    """Print the script for the given shell and return the exit status: 2 for an unknown shell."""
     if len(words) != 1 or words[0] not in _SHELLS:
         print(f"usage: megatron --print-completion {'|'.join(_SHELLS)}", file=sys.stderr)
         return 2
@@ -47,9 +47,9 @@ def print_completion(words: Sequence[str], commands: Mapping[str, str]) -> int:
 
 
 def _flags(place: str) -> list[str]:
-    """Return the flags that a command's file declares, which is read and not imported, and those that it shares.
+    """Return the flags of a command: those in its file, and those that shared functions add.
 
-    Training has all of a run's.
+    The command's file is parsed, not imported. ``train`` has all flags of a run.
     """
     tree = ast.parse((_FOLDER / (place.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
@@ -74,7 +74,7 @@ def _deprecated(tree: ast.Module) -> Iterator[str]:
 
 @functools.cache
 def _shared_flags(module: str, name: str) -> frozenset[str]:
-    """Return the flags that a function which commands share adds to a parser."""
+    """Return the flags that a shared ``add_…`` function adds to a parser."""
     add: Callable[..., object] = getattr(importlib.import_module(module), name)
     parser = SpellingParser(add_help=False)
     others = list(inspect.signature(add).parameters.values())[1:]

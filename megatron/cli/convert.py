@@ -25,9 +25,9 @@ NO_EFFECT: dict[str, tuple[bool, str]] = {
     "--use-mcore-models": (False, "there is one model"),
     "--sequential-save": (False, "tensors are always written one by one"),
 }
-"""Flags of Megatron's converter: whether a value follows, and why they have no effect."""
+"""Flags of Megatron-LM's converter that have no effect: whether the flag takes a value, and why it has no effect."""
 SINGLE_ONLY = ("--target-expert-tensor-parallel-size",)
-"""Flags of Megatron's converter whose only value here is 1."""
+"""Flags of Megatron-LM's converter that accept only the value 1."""
 
 TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
@@ -37,9 +37,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="convert.py",
         description=__doc__,
-        epilog="Names: megatron is the native format, torch or torch_dist, whichever is found (as a saver: the format "
-        "that --loader megatron found, else native); core, mcore and legacy are torch, llama_mistral is hf. "
-        "See docs/converting.md.",
+        epilog="Format names: --loader megatron detects native, torch or torch_dist. --saver megatron writes the "
+        "format that --loader megatron detected, otherwise native. core, mcore and legacy are aliases of torch, "
+        "llama_mistral is an alias of hf. See docs/converting.md.",
         allow_abbrev=False,
     )
     parser.add_argument("--model-type", choices=("GPT",), default="GPT", help="kind of model (GPT)")
@@ -47,70 +47,70 @@ def build_parser() -> Parser:
     parser.add_argument("--loader", default="megatron", metavar="NAME", help=f"format to read: {names} (megatron)")
     parser.add_argument("--saver", default="megatron", metavar="NAME", help=f"format to write: {names} (megatron)")
     parser.add_argument("--load-dir", required=True, type=stored_folder, metavar="DIR", help="folder of the checkpoint")
-    parser.add_argument("--save-dir", required=True, type=local_folder, metavar="DIR", help="folder for the result")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the newest)")
-    layout = parser.add_argument_group("layout of the result (as the checkpoint's)")
+    parser.add_argument("--save-dir", required=True, type=local_folder, metavar="DIR", help="folder to write")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the latest)")
+    layout = parser.add_argument_group("layout of the result (by default the layout of the checkpoint)")
     layout.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="tensor-parallel size")
     layout.add_argument("--target-pipeline-parallel-size", type=int, metavar="N", help="number of pipeline stages")
+    layout.add_argument("--target-expert-parallel-size", type=int, metavar="N", help="expert-parallel size")
     layout.add_argument(
-        "--target-expert-parallel-size", type=int, metavar="N", help="number of ranks that hold different experts"
+        "--target-num-layers-per-virtual-pipeline-stage", type=int, metavar="N", help="layers per virtual stage"
     )
     layout.add_argument(
-        "--target-num-layers-per-virtual-pipeline-stage", type=int, metavar="N", help="layers in one virtual stage"
-    )
-    layout.add_argument(
-        "--make-vocab-size-divisible-by", type=int, metavar="N", help="rows of the embedding are a multiple of N x TP"
+        "--make-vocab-size-divisible-by", type=int, metavar="N", help="pad the vocabulary to a multiple of N x TP"
     )
     content = parser.add_argument_group("content of the result")
-    content.add_argument("--no-save-optim", action="store_true", help="leave the optimizer's state out")
+    content.add_argument("--no-save-optim", action="store_true", help="do not write the optimizer state")
     content.add_argument(
-        "--ema", action="store_true", help="write the average of the weights (--ema-decay) in their place"
+        "--ema", action="store_true", help="write the EMA of the weights (--ema-decay) instead of the weights"
     )
-    content.add_argument(
-        "--merge-lora", action="store_true", help="make low-rank adapters part of the weights that they adapt"
-    )
+    content.add_argument("--merge-lora", action="store_true", help="merge LoRA adapters into the base weights")
     content.add_argument(
         "--base-model",
         type=local_folder,
         metavar="DIR",
-        help="model of peft adapters (the one that they name)",
+        help="base model of peft adapters (the one that adapter_config.json names)",
     )
     dtype = content.add_mutually_exclusive_group()
-    dtype.add_argument("--bf16", action="store_true", help="convert the weights to bfloat16 (without optimizer)")
-    dtype.add_argument("--fp16", action="store_true", help="convert the weights to float16 (without optimizer)")
+    dtype.add_argument(
+        "--bf16", action="store_true", help="convert the weights to bfloat16 and drop the optimizer state"
+    )
+    dtype.add_argument(
+        "--fp16", action="store_true", help="convert the weights to float16 and drop the optimizer state"
+    )
     content.add_argument(
         "--true-vocab-size",
         type=int,
         metavar="N",
-        help="rows of the vocabulary that are no padding, in Megatron's files",
+        help="vocabulary size without padding rows, for a Megatron-LM checkpoint",
     )
-    content.add_argument("--tokenizer-type", metavar="TYPE", help="kind of tokenizer to record (the checkpoint's own)")
-    content.add_argument("--tokenizer-model", metavar="PATH", help="its model file, or folder with tokenizer.json")
-    content.add_argument("--vocab-file", metavar="FILE", help="its vocabulary (GPT2BPETokenizer)")
-    content.add_argument("--merge-file", metavar="FILE", help="its byte-pair merges (GPT2BPETokenizer)")
+    content.add_argument("--tokenizer-type", metavar="TYPE", help="tokenizer to record (the checkpoint's own)")
+    content.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
+    content.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
+    content.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
     add_told_settings(parser)
-    check = parser.add_argument_group("check of the result")
+    check = parser.add_argument_group("verification")
     check.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="read every tensor of the result again and compare it bit by bit, and the logits where one side is "
-        "Hugging Face's (on)",
+        help="read the result back, compare every tensor bitwise and, if one side is Hugging Face, compare the logits "
+        "(on)",
     )
     check.add_argument(
         "--test-logits",
         action="store_true",
-        help="also run the Hugging Face side in the transformers package and compare its logits; takes the memory of "
-        "the whole model in float32",
+        help="also compare the logits with those of the transformers package; needs host memory for the whole model in "
+        "float32",
     )
     parser.add_argument("--checkpoint-type", choices=("hf", "meta"), help=argparse.SUPPRESS)
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionRequest, list[str]]:
-    """Return what the command line asks for, and a line for each flag of Megatron's converter without effect.
+    """Return the conversion request, and a line for each Megatron-LM converter flag that has no effect.
 
-    A wrong command line ends the program with status 2 and one line.
+    A wrong command line prints one line and exits with status 2.
     """
     parser = build_parser()
     for name, (has_value, _) in NO_EFFECT.items():
@@ -187,9 +187,9 @@ def _field(flag: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     request, notes = parse_arguments(argv)
-    # A wrong flag is answered before torch is imported.
+    # Imported late, so that a wrong flag is reported before torch is imported.
     from megatron.checkpoint import convert
 
     for note in notes:

@@ -2,7 +2,7 @@
 
 megatron dashboard checkpoints
 
-The page is for this machine and who knows the token in the address that is printed.
+The server listens on localhost by default, and the page requires the token in the printed address.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder with the --save folders of runs")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (any that is free)")
-    parser.add_argument("--token", default="", help="what the address must hold (made anew at every start)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this host only)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (a free port)")
+    parser.add_argument("--token", default="", help="access token in the address (a new random token at every start)")
     return parser
 
 

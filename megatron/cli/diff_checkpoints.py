@@ -7,20 +7,20 @@ from __future__ import annotations
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, stored_folder, told_settings
 
     parser = Parser(prog="diff.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("first", type=stored_folder, metavar="A", help="a run's folder, an iteration's, or a model's")
-    parser.add_argument("second", type=stored_folder, metavar="B", help="another")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of both (the newest of each)")
-    parser.add_argument("--weights-only", action="store_true", help="compare neither optimizer state nor progress")
+    parser.add_argument("first", type=stored_folder, metavar="A", help="folder of a run, an iteration or a model")
+    parser.add_argument("second", type=stored_folder, metavar="B", help="folder to compare with")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of both (the latest of each)")
+    parser.add_argument("--weights-only", action="store_true", help="ignore optimizer state and training progress")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=0.0,
         metavar="R",
-        help="largest difference, relative to the tensor's largest value, that counts as equal (0: every bit)",
+        help="largest difference that counts as equal, relative to the tensor's largest value (0: bitwise)",
     )
     add_told_settings(parser)
     arguments = parser.parse_args(argv)
@@ -31,5 +31,5 @@ def main(argv: list[str] | None = None) -> int:
 
     is_equal: list[bool] = []
     if exit_status_of(lambda: is_equal.append(diff_checkpoints(**vars(arguments), told=told))) != 0:
-        return 2  # 1 means that they differ, which a file that cannot be read does not show.
+        return 2  # not 1, which means that the checkpoints differ
     return 0 if all(is_equal) else 1

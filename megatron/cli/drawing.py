@@ -1,4 +1,4 @@
-"""What commands that print or draw share: the flags of where and how, and a chart with a row of bars for each rank."""
+"""Output flags (text, SVG, PNG) that commands share, and a bar chart with one row per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Color = str | tuple[float, float, float]
 
 @dataclass(frozen=True)
 class BarRow:
-    """Hold a row of a chart: (start, length) of each bar in seconds, and its color."""
+    """Row of a chart: (start, length) of each bar in seconds, and its color."""
 
     label: str
     bars: Sequence[tuple[float, float]]
@@ -26,12 +26,12 @@ class BarRow:
 
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--output`` and ``--format``."""
-    parser.add_argument("--output", type=Path, metavar="FILE", help="Write here instead of standard output.")
-    parser.add_argument("--format", choices=FORMATS, help="By default what the output's suffix says, else text.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (standard output)")
+    parser.add_argument("--format", choices=FORMATS, help="output format (from the suffix of --output, otherwise text)")
 
 
 def chosen_format(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
-    """Return the format that is asked for, by name or by the output's suffix; a PNG without a file ends the program."""
+    """Return the output format, from --format or the suffix of --output; exit for a PNG without an output file."""
     output: Path | None = arguments.output
     suffix = "" if output is None else output.suffix.removeprefix(".")
     form: str = arguments.format or (suffix if suffix in FORMATS else "text")
@@ -41,7 +41,7 @@ def chosen_format(parser: argparse.ArgumentParser, arguments: argparse.Namespace
 
 
 def put_text(text: str, output: Path | None) -> None:
-    """Write text to a file, or to standard output where none is named."""
+    """Write text to a file, or to standard output if ``output`` is None."""
     if output is None:
         sys.stdout.write(text)
     else:
@@ -49,7 +49,7 @@ def put_text(text: str, output: Path | None) -> None:
 
 
 def write_png(path: Path, rows: Sequence[BarRow], title: str, *, width: int, begin: float | None = None) -> None:
-    """Draw rows of bars from the top down, ``width`` pixels wide, from ``begin`` to 0 where it is given.
+    """Draw rows of bars from the top down, ``width`` pixels wide; the x axis goes from ``begin``, if given, to 0.
 
     Raises:
         ConfigurationError: matplotlib is not installed.

@@ -1,8 +1,7 @@
 """Evaluate a model on lm-evaluation-harness tasks, or compute the perplexity of texts.
 
-Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
-that the checkpoint was written at. Tasks are those that the package lm-eval knows (the extra eval) and those of files
-of yours:
+Run with plain python for one process, or under torchrun at any tensor- and pipeline-parallel size: a checkpoint of any
+layout is resharded. Tasks are those of the package lm-eval (the extra eval) and of your own task files:
 
     megatron evaluate --load checkpoints --tasks my_task --include-path tasks
     megatron evaluate --load checkpoints --text held_out.jsonl
@@ -37,26 +36,28 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="tasks by name or file; commas may stand between")
-    parser.add_argument("--text", nargs="+", metavar="FILE", help=".jsonl with a document a line, or files of one each")
-    parser.add_argument("--output", metavar="FILE", help="file of JSON: of tasks one object, of texts one a document")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="texts that run together (16)")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="task names or files, separated by spaces or commas")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens that the model looks at at once (those it was made for)"
+        "--text", nargs="+", metavar="FILE", help=".jsonl files (one document per line) or text files (one document)"
     )
+    parser.add_argument(
+        "--output", metavar="FILE", help="JSON file for the results; with --text, one object per document"
+    )
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="sequences per batch (16)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="context length in tokens (the model's own)")
     tasks = parser.add_argument_group("tasks")
-    tasks.add_argument("--include-path", metavar="DIR", help="folder with task files (.yaml) of yours")
-    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="solved examples before each question (the task's)")
-    tasks.add_argument("--limit", type=int, metavar="N", help="ask the first N questions of each task only")
-    tasks.add_argument("--log-samples", action="store_true", help="write each question and answer into --output")
+    tasks.add_argument("--include-path", metavar="DIR", help="folder with your own task files (.yaml)")
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="few-shot examples per question (the task's own)")
+    tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task")
+    tasks.add_argument("--log-samples", action="store_true", help="write each question and answer to --output")
     tasks.add_argument(
         "--apply-chat-template",
         action="store_true",
-        help="write questions as conversations, by the tokenizer's template",
+        help="format questions with the tokenizer's chat template",
     )
-    tasks.add_argument("--seed", type=int, metavar="N", help="seed of answers that are drawn (1234)")
+    tasks.add_argument("--seed", type=int, metavar="N", help="sampling seed (1234)")
     texts = parser.add_argument_group("texts")
-    texts.add_argument("--json-key", metavar="KEY", help="where a line's text is (text)")
+    texts.add_argument("--json-key", metavar="KEY", help="JSON key of the text in .jsonl files (text)")
     add_model_flags(parser)
     return parser
 
@@ -65,7 +66,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: a value is invalid.
     """
     problems = []
     if arguments.tasks is not None:
@@ -99,10 +100,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def most_tokens(asked: int | None, checkpoint: Checkpoint) -> int:
-    """Return how many tokens the model looks at at once.
+    """Return the context length in tokens.
 
     Raises:
-        ConfigurationError: more are asked for than the model has learned positions.
+        ConfigurationError: ``asked`` exceeds the number of learned position embeddings.
     """
     config = checkpoint.config
     has_limit = config.position_embedding_type == "learned_absolute"
@@ -115,10 +116,10 @@ def most_tokens(asked: int | None, checkpoint: Checkpoint) -> int:
 
 
 def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
-    """Measure and print.
+    """Evaluate and print the results.
 
     Raises:
-        InputError: a flag, a task, a text or the checkpoint cannot be used.
+        InputError: a flag, a task, a text or the checkpoint is invalid.
     """
     check_arguments(arguments)
     model = model_request(arguments)
@@ -210,5 +211,5 @@ def _write(path: str, lines: Sequence[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     return run_on_ranks(build_parser(), run, argv)

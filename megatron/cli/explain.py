@@ -2,8 +2,8 @@
 
 python tools/explain.py TRAINING-FLAGS --world-size 64 [--html page.html]
 
-The flags are those of pretrain_gpt.py, which does the same with --explain. No GPU, no data and no tokenizer are needed.
-Where the configuration is refused or too large, the cheapest changes that would make it run are named.
+The flags are those of pretrain_gpt.py, which does the same with --explain. No GPU, data or tokenizer is needed. If the
+configuration is invalid or does not fit in memory, the cheapest changes that would make it run are listed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron.planner import (
 
 
 def build_parser(world_size: int) -> Parser:
-    """Declare the flags beside those of a training."""
+    """Declare the flags that are not training flags."""
     parser = Parser(
         prog="explain.py",
         usage="%(prog)s TRAINING-FLAGS [--world-size N] [--gpu TYPE] [--implementation NAME] [--json] [--html FILE] "
@@ -51,19 +51,19 @@ def build_parser(world_size: int) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--world-size", "--gpus", type=int, default=world_size, metavar="N", help=f"ranks of the run ({world_size})"
+        "--world-size", "--gpus", type=int, default=world_size, metavar="N", help=f"number of ranks ({world_size})"
     )
     add_platform(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to this file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page to this file")
     parser.add_argument("--verify", action="store_true", help=HELP)
     return parser
 
 
 def main(argv: Sequence[str] | None = None, world_size: int = 1) -> int:
-    """Run the command line and return the exit status: 2 for flags that cannot be used.
+    """Run the command line and return the exit status: 2 for invalid flags.
 
-    ``world_size`` is that of the launcher, for which a run is explained unless --world-size is given.
+    ``world_size`` is the launcher's world size, the default of --world-size.
     """
     arguments, training_flags = build_parser(world_size).parse_known_args(argv)
     words = [word for word in training_flags if word != "--explain"]
@@ -74,7 +74,7 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     """Print the explanation.
 
     Raises:
-        ConfigurationError: the flags are wrong, or a file cannot be written.
+        ConfigurationError: the flags are invalid, or a file cannot be written.
     """
     check_world_size("--world-size", arguments.world_size)
     gpu = find_platform(arguments.gpu)

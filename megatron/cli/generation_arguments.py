@@ -17,7 +17,7 @@ TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_mode
 
 
 class Parser(SpellingParser):
-    """Report wrong usage in one line, once for all processes."""
+    """Argument parser that reports wrong usage in one line, on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
@@ -30,42 +30,42 @@ class Parser(SpellingParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Declare where the model comes from, which may be ``required``, and how it is sharded."""
+    """Declare the flags of the model's source, which may be ``required``, and of its parallel layout."""
     model = parser.add_mutually_exclusive_group(required=required)
     model.add_argument(
         "--load",
         metavar="DIR",
-        help="folder that a run saved its checkpoints to, natively or in a format of Megatron's",
+        help="checkpoint folder (--save of a run), in the native or a Megatron-LM format",
     )
     model.add_argument("--load-hf", metavar="DIR", help="Hugging Face model folder")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest)")
-    cut = parser.add_argument_group("layout: as many processes as tensor x pipeline, started by torchrun")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the latest)")
+    cut = parser.add_argument_group("parallel layout (torchrun must start TP x PP processes)")
     cut.add_argument(
         "--tensor-model-parallel-size",
         type=int,
         metavar="N",
-        help="processes over which each layer is sharded (all that the pipeline leaves)",
+        help="tensor-parallel size (world size / pipeline-parallel size)",
     )
     cut.add_argument(
         "--pipeline-model-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="stages over which the layers are spread (1)",
+        help="number of pipeline stages (1)",
     )
     cut.add_argument(
         "--expert-model-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="how many of a layer's tensor-parallel processes hold different experts; the others cut them (1)",
+        help="expert-parallel size within the tensor-parallel ranks; the remaining factor shards each expert (1)",
     )
-    add_tokenizer_source(parser, None, "tokenizer, in place of the checkpoint's own")
+    add_tokenizer_source(parser, None, "tokenizer (by default the checkpoint's own)")
     add_told_settings(parser)
 
 
 def model_request(arguments: argparse.Namespace) -> ModelRequest:
-    """Return which model the flags of `add_model_flags` ask for."""
+    """Build the model request from the flags of `add_model_flags`."""
     return ModelRequest(
         folder=arguments.load if arguments.load_hf is None else arguments.load_hf,
         is_hugging_face=arguments.load_hf is not None,
@@ -85,7 +85,7 @@ def run_on_ranks(
 ) -> int:
     """Run a command's work on this rank and return its exit status.
 
-    Input that cannot be used is reported in one line, by rank 0; the status is then 2.
+    Rank 0 reports invalid input in one line; the status is then 2.
     """
     arguments = parser.parse_args(argv)
     launch = launch_environment_or_exit()
@@ -97,31 +97,31 @@ def run_on_ranks(
 
 
 def add_server_flags(parser: SpellingParser, port: int) -> None:
-    """Declare where a server listens, by default at ``port``, and what it takes."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine only)")
+    """Declare the flags of a server: its address, by default ``port``, and its limits."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this host only)")
     parser.add_argument(
-        "--port", type=int, default=port, metavar="N", help=f"port to listen at ({port}); 0: a free one"
+        "--port", type=int, default=port, metavar="N", help=f"port to listen on ({port}); 0: a free port"
     )
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of requests that bring none (1234)")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of requests without a seed (1234)")
     parser.add_argument(
         "--max-tokens-to-oom",
         type=int,
         default=12000,
         metavar="N",
-        help="most prompts that run together x (longest prompt + tokens to generate); larger requests are refused "
+        help="limit of concurrent prompts x (longest prompt + tokens to generate); larger requests are rejected "
         "(12000)",
     )
     parser.add_argument(
         "--hang-timeout-seconds",
         type=int,
         metavar="N",
-        help="report a process that holds up the others for this long, and end all (60; 0: never)",
+        help="report a rank that blocks the others for this long, and end all ranks (60; 0: never)",
     )
     parser.add_deprecated_flag("--hang-report-seconds", "--hang-timeout-seconds")
 
 
 def server_problems(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield what is wrong with the values of these flags, one line each."""
+    """Yield one line for each invalid value of the server's flags."""
     if not 0 <= arguments.port < 2**16:
         yield f"--port {arguments.port} is not between 0 and {2**16 - 1}"
     if arguments.seed < 0:
@@ -133,7 +133,7 @@ def server_problems(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 class ShutdownSignal:
-    """Note SIGTERM and SIGINT. Before ``serving`` is set they end the program at once, with status 0."""
+    """Handler of SIGTERM and SIGINT, which sets ``asked``; until ``serving`` is set, it exits at once with status 0."""
 
     def __init__(self) -> None:
         self.asked = False

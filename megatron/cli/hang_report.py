@@ -21,21 +21,21 @@ LINE_WIDTH = 200
 
 
 def build_parser() -> Parser:
-    """Return the parser of this tool."""
+    """Build the command's parser."""
     parser = Parser(prog="megatron hang-report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("report", type=Path, help="A hang-*.json of a run's --save folder.")
-    parser.add_argument("--last", type=int, default=8, metavar="N", help="Communications of each rank in the text (8).")
+    parser.add_argument("report", type=Path, help="hang-*.json file in a run's --save folder")
+    parser.add_argument("--last", type=int, default=8, metavar="N", help="communications per rank in the text (8)")
     add_drawing_arguments(parser)
     return parser
 
 
 def latest(answer: Mapping[str, Any]) -> list[Communication]:
-    """Return the last communications of a rank, the oldest first."""
+    """Return the last communications of a rank, oldest first."""
     return [Communication(**item) for item in answer.get("latest", ())]
 
 
 def to_text(report: HangReport, count: int) -> str:
-    """Return the report with the last communications of every rank that answered, the culprits last."""
+    """Format the report with the last communications of every rank that answered, and the root causes at the end."""
     lines = [f"{report.time}, limit {report.limit_s:g} s", *report.table()]
     for rank, answer in sorted(report.answers.items()):
         lines.append(f"rank {rank}, last communications:")
@@ -46,7 +46,7 @@ def to_text(report: HangReport, count: int) -> str:
 
 
 def spans(report: HangReport) -> dict[int, list[tuple[float, float, Communication]]]:
-    """Return each rank's communications as (start, end) in seconds before its answer, both negative or zero."""
+    """Return each rank's communications with their start and end, in seconds relative to the rank's answer (<= 0)."""
     return {
         rank: [
             (-item.age_s, 0.0 if item.seconds is None else item.seconds - item.age_s, item) for item in latest(answer)
@@ -56,13 +56,13 @@ def spans(report: HangReport) -> dict[int, list[tuple[float, float, Communicatio
 
 
 def first_moment(rows: Mapping[int, Sequence[tuple[float, float, Communication]]]) -> float:
-    """Return where the drawing begins: a little before the newest communication of the rank that waits longest."""
+    """Return the start time of the plot, slightly before the last communication of the rank that waits longest."""
     newest = [row[-1][0] for row in rows.values() if row]
     return 1.2 * min(newest, default=-1.0) - 0.001
 
 
 def to_svg(report: HangReport) -> str:
-    """Return a drawing: a row for each rank, its communications over time, those not over up to the right edge."""
+    """Draw one row per rank with its communications over time; unfinished communications reach the right edge."""
     rows = spans(report)
     begin = first_moment(rows)
     scale = (WIDTH - LABEL_WIDTH - MARGIN) / -begin
@@ -99,7 +99,7 @@ def to_svg(report: HangReport) -> str:
 
 
 def bar_rows(report: HangReport) -> tuple[list[BarRow], float]:
-    """Return a row of bars for each rank, what is not over in another color, and when the first one begins."""
+    """Return one row of bars per rank, with unfinished communications in another color, and the start time."""
     rows = spans(report)
     begin = first_moment(rows)
     result = []
@@ -112,7 +112,7 @@ def bar_rows(report: HangReport) -> tuple[list[BarRow], float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print or draw what the command line asks for and return the exit status."""
+    """Print or plot a hang report and return the exit status."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     output: Path | None = arguments.output

@@ -2,8 +2,8 @@
 
 python tools/inspect_batch.py --load checkpoints --step 1000
 
-The run is the one whose checkpoints are in the folder; the step may be done or still to come. The hash of the samples
-is compared with the one in the run's metrics file.
+The folder holds the checkpoints of the run. The step may be in the past or in the future. The hash of the samples is
+compared with the hash in the run's metrics file.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--load", type=stored_folder, required=True, metavar="DIR", help="folder of the run's checkpoints"
-    )
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="step (iteration) to show, from 1 on")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to go by (the first after the step)")
+    parser.add_argument("--load", type=stored_folder, required=True, metavar="DIR", help="checkpoint folder of the run")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step (iteration) to show, counted from 1")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to use (the first after the step)")
     parser.add_argument("--metrics-jsonl", type=Path, metavar="FILE", help="metrics of the run (DIR/metrics.jsonl)")
-    parser.add_argument("--max-samples", type=int, metavar="N", help="show no more samples than these (all)")
+    parser.add_argument("--max-samples", type=int, metavar="N", help="maximum number of samples to show (all)")
     parser.add_argument(
-        "--width", type=int, default=_SHOWN_CHARACTERS, metavar="N", help="characters of each text; 0 for all (300)"
+        "--width", type=int, default=_SHOWN_CHARACTERS, metavar="N", help="characters per text, 0 for all (300)"
     )
-    parser.add_argument("--tokens", action="store_true", help="show the token ids too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for the step, then one a sample")
+    parser.add_argument("--tokens", action="store_true", help="also show the token ids")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for the step, then one per sample")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 where the samples are not those of the metrics file."""
+    """Run the command and return its exit status: 1 if the samples differ from the metrics file."""
     return exit_status_of(functools.partial(inspect_batch, build_parser().parse_args(argv)))
 
 
@@ -56,7 +54,7 @@ def inspect_batch(arguments: argparse.Namespace) -> None:
     """Print the samples of one step.
 
     Raises:
-        TrainingError: the samples are not those that the metrics file has.
+        TrainingError: the hash of the samples differs from the hash in the metrics file.
     """
     position = find_step(arguments.load, arguments.step, arguments.ckpt_step, arguments.metrics_jsonl)
     tokenizer = _tokenizer_of(position)
@@ -96,7 +94,7 @@ def _describe_comparison(position: StepPosition, sample_hash: str) -> str:
 
 
 def _tokenizer_of(position: StepPosition) -> Tokenizer:
-    """Return the tokenizer that the checkpoint records; without one, token ids stand for the text."""
+    """Load the tokenizer that the checkpoint records; if there is none, token ids are shown instead of text."""
     try:
         return load_recorded_tokenizer(position.run.folder)
     except TokenizerError as error:
@@ -123,7 +121,7 @@ def _describe(sample: Any, tokenizer: Tokenizer, with_tokens: bool) -> dict[str,
 
 
 def _describe_pieces(sample: Any, ids: list[int], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Yield each stretch of one document, with its text; all of the sample where no file is behind it."""
+    """Yield each document's piece of the sample, with its text; one piece without a file for mock data."""
     if not sample.place.pieces:
         yield {"text": tokenizer.detokenize(ids)}
         return

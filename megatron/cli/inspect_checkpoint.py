@@ -4,17 +4,15 @@ from __future__ import annotations
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, stored_folder, told_settings
 
     parser = Parser(prog="inspect.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "directory", type=stored_folder, metavar="DIR", help="a run's folder, an iteration's, or a model's"
-    )
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to list (the newest)")
-    parser.add_argument("--config", action="store_true", help="print the whole configuration, not the model's alone")
-    parser.add_argument("--no-tensors", action="store_true", help="leave the list of tensors out")
-    parser.add_argument("--verify", action="store_true", help="read every tensor and compare its checksums")
+    parser.add_argument("directory", type=stored_folder, metavar="DIR", help="folder of a run, an iteration or a model")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to list (the latest)")
+    parser.add_argument("--config", action="store_true", help="print the whole configuration, not only the model's")
+    parser.add_argument("--no-tensors", action="store_true", help="do not list the tensors")
+    parser.add_argument("--verify", action="store_true", help="read every tensor and verify its checksums")
     add_told_settings(parser)
     arguments = parser.parse_args(argv)
     told = told_settings(arguments)

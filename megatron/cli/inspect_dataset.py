@@ -1,7 +1,7 @@
 """Print documents, lengths, tokens and samples of a data set, or verify it.
 
---verify reads everything: the index is checked against itself and against .bin, and, where PREFIX.checksums.json is
-beside the data set, every block of both files against its checksum. Each damaged block is named.
+--verify reads all files. It checks that the index is consistent with itself and with .bin and, if
+PREFIX.checksums.json exists, that every block of both files matches its checksum. It reports each damaged block.
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="inspect_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data set, without .bin or .idx")
-    parser.add_argument("--verify", action="store_true", help="verify the files and print nothing else")
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="path of a data set, without .bin or .idx")
+    parser.add_argument("--verify", action="store_true", help="only verify the files")
     parser.add_argument(
-        "--write-checksums", action="store_true", help="write PREFIX.checksums.json for the present content"
+        "--write-checksums", action="store_true", help="write PREFIX.checksums.json for the current content"
     )
     parser.add_argument("--index-only", action="store_true", help="do not read .bin: no token statistics")
-    parser.add_argument("--top-tokens", type=int, default=10, metavar="N", help="most frequent tokens to list (10)")
-    parser.add_argument("--samples", type=int, default=0, metavar="N", help="print N documents, drawn by --seed (0)")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="which documents are drawn (1234)")
+    parser.add_argument(
+        "--top-tokens", type=int, default=10, metavar="N", help="number of most frequent tokens to list (10)"
+    )
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help="print N random documents (0)")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of --samples (1234)")
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="I", help="print these documents")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of each to print (128)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the statistics as JSON, too")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to print per document (128)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the statistics to this JSON file")
     add_tokenizer_arguments(parser, None)
     return parser
 
@@ -69,7 +71,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming every invalid value.
+        ConfigurationError: a value is invalid.
     """
     problems = [
         f"--{name.replace('_', '-')} {value} is negative"
@@ -85,10 +87,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def verify(prefixes: list[str], tokenizer: Tokenizer | None) -> None:
-    """Print every fault of every data set.
+    """Print every fault in every data set.
 
     Raises:
-        DataError: there is one, or a data set cannot be read.
+        DataError: a fault was found, or a data set cannot be read.
     """
     damaged = []
     for prefix in prefixes:
@@ -112,7 +114,7 @@ def verify(prefixes: list[str], tokenizer: Tokenizer | None) -> None:
 
 
 def _bar(verb: str, prefix: str, suffixes: tuple[str, ...]) -> CountedBar:
-    """Return a bar of the bytes of a data set's files that are to be read; of one that is missing none."""
+    """Return a progress bar over the bytes of a data set's files; a missing file counts as empty."""
     paths = [Path(f"{prefix}{suffix}") for suffix in suffixes]
     return CountedBar(f"{verb} {Path(prefix).name}", sum(path.stat().st_size for path in paths if path.is_file()))
 
@@ -145,7 +147,7 @@ def print_lengths(dataset: IndexedDataset, statistics: LengthStatistics) -> None
 def print_tokens(
     dataset: IndexedDataset, statistics: TokenStatistics, top_tokens: int, tokenizer: Tokenizer | None
 ) -> None:
-    """Print how many ids there are, which are frequent, and how documents end."""
+    """Print the number of distinct ids, the most frequent ids, and the token at the end of documents."""
     used = np.flatnonzero(statistics.counts)
     if len(used):
         print(f"  token ids  {len(used):,} different ones, {used[0]:,} to {used[-1]:,}", end="")
@@ -164,17 +166,17 @@ def print_tokens(
 
 
 def spelled(token: int, tokenizer: Tokenizer | None) -> str:
-    """Return the text of a token in quotes, after a space, where it is known."""
+    """Return a space and the quoted text of a token, or an empty string if the tokenizer does not have the token."""
     if tokenizer is None or not 0 <= token < tokenizer.vocab_size:
         return ""
     return f" {json.dumps(tokenizer.detokenize([token]), ensure_ascii=False)}"
 
 
 def choose_documents(dataset: IndexedDataset, documents: list[int], samples: int, seed: int) -> list[int]:
-    """List the documents to print: those named, then those drawn, in rising order.
+    """List the documents to print: ``documents``, then the randomly drawn ones in ascending order.
 
     Raises:
-        DataError: one that is named is not there.
+        DataError: one of ``documents`` does not exist.
     """
     for number in documents:
         if not 0 <= number < dataset.num_documents:
@@ -186,7 +188,7 @@ def choose_documents(dataset: IndexedDataset, documents: list[int], samples: int
 
 
 def print_document(dataset: IndexedDataset, number: int, max_tokens: int, tokenizer: Tokenizer | None) -> None:
-    """Print the beginning of a document as text, or as ids where no tokenizer is given."""
+    """Print the beginning of a document as text, or as ids if there is no tokenizer."""
     first, last = (int(index) for index in dataset.document_indices[number : number + 2])
     ids: list[int] = []
     for sequence in range(first, last):
@@ -207,7 +209,7 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
     """Print one data set and return its statistics as JSON values.
 
     Raises:
-        DataError: it is damaged or not there.
+        DataError: the data set is damaged or missing.
     """
     dataset = intact_dataset(prefix)
     lengths = describe_lengths(document_lengths(dataset))
@@ -235,10 +237,10 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Inspect, verify or write checksums, as the flags ask.
+    """Inspect the data sets, verify them or write their checksums, depending on the flags.
 
     Raises:
-        InputError: they, the tokenizer or a data set cannot be used, or a data set is damaged.
+        InputError: the flags, the tokenizer or a data set is invalid, or a data set is damaged.
     """
     check_arguments(arguments)
     prefixes = [without_suffix(prefix) for prefix in arguments.prefixes]
@@ -262,7 +264,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.tokenizer_type is None:

@@ -1,7 +1,7 @@
 """Merge the data sets (.bin and .idx files) of a folder into one.
 
-With --eod-id, make a data set of the token files of nanoGPT or llm.c (.bin), OLMo (.npy) or litdata: their tokens are
-one stream, and a document ends behind each token of that id.
+With --eod-id, the inputs are the token files of nanoGPT or llm.c (.bin), OLMo (.npy) or litdata. Their tokens form one
+stream, and a document ends after each token with that id.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megatron.data import TokenShard, find_token_shards
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
-    """List the data sets of a folder by name, the output itself left out.
+    """List the data sets of a folder by name, without the output.
 
     Raises:
-        DataError: the folder is missing or holds none, or half of a data set.
+        DataError: the folder is missing, contains no data set, or contains a .bin or .idx file without the other.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; change --input")
@@ -63,7 +63,7 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
     """Open the data sets and check that they can be merged.
 
     Raises:
-        DataError: one cannot be read or is damaged, or they differ in dtype or in having modes.
+        DataError: a data set cannot be read or is damaged, or the data sets differ in dtype or in having modes.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     first = datasets[0]
@@ -74,7 +74,7 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
                 "sets can be merged only when their dtypes are equal: tokenize both with the same vocabulary"
             )
         dataset.verify_structure()
-    # Without sequences there is no telling whether there would be modes.
+    # Data sets without sequences fit either kind.
     filled = [dataset for dataset in datasets if len(dataset)]
     for dataset in filled:
         if (dataset.sequence_modes is None) != (filled[0].sequence_modes is None):
@@ -85,7 +85,7 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
 
 
 def copy_tokens(datasets: Sequence[IndexedDataset], target: Path) -> list[Block]:
-    """Write the tokens of all data sets, force them to disk, and return their checksums."""
+    """Write the tokens of all data sets, fsync the file, and return its checksums."""
     blocks = []
     num_documents = 0
     total = sum(bin_path(dataset.prefix).stat().st_size for dataset in datasets)
@@ -105,7 +105,7 @@ def copy_tokens(datasets: Sequence[IndexedDataset], target: Path) -> list[Block]
 
 
 def write_merged_index(datasets: Sequence[IndexedDataset], target: Path) -> None:
-    """Write the index of all data sets behind each other."""
+    """Write the index of the concatenated data sets."""
 
     def lengths() -> Iterator[NDArray[Any]]:
         for dataset in datasets:
@@ -129,10 +129,10 @@ def write_merged_index(datasets: Sequence[IndexedDataset], target: Path) -> None
 
 
 def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_checksums: bool = True) -> None:
-    """Write one data set that holds the documents of all of them.
+    """Write one data set with the documents of all data sets in a folder.
 
     Raises:
-        InputError: they cannot be read or do not fit together; nothing is left behind.
+        InputError: the data sets cannot be read or merged; no output remains.
     """
     datasets = open_all(find_prefixes(folder, output_prefix), multimodal)
     tokens, index = (Path(f"{output_prefix}.{suffix}.tmp-{os.getpid()}") for suffix in ("bin", "idx"))
@@ -152,10 +152,10 @@ def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_chec
 
 
 def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int, with_checksums: bool = True) -> None:
-    """Write the tokens of all shards as one data set, cut behind each end of a document.
+    """Write the tokens of all shards as one data set, split into documents after each end-of-document token.
 
     Raises:
-        InputError: they cannot be read or do not fit together; nothing is left behind.
+        InputError: the shards cannot be read or merged; no output remains.
     """
     first = shards[0]
     for shard in shards:
@@ -204,10 +204,10 @@ def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Merge data sets, or token files where there are any.
+    """Merge data sets or, with --eod-id, token files.
 
     Raises:
-        InputError: they cannot be read, or the output exists.
+        InputError: the input cannot be read, or the output exists.
     """
     prefix: Path = arguments.output_prefix
     existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
@@ -238,21 +238,27 @@ def run(arguments: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     """Declare the flags."""
     parser = Parser(prog="merge_datasets.py", description=__doc__)
-    parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs, or shards")
-    parser.add_argument("--eod-id", type=int, metavar="ID", help="the token that ends documents in other token files")
+    parser.add_argument(
+        "--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs or token files"
+    )
+    parser.add_argument(
+        "--eod-id", type=int, metavar="ID", help="id of the end-of-document token, for token files without .idx"
+    )
     parser.add_argument(
         "--token-dtype",
         choices=["uint16", "uint32", "int32", "int64"],
-        help="type of the tokens in files that do not say it (uint16)",
+        help="dtype of the tokens in files that do not record it (uint16)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a data set that exists under the prefix")
-    parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
-    parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
-    parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing data set with this prefix")
+    parser.add_argument(
+        "--output-prefix", required=True, type=Path, metavar="PREFIX", help="path of the output, without suffix"
+    )
+    parser.add_argument("--multimodal", action="store_true", help="require sequence modes in every data set")
+    parser.add_argument("--no-checksums", action="store_true", help="do not write PREFIX.checksums.json")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     arguments = build_parser().parse_args(argv)
     return exit_status_of(lambda: run(arguments))

@@ -2,20 +2,20 @@
 
 python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
 
-In place of a preset, or after it, any flags of pretrain_gpt.py describe the run; what they say of the layout, of
-recompute, sharding, precision and micro-batches is searched. Of the best layout the launch command is printed. With
+Flags of pretrain_gpt.py can replace or modify the preset. Flags for the layout, recomputation, sharding, precision and
+micro-batch size are ignored, since these settings are searched. The launch command of the best layout is printed. With
 --sensitivity the search is repeated with other GPU memory, sequence lengths, batch sizes and numbers of GPUs.
 
 python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
 
 python tools/plan.py --compare A.toml B.toml --gpus 64 [--gpu TYPE] [TRAINING-FLAGS]
 
-A.toml and B.toml are files for --config of pretrain_gpt.py. Training flags apply to each. A table shows their layouts,
-memory and time side by side, and the change.
+A.toml and B.toml are files for --config of pretrain_gpt.py. Training flags apply to each. A table compares their
+layouts, memory and time.
 
-RUNS.json holds one record a run, as benchmarks/planner/measured_runs.json does. Every record is predicted under the
-implementation and on the GPU type that it names, or those that are given here. The errors are printed by model.
-A record that is not of a training run is reported and left out; the exit status is then 1, or 2 if no record is left.
+RUNS.json contains one record per run, as benchmarks/planner/measured_runs.json does. Every run is predicted for the
+implementation and GPU type of its record, or for --implementation and --gpu. The errors are printed by model. A record
+that is not of a training run is reported and skipped; the exit status is then 1, or 2 if no record remains.
 """
 
 from __future__ import annotations
@@ -88,21 +88,21 @@ _OF_PLANS = (
     *("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify", "compare", "sensitivity"),
     "expert_imbalance",
 )
-"""Arguments that --evaluate has no use for."""
+"""Arguments that cannot be combined with --evaluate."""
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ITERATIONS = 1000
-"""Length of a run of which none is said."""
+"""Default length of a run."""
 _MOST_ITERATIONS = 10**9
-"""Iterations whose samples can be counted at any batch size."""
+"""Maximum number of iterations, at which the number of samples still fits in an integer for any batch size."""
 _OF_SEARCHES = ("precision", "train_tokens", "top", "json", "html", "verify", "sensitivity")
-"""Arguments that --compare has no use for."""
+"""Arguments that cannot be combined with --compare."""
 _PARSED_RANKS = 5
-"""How many of the best choices are tried as command lines until one is taken."""
+"""Maximum number of choices whose command lines are tried, best first, until one is valid."""
 
 
 @dataclass(frozen=True)
 class _Best:
-    """Hold the choice that is proposed, what its command line parses to, and what a dry run said of it."""
+    """Proposed choice, its command line, and the results of its dry run."""
 
     choice: Choice
     parsed: ParsedArguments
@@ -122,12 +122,16 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
-    parser.add_argument("--gpus", "--world-size", type=int, metavar="N", help="number of GPUs of the run")
-    parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="what products are computed in (both)")
-    parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole run, such as 300B: says its days")
-    parser.add_argument("--top", type=int, metavar="N", help="layouts that are printed (10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its fate to this file")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page on the best layout to this file")
+    parser.add_argument("--gpus", "--world-size", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="GEMM precision to search (both)")
+    parser.add_argument(
+        "--train-tokens", metavar="N", help="tokens of the whole run, such as 300B, to print its duration in days"
+    )
+    parser.add_argument("--top", type=int, metavar="N", help="number of layouts to print (10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its outcome to this file")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write an HTML page about the best layout to this file"
+    )
     parser.add_argument("--verify", action="store_true", default=None, help=HELP)
     parser.add_argument(
         "--sensitivity",
@@ -136,19 +140,19 @@ def build_parser() -> Parser:
         help="search again with other GPU memory, sequence lengths, batch sizes and numbers of GPUs (a minute or more)",
     )
     parser.add_argument(
-        "--compare", nargs="+", type=Path, metavar="FILE", help="compare configurations, each a file for --config"
+        "--compare", nargs="+", type=Path, metavar="FILE", help="compare configuration files (files for --config)"
     )
-    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
+    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the measured runs in this file")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions of --evaluate to this file")
     parser.add_argument(
         "--implementation",
         metavar="NAME",
-        help=f"one of {', '.join(IMPLEMENTATIONS)} ({NATIVE.name}; as each record says)",
+        help=f"one of {', '.join(IMPLEMENTATIONS)} ({NATIVE.name}; with --evaluate, the record's)",
     )
     parser.add_argument(
         "--gpu",
         metavar="TYPE",
-        help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb; as each record says)",
+        help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb; with --evaluate, the record's)",
     )
     parser.add_deprecated_value("--implementation", "ours", NATIVE.name)
     add_imbalance(parser)
@@ -156,7 +160,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for a file or flags that cannot be used."""
+    """Run the command line and return the exit status: 2 for an invalid file or flag."""
     parser = build_parser()
     arguments, training_flags = parser.parse_known_args(argv)
     if arguments.evaluate is None:
@@ -177,10 +181,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> None:
-    """Rank all layouts, and print the command of the best.
+    """Rank all layouts and print the launch command of the best.
 
     Raises:
-        ConfigurationError: the flags are wrong, no layout fits, or a file cannot be written.
+        ConfigurationError: the flags are invalid, no layout fits, or a file cannot be written.
     """
     if arguments.gpus is None:
         raise ConfigurationError("--gpus is missing; give the number of GPUs to plan for, or --evaluate RUNS.json")
@@ -201,7 +205,7 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     if not has_flag(training_flags, "--global-batch-size", "--step-batch-size-schedule"):
         raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
     words = _complete((*preset, *training_flags), tokens)
-    # The flags must be right for one rank: those of the layout, which are searched, are left out.
+    # Parsed for one rank, without the flags of the layout, which is searched.
     base = read_planned_run(_without_layout(words), 1)
     check_imbalance(arguments.expert_imbalance, base.config.model)
     config = dataclasses.replace(base.config, world_size=arguments.gpus)
@@ -269,7 +273,7 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
     """Print a table of the layouts, memory and times of several configurations.
 
     Raises:
-        ConfigurationError: there are fewer than two files, or the flags or a file are wrong.
+        ConfigurationError: there are fewer than two files, or the flags or a file are invalid.
     """
     files = arguments.compare
     if len(files) < 2:
@@ -300,12 +304,12 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
 
 
 def evaluate_file(arguments: argparse.Namespace) -> None:
-    """Predict the runs of a file, write the predictions and print the errors; records that are no runs are left out.
+    """Predict the measured runs in a file, write the predictions and print the errors; skip records of other kinds.
 
     Raises:
-        DataError: the file is not one of measured runs, or no record of it is of a training run.
-        ConfigurationError: a name is not known, or the predictions cannot be written.
-        MegatronError: predictions were written, and some records were left out.
+        DataError: the file does not contain measured runs, or none of its records is of a training run.
+        ConfigurationError: a name is unknown, or the predictions cannot be written.
+        MegatronError: predictions were written, and some records were skipped.
     """
     trace_in_this_process()
     implementation = None if arguments.implementation is None else find_implementation(arguments.implementation)
@@ -329,15 +333,15 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
 
 
 def _flags_of(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Return the flags among some that the command line has."""
+    """Return those flags of ``names`` that the command line contains."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
 
 
 def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:
-    """Return the words with what a run needs and planning does not: data, a learning rate, a length.
+    """Add the settings that a run requires and planning does not: data, learning rate and length.
 
     Raises:
-        ConfigurationError: the flags are wrong.
+        ConfigurationError: the flags are invalid.
     """
     added: list[str] = []
     if not any(word.split("=")[0].endswith(("data-path", "data-args-path", "--mock-data")) for word in words):
@@ -349,7 +353,7 @@ def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:
         return completed
     if tokens is None:
         return (*completed, "--train-iters", str(_ITERATIONS))
-    # An iteration is a token or more: until its size is known, the run has as many as it can have.
+    # The number of tokens is an upper bound of the iterations, used until the tokens per step are known.
     most = str(min(tokens, _MOST_ITERATIONS))
     config = read_planned_run(_without_layout((*completed, "--train-iters", most)), 1).config
     tokens_per_step = config.data.seq_length * config.training.global_batch_size
@@ -361,7 +365,7 @@ def _without_layout(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _leanest(words: Sequence[str], world_size: int) -> tuple[str, ...]:
-    """Return the words with the layout that keeps least on each of eight GPUs a machine."""
+    """Add the layout that needs the least memory per GPU on nodes of eight GPUs."""
     size = min(8, world_size)
     choice = Choice(
         tp=size,
@@ -380,10 +384,10 @@ def _leanest(words: Sequence[str], world_size: int) -> tuple[str, ...]:
 def _best(
     found: Search, words: Sequence[str], world_size: int, verify: Callable[[RunConfig], Sequence[VerifiedStage]] | None
 ) -> _Best | None:
-    """Return the fastest choice whose command line the training's own parser takes and whose dry run fits, or None.
+    """Return the fastest choice whose command line is valid and whose dry run fits in memory; None if nothing fits.
 
     Raises:
-        ConfigurationError: none of the first few is taken; why.
+        ConfigurationError: all of the first few choices are invalid, with the reasons.
     """
     problems: list[str] = []
     for each in found.ranked[:_PARSED_RANKS]:
@@ -401,10 +405,10 @@ def _best(
 
 
 def _number(text: str) -> int:
-    """Return a number of tokens, which may end in K, M, B or T.
+    """Parse a number of tokens, which may end in K, M, B or T.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the text is not a number of tokens.
     """
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text

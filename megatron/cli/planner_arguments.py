@@ -1,6 +1,6 @@
-"""Arguments of the planning commands: training flags for absent GPUs, the platform, and --verify.
+"""Arguments of the planning commands: training flags, GPU type and implementation, and --verify.
 
---verify tries the planned stages on a simulated GPU.
+--verify runs the planned pipeline stages on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MOST_RANKS = 1 << 17
 
 
 def add_platform(parser: SpellingParser) -> None:
-    """Declare where a run is planned, and what runs it."""
+    """Declare the flags for the GPU type and the implementation that are planned for."""
     parser.add_argument(
         "--gpu",
         default="h100-80gb",
         metavar="TYPE",
-        help=f"one of {', '.join(GPUS)}, or a file that tools/calibrate.py wrote (h100-80gb)",
+        help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb)",
     )
     parser.add_argument(
         "--implementation",
@@ -68,7 +68,7 @@ def add_imbalance(parser: argparse.ArgumentParser) -> None:
 
 
 def check_imbalance(imbalance: float | None, model: GPTConfig) -> None:
-    """Refuse an imbalance of experts that a model does not have.
+    """Reject --expert-imbalance for a model without experts.
 
     Raises:
         ConfigurationError: the model has no experts.
@@ -81,40 +81,39 @@ def check_imbalance(imbalance: float | None, model: GPTConfig) -> None:
 
 
 def read_planned_run(words: Sequence[str], world_size: int) -> ParsedArguments:
-    """Return a configuration with the size of its vocabulary; data, tokenizer and the length of the run may be missing.
+    """Parse training flags to a configuration with a known vocabulary size; data and tokenizer files may be missing.
 
     Raises:
-        ConfigurationError: the flags are wrong, or do not say the size of the vocabulary.
+        ConfigurationError: the flags are invalid, or do not determine the vocabulary size.
     """
     parsed = resolve_arguments(words, world_size, needs_files=False)
     return replace(parsed, config=with_known_vocabulary(parsed.config))
 
 
 def find_platform(name: str) -> Gpu:
-    """Return a GPU type by its name, or by a file of figures that tools/calibrate.py wrote.
+    """Find a GPU type by its name, or read it from a file of tools/calibrate.py.
 
     Raises:
-        ConfigurationError: no figures are known for it, or the file holds none.
+        ConfigurationError: the name is unknown, or the file does not contain the figures of a GPU.
     """
     return read_gpu(Path(name)) if name.endswith(".json") else find_gpu(name)
 
 
 def check_world_size(flag: str, size: int) -> None:
-    """Refuse a number of ranks that cannot be planned.
+    """Check a number of ranks.
 
     Raises:
-        ConfigurationError: it is below 1, or above what is planned in seconds.
+        ConfigurationError: the number is below 1 or above `MOST_RANKS`.
     """
     if not 1 <= size <= MOST_RANKS:
         raise ConfigurationError(f"{flag} {size} is not between 1 and {MOST_RANKS}; give the number of the run's GPUs")
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Refuse a file that a flag names and that could not be written, as far as that shows before.
+    """Check, without writing, that an output file can be written.
 
     Raises:
-        ConfigurationError: its folder is not there, or it is a folder itself, or one of both may not be written to or
-            looked at.
+        ConfigurationError: the folder is missing, the path is a folder, or a permission is missing.
     """
     folder = path.absolute().parent
     try:
@@ -132,10 +131,10 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Write a file that a flag names.
+    """Write the output file of a flag.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -143,17 +142,17 @@ def write_text(flag: str, path: Path, text: str) -> None:
         raise ConfigurationError(f"{flag} {path} cannot be written: {error.strerror}; give another file") from error
 
 
-HELP = "try the plan's stages on a simulated GPU, and compare (5 to 60 s each)"
+HELP = "run the planned stages on a simulated GPU and compare the memory (5 to 60 s each)"
 _MIB = 2**20
 
-# Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
+# Functions import torch, not the module: the library that replaces the CUDA driver must be loaded before torch.
 
 
 def prepare_to_verify(implementation: Implementation) -> None:
-    """Let this process pretend to have CUDA; torch must not be imported yet.
+    """Load the simulated CUDA driver; torch must not be imported yet.
 
     Raises:
-        ConfigurationError: the implementation is another program, or this machine cannot pretend to have CUDA.
+        ConfigurationError: the implementation is another program, or this host cannot simulate CUDA.
     """
     if implementation.name != NATIVE.name:
         raise ConfigurationError(
@@ -164,10 +163,10 @@ def prepare_to_verify(implementation: Implementation) -> None:
 
 
 def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
-    """Run the first, the last and the fullest stage dry; `prepare_to_verify` must have been called.
+    """Dry-run the first stage, the last stage and the stage with the most memory, after `prepare_to_verify`.
 
     Raises:
-        ConfigurationError: the dry run refuses the configuration.
+        ConfigurationError: the dry run rejects the configuration.
     """
     from megatron.planner import stages_to_verify, verify_stage
     from megatron.training import forward_step, provide_model
@@ -182,10 +181,10 @@ def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
 
 
 def verify_fitting_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
-    """Do what `verify_plan` does for a plan that is to fit.
+    """Verify a plan like `verify_plan`, and check that it fits in GPU memory.
 
     Raises:
-        ConfigurationError: the dry run refuses the configuration, or needs more memory than the GPU gives away.
+        ConfigurationError: the dry run rejects the configuration, or needs more memory than the GPU has.
     """
     verified = verify_plan(config, gpu)
     fullest = max(verified, key=lambda each: each.peak_bytes)
@@ -199,17 +198,17 @@ def verify_fitting_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
 
 
 def describe_verified(verified: Sequence[VerifiedStage]) -> Iterator[str]:
-    """Yield what was compared of each stage."""
+    """Yield the comparison of plan and dry run for each stage."""
     yield "verified by a dry run on a simulated GPU:"
     for each in verified:
         yield from each.lines()
 
 
 def check_agreement(verified: Sequence[VerifiedStage]) -> None:
-    """Fail where a dry run was not as planned.
+    """Check that all dry runs agree with the plan.
 
     Raises:
-        MegatronError: it was not, for some stage.
+        MegatronError: the dry run of a stage does not agree.
     """
     unlike = [str(each.stage) for each in verified if not each.agrees]
     if unlike:

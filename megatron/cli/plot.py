@@ -23,14 +23,18 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run's --save folder or its metrics file; several: compared"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="--save folder or metrics file of a run; several runs are compared",
     )
     parser.add_argument(
         "--output",
         type=Path,
         action="append",
         metavar="FILE",
-        help="a .html (plot.html in the first run's folder), or a .png, which needs matplotlib; may be repeated",
+        help="file to write, .html or .png (needs matplotlib); may be repeated (plot.html in the first run's folder)",
     )
     return parser
 
@@ -46,10 +50,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Write the pictures and say where they are.
+    """Write the plots and print their paths.
 
     Raises:
-        InputError: a run cannot be read, a file not be written, or matplotlib is missing.
+        InputError: a run cannot be read, a file cannot be written, or matplotlib is missing.
     """
     records = read_several(arguments.runs)
     outputs: list[Path] = arguments.output or [records[0].path.parent / "plot.html"]

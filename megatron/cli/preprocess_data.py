@@ -1,13 +1,13 @@
 """Tokenize text files into the .bin and .idx files that training reads.
 
-The output depends on the input, the tokenizer and the flags that say what a document is: it is the same bytes whatever
-the number of workers, in the order of the input. A document without tokens has no sequence (and gets no end-of-document
-token), but keeps its place among the documents, as in Megatron-LM. A key may hold a list of texts: a document of
-several sequences. With --sft each line is a conversation, which the chat template turns into text; PREFIX_sft_document
-then has PREFIX_sft_document_loss_mask beside it, whose tokens are 1 where an answer is and 0 elsewhere.
+The output is in the order of the input and is bitwise the same for any number of workers. A document without tokens has
+no sequence (and gets no end-of-document token), but is counted as a document, as in Megatron-LM. If the value of a key
+is a list of texts, the document has one sequence per text. With --sft each line is a conversation, which the chat
+template turns into text. In this case PREFIX_sft_document_loss_mask is also written: it contains 1 for each token of an
+answer and 0 for all others.
 
-Unfinished work is kept in the folder PREFIX.preprocessing: the same command, run again, goes on from there and ends
-with the same bytes.
+Unfinished work is kept in the folder PREFIX.preprocessing. The same command, run again, resumes from there and writes
+bitwise the same output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-# NumPy's threads would only be in the way of forking workers.
+# NumPy's threads are not needed and interfere with forking the workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.cli.arguments import Parser, add_tokenizer_arguments, exit_status_of, report_unused, tokenizer_of
@@ -57,15 +57,15 @@ from megatron.data import (
     work,
 )
 
-# What all workers together may hold with their slots, what each needs anyway and for one chunk more than it should, and
-# the least that it may grow by.
+# Memory of all workers together with their slots, base memory of one worker including a margin for one large chunk, and
+# the smallest allowed growth of one worker.
 WORKERS_MEMORY_BYTES = 640 << 20
 WORKER_BASE_BYTES = 100 << 20
 MIN_WORKER_GROWTH_BYTES = 16 << 20
 
 
 def build_parser() -> Parser:
-    """Declare Megatron's flags, and ours."""
+    """Declare Megatron-LM's flags and additional flags."""
     parser = Parser(
         prog="preprocess_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,15 +75,15 @@ def build_parser() -> Parser:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="files (.gz .zst .xz .bz2, too), folders, patterns such as 'data/*.jsonl', - for jsonl that is piped in",
+        help="files (may be .gz .zst .xz .bz2), folders, patterns such as 'data/*.jsonl', or - for jsonl on stdin",
     )
     data.add_argument(
         "--input-format",
         choices=KINDS,
-        help="what the files hold; text is one document a file, tar a WebDataset (what each says itself)",
+        help="format of the files; text: one document per file; tar: WebDataset (detected per file)",
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
-    data.add_argument("--overwrite", action="store_true", help="replace data sets that exist under the prefix")
+    data.add_argument("--overwrite", action="store_true", help="replace existing data sets with this prefix")
     data.add_argument(
         "--json-keys",
         "--text-key",
@@ -96,37 +96,37 @@ def build_parser() -> Parser:
     data.add_argument(
         "--sft",
         action="store_true",
-        help="read conversations and write their tokens and loss masks, for --sft training",
+        help="read conversations and write their tokens and loss masks, for training with --sft",
     )
     data.add_argument(
-        "--chat-template", metavar="FILE|NAME", help="Jinja file, or chatml, plain, identity (the tokenizer's own)"
+        "--chat-template", metavar="FILE|NAME", help="Jinja file, chatml, plain or identity (the tokenizer's own)"
     )
     data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
-    data.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences with the first")
+    data.add_argument("--keep-newlines", action="store_true", help="keep the white space at the end of each sentence")
     data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of the sentences (english)")
-    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the only format")
+    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="only mmap is supported")
     data.add_argument(
         "--on-error",
         default="stop",
         choices=["stop", "skip"],
-        help="at a line that holds no document: stop, or report and skip it (stop)",
+        help="for a line that is not a document: stop, or report and skip it (stop)",
     )
-    data.add_argument("--no-checksums", action="store_true", help="write no PREFIX_KEY_document.checksums.json")
+    data.add_argument("--no-checksums", action="store_true", help="do not write PREFIX_KEY_document.checksums.json")
     tokenizer = add_tokenizer_arguments(parser, "GPT2BPETokenizer")
     tokenizer.add_argument(
         "--tokenizer-engine",
         default="auto",
         choices=ENGINES,
-        help="engine that encodes; auto is the fastest that gives the tokenizer's ids on a sample of the input (auto)",
+        help="encoding engine; auto: the fastest that reproduces the tokenizer's ids on a sample of the input (auto)",
     )
-    runtime = parser.add_argument_group("running")
-    runtime.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    runtime = parser.add_argument_group("execution")
     runtime.add_argument(
-        "--log-interval", type=int, default=1000, metavar="N", help="documents between two reports (1000)"
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (one per CPU core)"
     )
+    runtime.add_argument("--log-interval", type=int, default=1000, metavar="N", help="documents per log line (1000)")
     runtime.add_argument("--restart", action="store_true", help="discard unfinished work and start again")
     runtime.add_argument(
-        "--partitions", type=int, default=1, metavar="N", help="lay documents out as Megatron does with N partitions"
+        "--partitions", type=int, default=1, metavar="N", help="order documents as Megatron-LM does with N partitions"
     )
     runtime.add_argument(
         "--keep-sequential-samples", action="store_true", help="with --partitions, keep the order of the input"
@@ -138,7 +138,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming every invalid value.
+        ConfigurationError: a value is invalid.
     """
     problems = [
         f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive"
@@ -162,7 +162,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def load_conversations(
     arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer
 ) -> ConversationEncoder | None:
-    """Return what encodes the conversations of ``--sft``; None without it.
+    """Build the encoder of the conversations for ``--sft``; None without ``--sft``.
 
     Raises:
         DataError: the input is not jsonl, or there is no chat template.
@@ -180,7 +180,7 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     """Build the tokenizer.
 
     Raises:
-        TokenizerError: it cannot be built, or lacks the token that --append-eod appends.
+        TokenizerError: the tokenizer cannot be built, or has no end-of-document token for --append-eod.
     """
     tokenizer = tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod_id is None:
@@ -194,7 +194,7 @@ def describe_work(
     tokenizer: Tokenizer,
     conversations: ConversationEncoder | None,
 ) -> dict[str, Any]:
-    """List all that the output depends on: only the same command may resume unfinished work."""
+    """Return all settings that affect the output: unfinished work is resumed only if they are unchanged."""
     return {
         **({} if conversations is None else {"sft": conversations.describe()}),
         "format": FORMAT,
@@ -213,13 +213,13 @@ def describe_work(
 
 
 def is_done(arguments: argparse.Namespace, description: dict[str, Any], prefixes: list[str]) -> bool:
-    """Tell whether this very command made the data sets, and refuse to replace others without --overwrite.
+    """Return whether the same command has already written the data sets.
 
-    Unfinished work is gone on with: what it replaces was settled at its start. What comes through a pipe may be another
-    text each time.
+    Unfinished work is always resumed: whether it may replace data sets was checked at its start. Input from a pipe is
+    never considered the same.
 
     Raises:
-        DataError: a data set exists that another command made, or that is not known to be this one's.
+        DataError: without --overwrite, a data set exists that another command wrote or whose origin is unknown.
     """
     if arguments.overwrite or unfinished_path(arguments.output_prefix).exists():
         return False
@@ -236,12 +236,12 @@ def is_done(arguments: argparse.Namespace, description: dict[str, Any], prefixes
 def tokenize(
     arguments: argparse.Namespace, files: list[InputFile], recipe: Recipe, tokenizer: Tokenizer, folder: WorkFolder
 ) -> tuple[Progress, Recipe]:
-    """Tokenize the chunks that are left: choose an engine, start the workers, wait until all chunks are written.
+    """Tokenize the remaining chunks: choose an engine, start the workers, wait until all chunks are written.
 
-    The returned recipe holds the engine, because freeing it takes a while and is left to the end of the process.
+    The returned recipe keeps the engine alive until the end of the process, because freeing it is slow.
 
     Raises:
-        InputError: the input or an engine cannot be used.
+        InputError: the input or an engine is invalid.
         WorkerError: a worker died.
     """
     chunks = cut_input(files, folder.num_chunks, folder.last)
@@ -259,7 +259,7 @@ def tokenize(
         recipe = replace(recipe, encoder=encoder)
     if first is not None:
         progress.start()
-        slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
+        slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # at most one token per byte of text
         needed = WORKER_BASE_BYTES + num_slots(arguments.workers) * slot_bytes
         growth = max(WORKERS_MEMORY_BYTES // arguments.workers - needed, MIN_WORKER_GROWTH_BYTES)
         skip_errors = arguments.on_error == "skip"
@@ -284,8 +284,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
     """Tokenize the input and publish the data sets.
 
     Raises:
-        InputError: the arguments, the tokenizer or the data cannot be used; what was done before is kept.
-        WorkerError: a worker died; what was done is kept.
+        InputError: the arguments, the tokenizer or the data are invalid; finished work is kept.
+        WorkerError: a worker died; finished work is kept.
     """
     check_arguments(arguments)
     files = find_input(arguments.input, arguments.json_keys, arguments.input_format)
@@ -314,7 +314,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         [dtype] * len(keys),
     )
     if conversations is not None:
-        # The masks are published first: conversations that are in place have theirs.
+        # The masks are published first, so that published conversations always have their masks.
         prefix = f"{arguments.output_prefix}_sft_document"
         prefixes, groups, dtypes = [mask_prefix(prefix), prefix], [range(1, 2), range(1)], [MASK_DTYPE, dtype]
     description = describe_work(arguments, files, tokenizer, conversations)
@@ -333,7 +333,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         if not folder.is_complete:
             progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder)
             folder.complete(groups, dtypes)
-        # Of conversations there are two streams of as many tokens, of different sizes.
+        # Conversations have two streams with the same number of tokens but different item sizes.
         num_tokens = folder.token_bytes // sum({item.itemsize for item in dtypes})
         folder.publish(groups, prefixes, not arguments.no_checksums)
     finally:
@@ -348,8 +348,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     arguments = build_parser().parse_args(argv)
-    # Each worker encodes in one thread; threads of the package's own would not survive the fork.
+    # Each worker encodes in one thread; the threads of the tokenizers package would not survive the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return exit_status_of(lambda: preprocess(arguments))

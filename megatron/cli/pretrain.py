@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
 
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
-    # Neither --help nor a wrong command line waits for these.
+    # Imported late, so that --help and a wrong command line do not wait for the import of torch.
     from megatron.training import prepare_data_or_exit
     from megatron.training.fault_tolerance import keep_rank
 

@@ -1,4 +1,4 @@
-"""The ranks of a run on this machine: started together, watched, and ended with one message."""
+"""Launcher that starts and monitors the ranks of a run on this node, and reports a failure in one message."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _STOPPING = "stopping after this step, with a checkpoint where --save is given; 
 
 @dataclass(frozen=True)
 class Place:
-    """Hold how many ranks a run has, and which of them are this machine's.
+    """Number of ranks of a run, and the position of this node.
 
-    ``master_port`` 0 is any port that is free, which a run on one machine can take.
+    ``master_port`` 0 selects a free port, which works only for a run on one node.
     """
 
     nproc: int = 1
@@ -46,9 +46,9 @@ class Place:
 
 
 class Stop:
-    """Answer signals that end a run: the first lets the ranks save and end, a second Ctrl-C ends them at once.
+    """Handler of the signals that end a run: the first lets the ranks save and exit, a second Ctrl-C kills them.
 
-    A scheduler may send SIGTERM several times: only Ctrl-C counts as a second word.
+    A scheduler may send SIGTERM several times, so only Ctrl-C counts as the second signal.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -76,17 +76,17 @@ class Stop:
 
 
 def launch(script: Path, words: Sequence[str], place: Place) -> int:
-    """Run a script as the ranks of this machine and return the exit status of the first that failed, or 0.
+    """Run a script on the ranks of this node and return the exit status of the first rank that failed, or 0.
 
-    The last line on the screen says why it failed. A run that a signal has ended has the status 0 where its ranks saved
-    and ended as they should.
+    The last printed line gives the reason of the failure. The status is also 0 if a signal ended the run and its ranks
+    saved and exited normally.
 
     Raises:
-        ConfigurationError: the ranks cannot meet at the address that was given.
+        ConfigurationError: the ranks cannot rendezvous at the given address.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-    logging.disable(logging.ERROR)  # the library tells of each process that it ends
+    logging.disable(logging.ERROR)  # the library logs every process that it ends
     store = _open_store(place)
     if store is not None:
         place = Place(place.nproc, place.nnodes, place.node_rank, place.master_addr, store.port)
@@ -108,7 +108,7 @@ def _watch(context: PContext, place: Place) -> int:
     stop, result = Stop(tuple(pids.values())), None
     while result is None:
         time.sleep(_POLL_S)
-        # Whoever is still there when it is asked for the result was told to end because of these.
+        # Ranks that are still running here fail later only because the library ends them after these failures.
         first = {rank for rank, pid in pids.items() if _has_ended(pid)}
         result = context.wait(timeout=0)
     if not result.failures:
@@ -117,14 +117,14 @@ def _watch(context: PContext, place: Place) -> int:
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     status = int(failure.exitcode)
     if stop.received is not None and status == -signal.SIGTERM:
-        return _BY_SIGNAL + stop.received  # it was not in training yet
+        return _BY_SIGNAL + stop.received  # the rank had not installed its signal handler yet
     for line in _describe(place.node_rank * place.nproc + rank, failure):
         print_line(line, sys.stderr)
     return status if status > 0 else _BY_SIGNAL - status
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a rank has ended, which is left for the library to see."""
+    """Return whether a rank has ended, without reaping the process, which the library does."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -132,7 +132,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _order(failure: Any) -> tuple[int, float]:
-    """Put ranks first that were killed, which makes others fail; then by time those that gave a reason."""
+    """Return a sort key: first killed ranks, which make others fail, then by time those with an error message."""
     extra = _extra(failure)
     if extra is not None:
         return 1, float(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
@@ -155,7 +155,7 @@ def _describe(rank: int, failure: Any) -> list[str]:
 
 
 def _open_store(place: Place) -> Any:
-    """Return the store where the ranks meet; the first machine has it."""
+    """Open the store for the rendezvous of the ranks on the first node; None on other nodes."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if place.node_rank != 0:
@@ -170,7 +170,7 @@ def _open_store(place: Place) -> Any:
 
 
 def _environment(place: Place, local_rank: int, run_id: str) -> dict[str, str]:
-    """Return what each rank is told, by the names that torchrun uses."""
+    """Return the environment variables of a rank, with torchrun's names."""
     rank = place.node_rank * place.nproc + local_rank
     threads = {} if place.nproc == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     return {

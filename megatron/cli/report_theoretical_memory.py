@@ -2,8 +2,8 @@
 
 python tools/report_theoretical_memory.py TRAINING-FLAGS [--world-size 8]
 
-The flags are those of pretrain_gpt.py. No GPU, no data and no tokenizer are needed. The command
-megatron simulate records the memory of a whole step.
+The flags are those of pretrain_gpt.py. No GPU, data or tokenizer is needed. The command megatron simulate records the
+memory of a whole step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.training import describe_theoretical_memory
 
 
 def build_parser() -> Parser:
-    """Declare the flag beside those of a training."""
+    """Declare the flag that is not a training flag."""
     parser = Parser(
         prog="report_theoretical_memory.py",
         usage="%(prog)s TRAINING-FLAGS [--world-size N]",
@@ -26,21 +26,21 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (1)")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (1)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for flags that cannot be used."""
+    """Run the command line and return the exit status: 2 for invalid flags."""
     arguments, training_flags = build_parser().parse_known_args(argv)
     return exit_status_of(lambda: report(arguments.world_size, training_flags))
 
 
 def report(world_size: int, training_flags: list[str]) -> None:
-    """Print the lines.
+    """Print the report.
 
     Raises:
-        ConfigurationError: the flags are wrong, or do not say the size of the vocabulary.
+        ConfigurationError: the flags are invalid, or do not determine the vocabulary size.
     """
     if world_size < 1:
         raise ConfigurationError(f"--world-size {world_size} is not positive; give the number of the run's ranks")

@@ -1,7 +1,7 @@
 """Serve the model of a checkpoint with Megatron's PUT /api.
 
-Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
-that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Requests:
+Run with plain python for one process, or under torchrun at any tensor- and pipeline-parallel size: a checkpoint of any
+layout is resharded. Rank 0 listens. SIGTERM or SIGINT ends all ranks. Example request:
 
     curl -X PUT -H 'Content-Type: application/json' http://127.0.0.1:5000/api \\
         -d '{"prompts": ["The castle stood"], "tokens_to_generate": 32}'
@@ -48,17 +48,17 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: a value is invalid.
     """
     if problems := list(server_problems(arguments)):
         raise ConfigurationError(problems)
 
 
 def open_port(arguments: argparse.Namespace) -> GenerationServer:
-    """Bind the port. Requests are answered once the model is loaded.
+    """Bind the port. The server answers requests once the model is loaded.
 
     Raises:
-        InputError: the port is taken or not allowed.
+        InputError: the port is in use or not permitted.
     """
     from megatron.serving import GenerationServer
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     """Serve until a signal.
 
     Raises:
-        InputError: a flag, the checkpoint or the port cannot be used.
+        InputError: a flag, the checkpoint or the port is invalid.
     """
     check_arguments(arguments)
     model = model_request(arguments)
@@ -107,5 +107,5 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     return run_on_ranks(build_parser(), run, argv)

@@ -1,8 +1,8 @@
 """Serve the model of a checkpoint with OpenAI's API and a web page.
 
-Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
-that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Megatron's PUT /api
-is answered too. The page is at the address that is printed.
+Run with plain python for one process, or under torchrun at any tensor- and pipeline-parallel size: a checkpoint of any
+layout is resharded. Rank 0 listens. SIGTERM or SIGINT ends all ranks. Megatron-LM's PUT /api is also supported. The web
+page is at the printed address.
 """
 
 from __future__ import annotations
@@ -42,18 +42,16 @@ def build_parser() -> Parser:
         prog="serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_server_flags(parser, 8000)
-    parser.add_argument("--api-key", metavar="KEY", help="answer only who sends Authorization: Bearer KEY")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the key")
-    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (its folder's name)")
-    parser.add_argument(
-        "--chat-template", metavar="NAME|FILE", help="how conversations are written (as the tokenizer's files say)"
-    )
+    parser.add_argument("--api-key", metavar="KEY", help="require Authorization: Bearer KEY in requests")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the API key")
+    parser.add_argument("--served-model-name", metavar="NAME", help="model name in the API (the folder's name)")
+    parser.add_argument("--chat-template", metavar="NAME|FILE", help="chat template (the tokenizer's own)")
     limits = parser.add_argument_group("limits")
     for flag, default, text in (
-        ("--inference-max-requests", 32, "prompts that run together"),
-        ("--max-waiting", 256, "requests that wait for their turn; others get 429"),
-        ("--max-connections", 512, "requests that are open at once; others get 503"),
-        ("--max-body-mib", 16, "MiB of a request; longer ones get 413"),
+        ("--inference-max-requests", 32, "maximum number of concurrent prompts"),
+        ("--max-waiting", 256, "maximum number of queued requests; further requests get status 429"),
+        ("--max-connections", 512, "maximum number of open requests; further requests get status 503"),
+        ("--max-body-mib", 16, "maximum size of a request in MiB; larger requests get status 413"),
     ):
         limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} ({default})")
     add_model_flags(parser)
@@ -64,7 +62,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: a value is invalid.
     """
     problems = list(server_problems(arguments))
     for name in ("inference_max_requests", "max_waiting", "max_connections", "max_body_mib"):
@@ -77,10 +75,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def read_key(arguments: argparse.Namespace) -> str | None:
-    """Return the key that clients must send, or None.
+    """Return the API key that clients must send, or None.
 
     Raises:
-        InputError: it is empty, has other characters than visible ones of ASCII, or its file cannot be read.
+        InputError: the key is empty or has characters other than visible ASCII, or its file cannot be read.
     """
     key: str | None = arguments.api_key
     source = "--api-key"
@@ -96,15 +94,15 @@ def read_key(arguments: argparse.Namespace) -> str | None:
 
 
 def open_port(arguments: argparse.Namespace) -> HttpServer:
-    """Bind the port. Requests are answered once the model is loaded.
+    """Bind the port. The server answers requests once the model is loaded.
 
     Raises:
-        InputError: a package is missing, or the port is taken or not allowed.
+        InputError: a package is missing, or the port is in use or not permitted.
     """
     try:
         from megatron.serving.openai import HttpServer
 
-        # The application is needed later, and fastapi with it.
+        # Imported early to report a missing fastapi before the model is loaded.
         importlib.import_module("megatron.serving.openai.application")
     except ImportError as error:
         if error.name is None or error.name.startswith("megatron"):
@@ -122,16 +120,16 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
 
 
 def make_translator(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Translator:
-    """Return what reads requests for the model; without a chat template it takes no conversations.
+    """Build the translator of requests; without a chat template it rejects conversations.
 
     Raises:
-        InputError: the chat template that a flag names cannot be used.
+        InputError: the chat template of --chat-template is invalid.
     """
     from megatron.serving.openai import Translator
 
     template, why_not = None, ""
     try:
-        # Who reads it is a client, and not who gives the server its flags.
+        # The message is for clients, not for the user who starts the server.
         flag = "the command serve its flag --chat-template:"
         template = choose_template(checkpoint.tokenizer, arguments.chat_template, flag)
     except DataError as error:
@@ -144,7 +142,7 @@ def make_translator(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Tr
 def make_application(
     arguments: argparse.Namespace, translator: Translator, jobs: JobQueue, key: str | None, max_batch_size: int
 ) -> Any:
-    """Return the application with its limits, as a server of ASGI runs it."""
+    """Build the ASGI application with its limits."""
     from megatron.serving import ApiTranslator, PutApi
     from megatron.serving.openai import Application, Guard, Limits, Metrics
 
@@ -157,13 +155,13 @@ def make_application(
 
 
 def log_line(line: str) -> None:
-    """Print a line, if anybody still reads them: a closed pipe must not fail a request."""
+    """Print a line; ignore a closed pipe, which must not fail a request."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def model_name(arguments: argparse.Namespace) -> str:
-    """Return what clients call the model."""
+    """Return the name of the model in the API."""
     folder = arguments.load if arguments.load_hf is None else arguments.load_hf
     return arguments.served_model_name or Path(folder).resolve().name or "model"
 
@@ -172,7 +170,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     """Serve until a signal.
 
     Raises:
-        InputError: a flag, a package, the checkpoint or the port cannot be used.
+        InputError: a flag, the checkpoint or the port is invalid, or a package is missing.
     """
     check_arguments(arguments)
     key = read_key(arguments)
@@ -192,7 +190,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
         engine = load_engine(checkpoint, launch, flight)
         end.serving = True
         if server is not None and jobs is not None:
-            # The loop of tokens must not keep the threads of HTTP waiting, who have little to do and often.
+            # A short switch interval, so that the decoding loop does not block the HTTP threads' short tasks.
             sys.setswitchinterval(_SWITCH_S)
             server.start(make_application(arguments, translator, jobs, key, engine.max_batch_size))
             if key is None and arguments.host not in _HERE:
@@ -209,5 +207,5 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     return run_on_ranks(build_parser(), run, argv)

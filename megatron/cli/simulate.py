@@ -3,8 +3,8 @@
 megatron simulate TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
 
 The flags are those of pretrain_gpt.py. Nothing is computed: the step's kernels, memory, host waits and communication
-are recorded, and its time is estimated from the GPU's published figures. No GPU, no data and no tokenizer are needed.
-The time of a pipeline's step is that of its first or its last stage, whichever is slower.
+are recorded, and its time is estimated from the GPU's published figures. No GPU, data or tokenizer is needed. With
+pipeline parallelism, the step time is that of the first or the last stage, whichever is slower.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron.core.model_parallel_config import ParallelSizes
 from megatron.planner import GPUS, find_gpu, with_known_vocabulary
 from megatron.planner.simulation import load_fake_cuda
 
-# Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
+# Functions import torch, not the module: the library that replaces the CUDA driver must be loaded before torch.
 
 
 def build_parser() -> Parser:
-    """Declare the flags beside those of a training."""
+    """Declare the flags that are not training flags."""
     parser = Parser(
         prog="megatron simulate",
         usage="%(prog)s TRAINING-FLAGS [--world-size N] [--rank R] [--gpu TYPE] [--without-triton] [--json FILE] "
@@ -35,20 +35,20 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (1)")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (1)")
     parser.add_argument(
         "--rank",
         type=int,
         metavar="R",
-        help="the rank to report, from 0 on (the slower one of the first ranks of the first and the last stage)",
+        help="rank to report, counted from 0 (the first rank of the first or the last stage, whichever is slower)",
     )
     parser.add_argument("--gpu", default="h100-80gb", metavar="TYPE", help=f"one of {', '.join(GPUS)} (h100-80gb)")
     parser.add_argument(
-        "--without-triton", action="store_true", help="take the machine to have no Triton, and no FlexAttention"
+        "--without-triton", action="store_true", help="simulate a node without Triton and FlexAttention"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was recorded to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole record to this file")
     parser.add_argument(
-        "--memory-plot", type=Path, metavar="FILE", help="draw the memory over the step to this file (.svg)"
+        "--memory-plot", type=Path, metavar="FILE", help="plot the memory during the step to this file (.svg)"
     )
     parser.add_deprecated_flag("--memory-picture", "--memory-plot")
     return parser
@@ -64,7 +64,7 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     """Dry-run one step and report it.
 
     Raises:
-        ConfigurationError: the flags are wrong, or this machine cannot pretend to have CUDA.
+        ConfigurationError: the flags are invalid, or this host cannot simulate CUDA.
     """
     _check(arguments)
     gpu = find_gpu(arguments.gpu)
@@ -123,7 +123,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     for flag, path in (("--json", arguments.json), ("--memory-plot", arguments.memory_plot)):
         if path is not None:
-            # A large model takes a while: not only then.
+            # Checked before the dry run, which takes a while for a large model.
             check_writable(flag, path)
     picture = arguments.memory_plot
     if picture is not None and picture.suffix != ".svg":

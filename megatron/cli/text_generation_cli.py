@@ -1,8 +1,8 @@
 """Generate text from a prompt with the model of a checkpoint.
 
-Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
-that the checkpoint was written at: all processes are tensor-parallel unless the flags say otherwise. Model and
-tokenizer are those that the checkpoint records.
+Run with plain python for one process, or under torchrun at any tensor- and pipeline-parallel size: a checkpoint of any
+layout is resharded. By default all ranks are tensor-parallel. The model configuration and the tokenizer are read from
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,45 +41,48 @@ def build_parser() -> Parser:
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt a line; blank lines are skipped")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt per line; blank lines are skipped")
     parser.add_argument(
         "--tokens-to-generate",
         "--max-tokens",
         type=int,
         default=64,
         metavar="N",
-        help="tokens after each prompt, at most (64)",
+        help="maximum number of tokens to generate per prompt (64)",
     )
-    sampling = parser.add_argument_group("choice of the next token")
-    sampling.add_argument("--greedy", action="store_true", help="take the most probable one")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--greedy", action="store_true", help="greedy decoding: take the most probable token")
     sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (1.0)")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most probable (all)")
     sampling.add_argument(
-        "--top-p", type=float, default=0.0, metavar="P", help="draw from the most probable that sum to P (all)"
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens (0: all)"
     )
-    sampling.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the draws (1234)")
     sampling.add_argument(
-        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="repeat no run of N tokens (0: any may repeat)"
+        "--top-p", type=float, default=0.0, metavar="P", help="nucleus sampling threshold (0: all tokens)"
+    )
+    sampling.add_argument("--seed", type=int, default=1234, metavar="N", help="sampling seed (1234)")
+    sampling.add_argument(
+        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="never repeat an n-gram of N tokens (0: off)"
     )
     sampling.add_argument(
         "--repetition-penalty",
         type=float,
         default=1.0,
         metavar="X",
-        help="divides the logits of tokens that the text has already, above 1 so that they come less (1.0)",
+        help="divides the logits of tokens that the text already contains; above 1: repeat less (1.0)",
     )
-    beams = parser.add_argument_group("beam search: the likeliest texts, nothing is drawn")
-    beams.add_argument("--num-beams", type=int, default=1, metavar="N", help="texts followed at once (1: no search)")
+    beams = parser.add_argument_group("beam search (no sampling)")
+    beams.add_argument("--num-beams", type=int, default=1, metavar="N", help="number of beams (1: no beam search)")
     beams.add_argument(
         "--length-penalty",
         type=float,
         metavar="P",
-        help="scores are sums of log-probabilities over length ** P: above 0 favors long texts (1.0)",
+        help="score = sum of log-probabilities / length ** P; above 0: favor long texts (1.0)",
     )
     beams.add_argument(
         "--early-stopping",
         choices=("true", "false", "never"),
-        help="end with N finished texts; where no running text beats them (false); where none ever can",
+        help="when to stop after N beams have finished: true: at once; false: if no running beam scores higher; never: "
+        "if none ever can (false)",
     )
     add_model_flags(parser)
     return parser
@@ -89,7 +92,7 @@ def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
     """Return the sampling configuration.
 
     Raises:
-        ConfigurationError: naming every invalid value.
+        ConfigurationError: a value is invalid.
     """
     sampling = SamplingConfig(
         greedy=arguments.greedy,
@@ -114,7 +117,7 @@ def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
 
 
 def beam_config(arguments: argparse.Namespace) -> BeamConfig | None:
-    """Return how beams are searched; None where there are none."""
+    """Return the beam search configuration; None without beam search."""
     if arguments.num_beams == 1:
         return None
     stopping: dict[str | None, bool | Literal["never"]] = {"true": True, "never": "never"}
@@ -126,15 +129,15 @@ def beam_config(arguments: argparse.Namespace) -> BeamConfig | None:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Return the prompts.
+    """Read the prompts from the flags.
 
     Raises:
-        InputError: there is none, or the file cannot be read.
+        InputError: there is no prompt, or the file cannot be read.
     """
     if arguments.prompt_file is None:
         if not arguments.prompt:
             raise InputError("--prompt is empty; give it some text")
-        # Bytes of the command line that are not UTF-8 arrive as half characters.
+        # Python decodes command line bytes that are not UTF-8 to lone surrogates.
         if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
             raise InputError("--prompt is not valid UTF-8; convert it")
         return [arguments.prompt]
@@ -155,7 +158,7 @@ def make_request(
     sampling: SamplingConfig,
     beams: BeamConfig | None = None,
 ) -> GenerationRequest:
-    """Return the engine's request: each prompt goes on until its document ends."""
+    """Build the engine's request; generation of each prompt stops at the end-of-document token."""
     return GenerationRequest(
         prompts=tuple(tuple(tokenizer.tokenize(prompt)) for prompt in prompts),
         max_new_tokens=max_new_tokens,
@@ -166,7 +169,10 @@ def make_request(
 
 
 def describe_long_text(config: GPTConfig, request: GenerationRequest) -> str | None:
-    """Return a warning if a text may be longer than the model's context; learned positions reject it instead."""
+    """Return a warning if a text may exceed the context length.
+
+    Models with learned position embeddings reject such a request instead.
+    """
     prompt, count = max(map(len, request.prompts)), request.max_new_tokens
     limit = context_length(config, prompt + count)
     if prompt + count <= limit:
@@ -186,10 +192,10 @@ def generate_texts(
     sampling: SamplingConfig,
     beams: BeamConfig | None = None,
 ) -> list[str]:
-    """Load the checkpoint and return each prompt with what follows it.
+    """Load the checkpoint and return each prompt with its continuation.
 
     Raises:
-        InputError: the checkpoint, the tokenizer or the prompts cannot be used.
+        InputError: the checkpoint, the tokenizer or the prompts are invalid.
     """
     checkpoint = open_checkpoint(model, launch)
     tokenizer = checkpoint.tokenizer
@@ -210,7 +216,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     """Print each prompt with its continuation.
 
     Raises:
-        InputError: a flag, a prompt or the checkpoint cannot be used.
+        InputError: a flag, a prompt or the checkpoint is invalid.
     """
     sampling = check_sampling(arguments)
     prompts = read_prompts(arguments)
@@ -224,5 +230,5 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
     return run_on_ranks(build_parser(), run, argv)

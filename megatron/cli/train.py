@@ -3,8 +3,8 @@
 megatron train --nproc 4 --config run.toml --save DIR
 megatron train --continue DIR
 
-It takes every flag of pretrain_gpt.py (megatron train --help). Ctrl-C finishes the step, saves and ends; a second one
-ends at once.
+All flags of pretrain_gpt.py are accepted (megatron train --help). Ctrl-C finishes the step, saves a checkpoint and ends
+the run. A second Ctrl-C ends the run at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.training.loggers import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FI
 
 @dataclass(frozen=True)
 class ContinuedRun:
-    """Hold the words that stand before what was typed, the folder that paths are seen from, and the processes."""
+    """Flags, working directory and number of processes of a recorded run that continues."""
 
     words: tuple[str, ...]
     folder: Path
@@ -43,12 +43,12 @@ class ContinuedRun:
 
     @classmethod
     def read(cls, directory: str) -> ContinuedRun:
-        """Return what the record in a folder of checkpoints says.
+        """Read the record in a checkpoint folder.
 
-        A run without a checkpoint begins again as it began.
+        A run without a checkpoint starts from the beginning.
 
         Raises:
-            ConfigurationError: there is no record that can be read.
+            ConfigurationError: the record is missing or cannot be read.
         """
         try:
             folder = as_path(directory).resolve()
@@ -87,7 +87,7 @@ _DEFAULT_PORT = 29500
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for flags that cannot be used."""
+    """Run the command line and return the exit status: 2 for invalid flags."""
     try:
         return _train(sys.argv[1:] if argv is None else argv)
     except InputError as error:
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Declare the flags that say which ranks there are; all others belong to the run."""
+    """Declare the launcher's flags; all other flags are passed to the run."""
     parser = argparse.ArgumentParser(
         prog="megatron train",
         usage="%(prog)s [--nproc N] [--nnodes N --node-rank R --master-addr HOST] FLAGS",
@@ -106,19 +106,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("ranks")
     group.add_argument(
-        "--nproc", "--nproc-per-node", metavar="N", help="processes on this machine, one for each GPU (1)"
+        "--nproc", "--nproc-per-node", metavar="N", help="processes on this node, usually one per GPU (1)"
     )
-    group.add_argument("--nnodes", metavar="N", help="machines of the run (1); each starts this command")
-    group.add_argument("--node-rank", metavar="R", help="number of this machine, from 0 on")
-    group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
-    group.add_argument("--master-port", metavar="PORT", help=f"a port of it that is free ({_DEFAULT_PORT})")
+    group.add_argument("--nnodes", metavar="N", help="number of nodes (1); run this command on each node")
+    group.add_argument("--node-rank", metavar="R", help="index of this node, counted from 0")
+    group.add_argument("--master-addr", metavar="HOST", help="address of the node with --node-rank 0")
+    group.add_argument("--master-port", metavar="PORT", help=f"free port on that node ({_DEFAULT_PORT})")
     group.add_argument(
         "--continue",
         "--resume",
         metavar="DIR",
-        help="continue the run that saves there (or to a URL); needs nothing else",
+        help="continue the run with this --save folder or URL; no other flags are needed",
     )
-    group.add_argument("--script", metavar="FILE", help="a script of yours in place of pretrain_gpt.py")
+    group.add_argument("--script", metavar="FILE", help="your own training script instead of pretrain_gpt.py")
     return parser
 
 
@@ -138,9 +138,9 @@ def _train(argv: Sequence[str]) -> int:
         if not script.is_file():
             raise ConfigurationError(f"--script {script} is not there; name a Python file that trains")
     elif "--explain" not in words:
-        resolve_arguments(words, place.world_size)  # what is wrong is said before any rank is started
+        resolve_arguments(words, place.world_size)  # report invalid flags before any rank is started
     if sys.stderr.isatty():
-        # Until the first line of the run some seconds go by, in which torch is imported.
+        # Importing torch takes some seconds before the run prints its first line.
         print_line(f"starting {place.nproc} process{'es' if place.nproc > 1 else ''} ...", sys.stderr)
     if place.world_size > 1 or "script" in own:
         return launch(script, words, place)
@@ -151,7 +151,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of this command's own flags, and the words that are for the run.
+    """Split the command line into the values of the launcher's flags and the words for the run.
 
     Raises:
         ConfigurationError: a flag lacks its value.
@@ -164,12 +164,12 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of the run that is to go on, and change to the folder where it was started.
+    """Return the flags of the run to continue, and change to the directory where it was started.
 
-    Relative paths are seen from there, also those of the words ``typed`` beside it, which is said.
+    Relative paths are resolved from that directory, including paths in ``typed``; a message says so.
 
     Raises:
-        ConfigurationError: it has no record, or ran on several machines of which nothing is said.
+        ConfigurationError: the run has no record, or it ran on several nodes and --nnodes is missing.
     """
     run = ContinuedRun.read(own["continue"])
     own.setdefault("nproc", str(run.nproc))
@@ -190,10 +190,10 @@ def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
 
 
 def _place(own: dict[str, str]) -> Place:
-    """Return which ranks this machine has.
+    """Return the ranks of this node.
 
     Raises:
-        ConfigurationError: the numbers are none, or do not go together.
+        ConfigurationError: a value is not a number in its range, or the flags do not fit together.
     """
     nproc, nnodes = (_number(own, name, 1, 1, _MOST_RANKS) for name in ("nproc", "nnodes"))
     node_rank = _number(own, "node_rank", 0, 0, nnodes - 1)
@@ -217,7 +217,7 @@ def _number(own: dict[str, str], name: str, default: int, least: int, most: int)
 
 
 def _end_on_interrupt() -> None:
-    """Let a first Ctrl-C be a SIGTERM, which a run in training answers with a checkpoint, and a second one the end."""
+    """Convert the first Ctrl-C to SIGTERM, which makes training save a checkpoint; the second one ends the run."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

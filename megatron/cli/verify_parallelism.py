@@ -1,9 +1,9 @@
 """Verify that parallel layouts compute what one process computes.
 
-Every cell of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes and is held against
-one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps. With --communication
-nothing is computed twice: what all ranks ask of torch.distributed is recorded and held against NCCL's rules. With
---emulate-cuda the ranks are emulated CUDA devices, which tests/emulated_cuda has.
+Each test case of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes. Its loss,
+gradient norm, parameter gradients and final parameters are compared with those of one process. With --communication,
+the torch.distributed calls of all ranks are recorded and checked against NCCL's rules instead. With --emulate-cuda the
+ranks run on the emulated CUDA devices of tests/emulated_cuda.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# One thread a process: eight processes that each take all cores would wait for one another.
+# One thread per process: eight processes that each use all cores would slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from megatron.cli.arguments import Parser, report_unused
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     OpenVerifier = Callable[[int, str, Tolerance | None], AbstractContextManager[Verifier]]
 
 EMULATED_PROGRAM = Path(__file__).resolve().parents[2] / "tests/emulated_cuda/verify_parallelism.py"
-"""This command on emulated devices; a package that is installed without the repository has no such file."""
+"""Script that runs this command on emulated devices; it exists only in a checkout."""
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command line."""
+    """Build the command's parser."""
     parser = Parser(
         prog="verify_parallelism.py", description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False
     )
@@ -61,41 +61,43 @@ def build_parser() -> Parser:
         "--filter",
         default="",
         metavar="TEXT",
-        help="only cells whose name contains every word of TEXT; '#7' with --fuzz is the random cell of that number",
+        help="only test cases whose name contains every word of TEXT; with --fuzz, '#7' is random case number 7",
     )
     parser.add_argument(
         "--shape",
         choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES),
         help="only this model shape",
     )
-    parser.add_argument("--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cells of up to N")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="relative; by default what fits the dtype")
-    parser.add_argument("--fuzz", type=int, metavar="N", help="N random configurations in place of the matrix")
-    parser.add_argument("--seed", type=int, default=0, help="of --fuzz")
     parser.add_argument(
-        "--communication", action="store_true", help="replay each cell's communication under NCCL's rules instead"
+        "--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cases of up to N ranks"
+    )
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="relative tolerance (depends on the dtype)")
+    parser.add_argument("--fuzz", type=int, metavar="N", help="N random configurations instead of the matrix")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --fuzz")
+    parser.add_argument(
+        "--communication", action="store_true", help="only check each case's communication against NCCL's rules"
     )
     parser.add_argument(
         "--emulate-cuda",
         nargs="?",
         const="h100",
         metavar="GPU",
-        help="run the ranks on emulated CUDA devices over emulated NCCL, check their streams, and compare with one CPU "
-        "process (docs/development/emulated_cuda.md); GPU is a100, h100 (default), h200 or b200",
+        help="run the ranks on emulated CUDA devices with emulated NCCL, check their streams, and compare with one CPU "
+        "process (see docs/development/emulated_cuda.md); GPU is a100, h100 (default), h200 or b200",
     )
     parser.add_argument(
         "--emulated-triton",
         choices=("interpreter", "absent"),
-        help="whether Triton's interpreter runs the Triton programs of --emulate-cuda, or torch's operators compute "
-        "instead; absent is the default of float64, which no Triton program computes",
+        help="with --emulate-cuda, run Triton kernels in Triton's interpreter, or use torch operators instead (absent "
+        "for float64, which no Triton kernel supports, otherwise interpreter)",
     )
-    parser.add_argument("--list", action="store_true", help="print the cells and stop")
+    parser.add_argument("--list", action="store_true", help="list the test cases and exit")
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the values of the command line; a wrong one ends the program with status 2 and one line."""
+    """Parse the command line; a wrong command line prints one line and exits with status 2."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.fuzz is None:
@@ -115,7 +117,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
-    """Return the cells that the command line asks for."""
+    """Return the test cases that the command line selects."""
     of_models = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
     proved = [*matrix(), *of_models, *sharding_matrix(), *recipe_matrix(), *odd_matrix()]
     cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
@@ -130,14 +132,14 @@ def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def fits(cell: Cell, word: str) -> bool:
-    """Return whether a word is in a cell's name; the number of a random cell is meant whole."""
+    """Return whether a case's name contains a word; the number of a random case, ``#7``, must match exactly."""
     return word == cell.name.split()[0] if word.startswith("#") else word in cell.name
 
 
 def main(argv: Sequence[str] | None = None, open_verifier: OpenVerifier | None = None) -> int:
-    """Verify and return the exit status: 0 where every cell passed, 1 where one failed, 2 for wrong usage.
+    """Verify and return the exit status: 0 if every case passed, 1 if a case failed, 2 for wrong usage.
 
-    ``open_verifier`` makes the verifier for a number of ranks, a dtype and a tolerance: by default of CPU processes.
+    ``open_verifier`` makes the verifier for a number of ranks, a dtype and a tolerance; the default uses CPU processes.
     """
     arguments = parse_arguments(argv)
     cells = choose_cells(arguments)
@@ -158,7 +160,7 @@ def main(argv: Sequence[str] | None = None, open_verifier: OpenVerifier | None =
 
 
 def _verify_on_emulated_devices(argv: Sequence[str]) -> int:
-    """Replace this process by the command on emulated devices; return 2 where the emulator is absent."""
+    """Replace this process with the command on emulated devices; return 2 if the emulator is absent."""
     if not EMULATED_PROGRAM.exists():
         print(
             f"error: --emulate-cuda needs the emulator of the repository, and {EMULATED_PROGRAM} does not exist; run "
@@ -167,7 +169,7 @@ def _verify_on_emulated_devices(argv: Sequence[str]) -> int:
         )
         return 2
     sys.stdout.flush()
-    # torch takes the emulator only at its import, so the process starts anew.
+    # torch loads the emulator only when it is imported, so the process is replaced.
     os.execv(sys.executable, [sys.executable, str(EMULATED_PROGRAM), *argv])
 
 
@@ -181,7 +183,7 @@ def _open_cpu_verifier(size: int, dtype: str, tolerance: Tolerance | None) -> It
 
 
 def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
-    """Record and replay the cells, and print one line each, with a line more for each rule that is broken."""
+    """Record and replay the cases; print one line per case and one line per violated rule."""
     from megatron.core.errors import ConfigurationError, TrainingError
     from megatron.training import forward_step, provide_model
     from megatron.verification import communication_problems, record_cell
@@ -207,7 +209,7 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
 
 
 def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: OpenVerifier) -> int:
-    """Run the cells and print one line each."""
+    """Run the cases and print one line per case."""
     from megatron.verification import NOT_HELD, Tolerance
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
@@ -232,5 +234,5 @@ def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: 
         f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "
         f"({'any' if allowed.parameter == NOT_HELD else f'{allowed.parameter:.0e}'})"
     )
-    # A layout of the matrix is there to run; a random one may be impossible, and is then refused.
+    # Every layout of the matrix must run; a random configuration may be invalid and is then rejected.
     return 1 if counts["failed"] or (counts["refused"] and not arguments.fuzz) else 0

@@ -27,49 +27,51 @@ from megatron.core.pipeline_parallel import (
 )
 from megatron.planner import HUES, LETTERS, draw_svg, label, rows_of, summary, title
 
-OUTPUT_WEIGHT_HELP = "Part of a backward pass that is the gradient of the output layer's weight; by default a quarter."
+OUTPUT_WEIGHT_HELP = "duration of the output layer's weight gradient within a backward pass (a quarter of it)"
 LEGEND = "F forward   B backward (of the input where W follows)   W backward of the weights   "
 LARGEST = 1 << 22
 
 
 def build_parser() -> Parser:
-    """Return the parser of this tool."""
+    """Build the command's parser."""
     parser = Parser(prog="visualize_pipeline.py", description=__doc__, allow_abbrev=False)
     plan = parser.add_argument_group("plan")
-    plan.add_argument("--pipeline-model-parallel-size", type=int, default=4, help="Number of pipeline ranks.")
-    plan.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="Model chunks on a rank.")
-    plan.add_argument("--num-microbatches", type=int, help="Micro-batches of an iteration; instead of the batch sizes.")
-    plan.add_argument("--global-batch-size", type=int, help="Samples of an iteration.")
-    plan.add_argument("--micro-batch-size", type=int, default=1, help="Samples of a micro-batch.")
-    plan.add_argument("--data-parallel-size", type=int, default=1, help="Number of replicas of the model.")
-    plan.add_argument("--schedule", choices=tuple(SCHEDULES), help="By default the one that training would use.")
+    plan.add_argument("--pipeline-model-parallel-size", type=int, default=4, help="pipeline-parallel size (4)")
+    plan.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="model chunks per rank (1)")
+    plan.add_argument("--num-microbatches", type=int, help="micro-batches per iteration, instead of the batch sizes")
+    plan.add_argument("--global-batch-size", type=int, help="samples per iteration")
+    plan.add_argument("--micro-batch-size", type=int, default=1, help="samples per micro-batch (1)")
+    plan.add_argument("--data-parallel-size", type=int, default=1, help="data-parallel size (1)")
+    plan.add_argument("--schedule", choices=tuple(SCHEDULES), help="pipeline schedule (the default of training)")
     plan.add_argument(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         type=int,
-        help="Micro-batches that one chunk takes in a row; by default about the pipeline size.",
+        help="consecutive micro-batches per model chunk (about the pipeline size)",
     )
     for name, value in (("forward", 1.0), ("backward", 2.0), ("backward-input", 1.0), ("backward-weight", 1.0)):
-        plan.add_argument(f"--{name}-time", type=float, default=value, help=f"Duration of a {name} pass of a chunk.")
-    plan.add_argument("--transfer-time", type=float, default=0.0, help="Duration of a message between ranks.")
+        plan.add_argument(
+            f"--{name}-time", type=float, default=value, help=f"duration of a {name} pass of a chunk ({value})"
+        )
+    plan.add_argument("--transfer-time", type=float, default=0.0, help="duration of a transfer between ranks (0.0)")
     plan.add_argument("--output-weight-time", type=float, help=OUTPUT_WEIGHT_HELP)
-    plan.add_argument("--delay-wgrad-compute", action="store_true", help="Split each backward pass (B, W).")
+    plan.add_argument("--delay-wgrad-compute", action="store_true", help="split each backward pass (B, W)")
     plan.add_argument(
         "--defer-embedding-wgrad-compute",
         action="store_true",
-        help="Leave the gradients of the output layer's weight (O) for the end.",
+        help="defer the gradients of the output layer's weight (O) to the end",
     )
-    plan.add_argument("--wgrad-deferral-limit", type=int, default=0, help="Of so many micro-batches; 0: of all.")
-    parser.add_argument("--recorded", type=Path, metavar="FILE", help="Draw a recorded run instead of a plan.")
+    plan.add_argument("--wgrad-deferral-limit", type=int, default=0, help="number of deferred micro-batches (0: all)")
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="draw a recorded run instead of a plan")
     add_drawing_arguments(parser)
-    parser.add_argument("--width", type=int, help="Columns of the text, or pixels of the drawing.")
+    parser.add_argument("--width", type=int, help="width of the text in columns, or of the drawing in pixels")
     return parser
 
 
 def plan_timeline(arguments: argparse.Namespace) -> tuple[Timeline, str]:
-    """Simulate the schedule that the arguments describe; return it, and what deferred weight gradients save in words.
+    """Simulate a schedule; return its timeline and a sentence on the time saved by deferred weight gradients.
 
     Raises:
-        ConfigurationError: it cannot be, for all the reasons given.
+        ConfigurationError: the arguments are invalid, with all reasons.
     """
     pp, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     times = {
@@ -136,10 +138,10 @@ def plan_timeline(arguments: argparse.Namespace) -> tuple[Timeline, str]:
 
 
 def count_microbatches(arguments: argparse.Namespace) -> int:
-    """Return the number of micro-batches, given or from the batch sizes; two for each rank where neither is given.
+    """Return the number of micro-batches, given or from the batch sizes; by default two per rank.
 
     Raises:
-        ConfigurationError: both are given, or the batch does not divide.
+        ConfigurationError: both are given, or the batch size is not divisible.
     """
     samples, given = arguments.global_batch_size, arguments.num_microbatches
     if samples is None:
@@ -158,7 +160,7 @@ def count_microbatches(arguments: argparse.Namespace) -> int:
 
 
 def draw_text(timeline: Timeline, width: int | None, saved: str = "") -> str:
-    """Return a chart of one line for each rank; a label that does not fit is shortened."""
+    """Draw a text chart with one line per rank; labels that do not fit are shortened."""
     num_chunks = timeline.num_chunks
     rows = rows_of(timeline)
     head = len(f"rank {timeline.pipeline_size - 1}") + 1
@@ -182,7 +184,7 @@ def draw_text(timeline: Timeline, width: int | None, saved: str = "") -> str:
 
 
 def bar_rows(timeline: Timeline) -> list[BarRow]:
-    """Return a row of bars for each rank, a hue for each kind of pass and a shade for each chunk."""
+    """Return one row of bars per rank, with a hue per kind of pass and a shade per chunk."""
     return [
         BarRow(
             f"rank {rank}",
@@ -194,7 +196,7 @@ def bar_rows(timeline: Timeline) -> list[BarRow]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Draw what the command line asks for and return the exit status."""
+    """Draw the schedule and return the exit status."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     output: Path | None = arguments.output

@@ -1,1 +1,1 @@
-"""The former name of `megatron.cli`, for `python -m megatron.commands` in scripts."""
+"""Former name of `megatron.cli`, for scripts that run `python -m megatron.commands`."""

@@ -1,4 +1,4 @@
-"""Run ``python -m megatron.commands NAME …``, which is ``python -m megatron NAME …`` now."""
+"""Run ``python -m megatron.commands NAME …``, the former name of ``python -m megatron NAME …``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Other trainers' launch scripts and settings, read without running them, as commands of this project."""
+"""Translation of other trainers' launch scripts and configuration files to commands of this project."""

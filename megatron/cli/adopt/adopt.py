@@ -1,8 +1,8 @@
 """Translate another trainer's launch script or configuration file, without executing it.
 
-Launch scripts of Megatron-LM, Pai-Megatron-Patch and DeepSpeed-Megatron (bash), a TOML file of torchtitan, a YAML
-file of nanotron, a saved config.json of OLMo-core. The status is 0 where the command would run, 1 where something
-is to be decided, 2 for a file that cannot be read.
+Supported are launch scripts (bash) of Megatron-LM, Pai-Megatron-Patch and DeepSpeed-Megatron, TOML files of torchtitan,
+YAML files of nanotron, and the saved config.json of OLMo-core. The exit status is 0 if the command would run, 1 if the
+user must decide something first, and 2 if the file cannot be read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def build_parser() -> Parser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="launch script or settings file; is not run")
+    parser.add_argument("file", type=Path, metavar="FILE", help="launch script (not executed) or configuration file")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable; may be given again"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable; may be repeated"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this JSON file")
     return parser
 
 
 def refused_in_pretraining(words: Sequence[str], world_size: int) -> Sequence[str]:
-    """Return what the training script's own parser has against a command."""
+    """Return the problems that the training script's parser finds in a command."""
     try:
         resolve_arguments(words, world_size)
     except ConfigurationError as error:
@@ -52,7 +52,7 @@ def refused_in_pretraining(words: Sequence[str], world_size: int) -> Sequence[st
 
 
 def refused_by(parse: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str], int], Sequence[str]]:
-    """Return a check by a tool's parser, which ends the program where it refuses."""
+    """Make a check from a tool's parser, which raises SystemExit for an invalid command."""
 
     def check(words: Sequence[str], world_size: int) -> Sequence[str]:
         said = io.StringIO()
@@ -76,10 +76,10 @@ CHECKS = {
 
 
 def variables_of(settings: Sequence[str]) -> dict[str, str]:
-    """Read ``NAME=VALUE``.
+    """Parse the ``NAME=VALUE`` texts of --set.
 
     Raises:
-        ConfigurationError: one is something else.
+        ConfigurationError: a text has another form.
     """
     wrong = [item for item in settings if not re.match(r"[A-Za-z_]\w*=", item)]
     if wrong:
@@ -88,7 +88,7 @@ def variables_of(settings: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; the status is 0, 1 or 2."""
+    """Run the command and return its exit status: 0, 1 or 2."""
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
     arguments = build_parser().parse_args(words[:cut])

@@ -17,7 +17,7 @@ _TORCHRUN_MODULES = ("torch.distributed.launch", "torch.distributed.run")
 _SWITCHES = frozenset(
     ("--standalone", "--no_python", "--no-python", "--run_path", "--run-path", "--use_env", "--use-env")
 ).union(("--no_local_rank", "--autotuning", "--no_ssh", "--force_multi", "--enable_elastic_training"))
-_OF_LAUNCH = ("--use_env", "--use-env")  # torchrun always does this, and refuses the flag
+_OF_LAUNCH = ("--use_env", "--use-env")  # torchrun's only behavior; torchrun rejects the flag
 _RANKS_OF_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
 
@@ -34,10 +34,10 @@ CONVERT = "tools/checkpoint/convert.py"
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Hold a command taken apart.
+    """Parsed launch command.
 
-    ``wrapper`` stands before the launcher (``srun …``); ``options`` are the launcher's. ``ranks_of_node`` and
-    ``nodes`` are None where they are not known; ``is_distributed`` tells whether ranks are launched at all.
+    ``wrapper`` precedes the launcher (``srun …``). ``options`` are the launcher's options. ``ranks_of_node`` and
+    ``nodes`` are None if they are unknown. ``is_distributed`` is false if plain python starts the script.
     """
 
     wrapper: tuple[str, ...]
@@ -54,14 +54,14 @@ class Launch:
 
     @property
     def world_size(self) -> int | None:
-        """Return the number of ranks; None where it is not known."""
+        """Return the number of ranks; None if it is unknown."""
         if self.ranks_of_node is None or self.nodes is None:
             return None
         return self.ranks_of_node * self.nodes
 
     @property
     def target(self) -> str | None:
-        """Return the script of this project that does what is launched; None if there is none."""
+        """Return this project's equivalent of the launched script; None if there is none."""
         name = os.path.basename(self.script)
         if name in _TOOLS:
             return _TOOLS[name]
@@ -71,14 +71,14 @@ class Launch:
 
 
 def is_training(script: str) -> bool:
-    """Tell whether a program of this name trains a model that this project has."""
+    """Return whether a script's name is that of a training script for a model that this project supports."""
     name = os.path.basename(script)
     is_named_so = re.fullmatch(r"(pretrain|finetune|train)\w*\.py", name) is not None
     return is_named_so and not any(model in name for model in _OTHER_MODELS)
 
 
 def launch_of(words: Sequence[str]) -> Launch | None:
-    """Take a command apart; None if it launches no Python program."""
+    """Parse a launch command; None if it does not launch a Python program."""
     for place, word in enumerate(words):
         name = os.path.basename(word)
         if name in ("torchrun", "deepspeed"):
@@ -118,7 +118,7 @@ def _launched(wrapper: tuple[str, ...], launcher: str, words: Sequence[str]) -> 
 
 
 def _torchrun_options(values: dict[str, str]) -> tuple[str, ...]:
-    """Return torchrun's options for DeepSpeed's."""
+    """Convert options of the DeepSpeed launcher to torchrun's."""
     names = {"num_gpus": "--nproc_per_node", "num_nodes": "--nnodes", "master_addr": "--master_addr"}
     names |= {"master_port": "--master_port", "node_rank": "--node_rank"}
     return tuple(word for name, option in names.items() if name in values for word in (option, values[name]))
@@ -129,7 +129,7 @@ def _number(text: str) -> int | None:
 
 
 Check = Callable[[Sequence[str], int], Sequence[str]]
-"""Parse the words of a command at a world size, and return what is refused."""
+"""Function that parses the words of a command at a world size and returns the problems."""
 
 _ABSENT = re.compile("does not exist|there is no such file|No such file or directory")
 _RANK_STARTERS = ("mpirun", "mpiexec", "mpirun.openmpi", "jsrun", "aprun", "horovodrun")
@@ -138,11 +138,11 @@ _LAYOUT = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--
 
 @dataclasses.dataclass(frozen=True)
 class AdoptedCommand:
-    """Hold a command, what became of the flags it was made from, and what is left to decide.
+    """Translated command, with the outcome of each original flag and the open decisions.
 
-    ``placeholders`` are the values that are not known, by name, with the reason. ``refused`` is what this
-    project's own parser has against the command at ``world_size`` ranks; ``absent`` is what it says of files that
-    are not on this machine, which need not be the one of the run.
+    ``placeholders`` are the unknown values by name, with the reason. ``refused`` are the problems that this project's
+    parser finds in the command at ``world_size`` ranks. ``absent`` are problems with files that do not exist on this
+    host, which need not be the host of the run.
     """
 
     origin: str
@@ -157,12 +157,12 @@ class AdoptedCommand:
 
     @property
     def would_run(self) -> bool:
-        """Tell whether the command can be pasted and run without a decision."""
+        """Return whether the command can be pasted and run without a decision."""
         return not self.refused and not self.placeholders and not any(item.needs_decision for item in self.findings)
 
     @property
     def text(self) -> str:
-        """Return the command for a shell, one flag a line."""
+        """Return the shell command, with one flag per line."""
         lines = [_quoted(self.head), *(f"    {_quoted(group.words)}" for group in self.groups)]
         return " \\\n".join(lines)
 
@@ -174,7 +174,7 @@ def _quoted(words: Iterable[str]) -> str:
 def adopt_launch(
     launch: Launch, origin: str, unknowns: Mapping[str, str], checks: Mapping[str, Check]
 ) -> AdoptedCommand:
-    """Make the command of this project from another's; its script must have a counterpart here."""
+    """Translate a launch to a command of this project; ``launch.target`` must not be None."""
     target = launch.target
     assert target is not None
     if target == PRETRAIN:
@@ -220,7 +220,7 @@ def _checked(
     reasons = {**unknowns, **translation.placeholders}
     world_size = launch.world_size or smallest_world_size(groups)
     problems = checks[head[-1]]([readable(word) for word in words], world_size)
-    # What a placeholder cannot be parsed as is no news.
+    # Problems that mention a placeholder are caused by the placeholder and are not reported.
     refused = [problem for problem in problems if not any(f"<{name}>" in problem for name in names)]
     return AdoptedCommand(
         origin=origin,
@@ -236,6 +236,6 @@ def _checked(
 
 
 def smallest_world_size(groups: Iterable[FlagGroup]) -> int:
-    """Return the number of ranks that one copy of the model takes."""
+    """Return the number of ranks of one model replica."""
     sizes = {group.name: group.values[0] for group in groups if group.name in _LAYOUT and group.values}
     return math.prod(int(size) for size in sizes.values() if size.isdigit() and int(size) > 0)

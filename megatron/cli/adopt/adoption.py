@@ -1,4 +1,4 @@
-"""Translate a file of another trainer to commands of this project, and report what became of each flag."""
+"""Translate a file of another trainer to commands of this project, and report the outcome of each flag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTINGS = (".toml", ".yaml", ".yml", ".json")
 
 @dataclasses.dataclass(frozen=True)
 class Adoption:
-    """Hold the commands made from one file, and remarks about the file."""
+    """Commands translated from one file, and notes about the file."""
 
     commands: tuple[AdoptedCommand, ...]
     notes: tuple[str, ...]
@@ -28,13 +28,13 @@ class Adoption:
 def adopt_file(
     path: Path, parameters: Sequence[str], variables: Mapping[str, str], checks: Mapping[str, Check]
 ) -> Adoption:
-    """Make commands from a launch script or a settings file, by its suffix.
+    """Translate a launch script or a configuration file, depending on its suffix.
 
-    ``parameters`` are a script's positional parameters, ``variables`` values for its variables. ``checks`` parse
-    the commands, by script.
+    ``parameters`` are the script's positional parameters. ``variables`` are values for its variables. ``checks`` maps
+    each script of this project to the check of its commands.
 
     Raises:
-        ConfigurationError: the file cannot be read or launches nothing that is known.
+        ConfigurationError: the file cannot be read or does not launch a known script.
     """
     text = _text_of(path)
     if path.suffix in _SETTINGS:
@@ -63,7 +63,7 @@ def _adopt_script(
     path: Path, text: str, parameters: Sequence[str], variables: Mapping[str, str], checks: Mapping[str, Check]
 ) -> Adoption:
     require_parser()
-    # Needs the parser.
+    # This module can be imported only if the parser is installed.
     from megatron.cli.adopt.shell_script import ShellScript
 
     script = ShellScript(path, parameters, dict(variables))
@@ -112,7 +112,7 @@ _KINDS = {
 
 
 def report_lines(commands: Sequence[AdoptedCommand], notes: Sequence[str]) -> Iterator[str]:
-    """Yield the lines that a user reads."""
+    """Yield the lines of the text report."""
     for command in commands:
         yield f"# {command.origin}"
         yield command.text
@@ -147,7 +147,7 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def report_data(commands: Sequence[AdoptedCommand], notes: Sequence[str]) -> dict[str, Any]:
-    """Return the same as data for JSON."""
+    """Return the report as JSON values."""
     return {
         "would_run": all(command.would_run for command in commands),
         "commands": [

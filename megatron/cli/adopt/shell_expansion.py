@@ -1,4 +1,4 @@
-"""Expand a shell's words: quotes, parameters, arithmetic, patterns, command substitution, splitting into fields."""
+"""Expand shell words: quotes, parameters, arithmetic, patterns, command substitution, word splitting."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _DEPTH = 20
 
 
 class UnknownNumber(Exception):
-    """Report arithmetic whose result cannot be known."""
+    """Arithmetic expression whose result is unknown."""
 
 
 def _quotient(a: int, b: int) -> int:
-    """Divide as C does: towards zero."""
+    """Divide with truncation towards zero, as C does."""
     if b == 0:
         raise UnknownNumber("a division by zero")
     magnitude = abs(a) // abs(b)
@@ -54,14 +54,14 @@ def _quotient(a: int, b: int) -> int:
 
 
 def _shift(count: int) -> int:
-    """Return how far to shift; C leaves open what other counts do."""
+    """Check a shift count; other counts are undefined behavior in C."""
     if not 0 <= count < 63:
         raise UnknownNumber(f"a shift by {count}")
     return count
 
 
 class Arithmetic:
-    """Evaluate one expression; ``lookup`` gives a variable's text, ``assign`` takes a new value."""
+    """Evaluator of one expression; ``lookup`` returns a variable's text, ``assign`` sets a variable."""
 
     def __init__(
         self, text: str, lookup: Callable[[str], str | None], assign: Callable[[str, str], None], depth: int = 0
@@ -73,10 +73,10 @@ class Arithmetic:
             raise UnknownNumber(text)
 
     def value(self) -> int:
-        """Return the value of the whole expression; of an empty one, 0.
+        """Evaluate the whole expression; an empty expression is 0.
 
         Raises:
-            UnknownNumber: a variable is unknown or the text is no arithmetic.
+            UnknownNumber: a variable is unknown, or the text is not an arithmetic expression.
         """
         if not self._tokens:
             return 0
@@ -178,7 +178,7 @@ class Arithmetic:
 
 
 def glob_expression(pattern: str, greedy: bool = True) -> str:
-    """Return a glob pattern, ``\\`` escaping, as a regular expression."""
+    """Convert a glob pattern, with ``\\`` as the escape character, to a regular expression."""
     result, place = "", 0
     while place < len(pattern):
         character = pattern[place]
@@ -200,7 +200,7 @@ def glob_expression(pattern: str, greedy: bool = True) -> str:
 
 
 def without_end(text: str, pattern: str, at_start: bool, greedy: bool) -> str:
-    """Cut the shortest, or with ``greedy`` the longest, match of a pattern off one end."""
+    """Remove the shortest, or with ``greedy`` the longest, match of a pattern from one end of a text."""
     lengths = range(len(text) + 1)
     for length in reversed(lengths) if greedy else lengths:
         part = text[:length] if at_start else text[len(text) - length :]
@@ -210,7 +210,7 @@ def without_end(text: str, pattern: str, at_start: bool, greedy: bool) -> str:
 
 
 def replaced(text: str, rest: str, pattern_of: Callable[[str], str], text_of: Callable[[str], str]) -> str:
-    """Replace as ``${X/pattern/text}`` does; ``rest`` is what follows the first slash."""
+    """Replace as ``${X/pattern/text}`` does; ``rest`` is the text after the first slash."""
     kind = rest[:1] if rest[:1] in ("/", "#", "%") else ""
     pattern, _, new = rest[len(kind) :].partition("/")
     expression = glob_expression(pattern_of(pattern))
@@ -225,7 +225,7 @@ _PARAMETER = re.compile(
     r"(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!_-])(?:\[(?P<index>(?:[^\[\]]|\[[^]]*\])*)\])?(?P<rest>.*)", re.S
 )
 OUTPUT = "OUTPUT_"
-"""How the name of an unknown begins that is better named after the variable which takes it."""
+"""Prefix of the name of an unknown command output, which is renamed after the variable that it is assigned to."""
 
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.S)
 _BRACES = re.compile(r"(?<!\$)\{([^{}\s]*,[^{}\s]*|-?\d+\.\.-?\d+)\}")
@@ -234,7 +234,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a"
 
 
 class _Fields:
-    """Collect the fields of a word: what comes from an unquoted expansion is split at white space."""
+    """Collector of the fields of a word; unquoted expansions are split at white space."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, bool]] = []
@@ -270,7 +270,7 @@ class _Fields:
 
 
 class _Text:
-    """Collect a word as one text: an assignment, or what a ``case`` looks at."""
+    """Collector of a word as one text, for an assignment or the subject of a ``case``."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -285,7 +285,7 @@ class _Text:
 
 
 class _Pattern:
-    """Collect a word as a pattern: what is quoted stands for itself."""
+    """Collector of a word as a glob pattern; quoted parts are escaped."""
 
     def __init__(self) -> None:
         self.pattern = ""
@@ -306,14 +306,14 @@ _Sink = _Fields | _Text | _Pattern
 
 
 class Expander:
-    """Expand words as the script's state stands; ``substitute`` gives the output of ``$( … )`` or an unknown."""
+    """Expander of words in a script's state; ``substitute`` returns the output of ``$( … )``, or an unknown."""
 
     def __init__(self, state: ShellState, substitute: Callable[[str], str]) -> None:
         self._state = state
         self._substitute = substitute
 
     def fields(self, word: str) -> list[str]:
-        """Return the fields that an unquoted word becomes: none, one or several."""
+        """Expand an unquoted word to its fields: none, one or several."""
         result = []
         for alternative in _brace_alternatives(word):
             sink = _Fields()
@@ -326,7 +326,7 @@ class Expander:
         return result
 
     def text(self, word: str) -> str:
-        """Return a word as one text, without splitting."""
+        """Expand a word to one text, without splitting."""
         sink = _Text()
         if word == "~" or word.startswith("~/"):
             sink.quoted(self._home())
@@ -335,19 +335,19 @@ class Expander:
         return sink.text
 
     def pattern(self, word: str) -> str:
-        """Return a word as a glob pattern whose quoted parts are escaped."""
+        """Expand a word to a glob pattern whose quoted parts are escaped."""
         sink = _Pattern()
         self._walk(word, sink)
         return sink.pattern
 
     def double_quoted(self, text: str) -> str:
-        """Return what a text becomes between double quotes."""
+        """Expand a text as between double quotes."""
         sink = _Text()
         self._walk(text, sink, double=True)
         return sink.text
 
     def here_document(self, text: str) -> str:
-        """Return what a here-document becomes: as between double quotes, which are characters like others in it."""
+        """Expand a here-document as between double quotes; double quotes in it are ordinary characters."""
         sink, place = _Text(), 0
         while place < len(text):
             end = end_of_element(text, place, double=True)
@@ -363,7 +363,7 @@ class Expander:
         """Evaluate an arithmetic expression.
 
         Raises:
-            UnknownNumber: it cannot be known.
+            UnknownNumber: the value is unknown.
         """
         return Arithmetic(self.double_quoted(expression), self._number_text, self._assign).value()
 
@@ -462,7 +462,7 @@ class Expander:
             self._emit(item, sink, double)
 
     def _parameter(self, inner: str, sink: _Sink, double: bool) -> None:
-        """Expand what stands between ``${`` and ``}``."""
+        """Expand the content of ``${…}``."""
         if inner.startswith("#") and len(inner) > 1:
             self._emit(self._length(inner[1:]), sink, double)
             return
@@ -512,7 +512,7 @@ class Expander:
             self._parameter(target + match["rest"], sink, double)
 
     def _default(self, name: str, index: str | None, default: re.Match[str], sink: _Sink, double: bool) -> bool:
-        """Expand ``${X:-word}`` and its kin where the word is what they become; tell whether it was."""
+        """Expand ``${X:-word}`` and similar forms if they do not expand to the value of X; return whether they did."""
         if index in ("@", "*") or name in ("@", "*"):
             items = self._state.items(name)
             value = None if not items else " ".join(items)
@@ -532,7 +532,7 @@ class Expander:
         return True
 
     def _changed(self, text: str, name: str, rest: str) -> str:
-        """Apply what follows the name in ``${name…}``: cutting, replacing, a part, upper or lower case."""
+        """Apply the operator in ``${name…}``: removal, replacement, substring, upper or lower case."""
         if not rest:
             return text
         if has_unknown(text):
@@ -571,7 +571,7 @@ def _slice(bounds: list[int], length: int) -> slice:
 
 
 def _brace_alternatives(word: str) -> list[str]:
-    """Return the words that ``a{b,c}`` and ``{1..3}`` stand for; those in quotes stay."""
+    """Expand the braces in ``a{b,c}`` and ``{1..3}``, except in words with quotes."""
     match = _BRACES.search(word)
     if match is None or "'" in word or '"' in word or "`" in word or "$(" in word or "${" in word[: match.start()]:
         return [word]

@@ -1,7 +1,7 @@
-"""Follow a shell script without running it, and collect the programs that it would start.
+"""Interpret a shell script without running it, and collect the programs that it would start.
 
-If a condition cannot be known, every branch is followed, and values that differ between branches are unknown
-afterwards. Only commands that change variables, or that do nothing but print text, have a meaning here.
+If a condition is unknown, every branch is followed, and values that differ between branches are unknown afterwards.
+Only commands that change variables or only print text are interpreted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class NotText(Exception):
-    """Report a command substitution whose output only a run can tell."""
+    """Command substitution whose output is known only at run time."""
 
 
 def output_of(words: list[str], state: ShellState) -> str:
-    """Return the output of a command; ``cd`` moves the state's folder.
+    """Return the output of a command; ``cd`` changes the state's folder.
 
     Raises:
-        NotText: only a run can tell it.
+        NotText: the output is known only at run time.
     """
     name, rest = words[0], words[1:]
     if name == "echo":
@@ -73,7 +73,7 @@ _NUMBERS = {
 
 
 class Conditions:
-    """Evaluate conditions as an expander's state stands; files are never looked at."""
+    """Evaluator of conditions in an expander's current state; conditions on files are unknown."""
 
     def __init__(self, expander: Expander) -> None:
         self._expander = expander
@@ -85,7 +85,7 @@ class Conditions:
             return False
         if node.children[0].type == "[[":
             return self._of(children[0])
-        # In single brackets the words decide, not the tree: -a binds less than =, and what is empty is no word.
+        # Single brackets are evaluated from the words, not the tree: -a binds weaker than =, and empty words vanish.
         words = []
         for word in words_of(source_of(node).removeprefix("[").removesuffix("]")):
             fields = self._expander.fields(word)
@@ -93,7 +93,7 @@ class Conditions:
         return self.of_words(words)
 
     def of_words(self, words: list[str]) -> bool | None:
-        """Evaluate the words of a plain ``test`` command, expanded already."""
+        """Evaluate the expanded words of a plain ``test`` command."""
         for operator in ("-o", "-a"):
             if operator in words[1:-1]:
                 place = words.index(operator, 1)
@@ -108,7 +108,7 @@ class Conditions:
         return _is_filled(words[0]) if len(words) == 1 else False if not words else None
 
     def _of(self, node: Node) -> bool | None:
-        """Evaluate what stands in double brackets."""
+        """Evaluate an expression in double brackets."""
         children = node.children
         if node.type == "parenthesized_expression":
             return self._of(children[1])
@@ -124,7 +124,7 @@ class Conditions:
             return _both(self._of(left), self._of(right))
         if operator == "||":
             return _not(_both(_not(self._of(left)), _not(self._of(right))))
-        # What is compared with may come in several nodes.
+        # The right operand may consist of several nodes.
         rest = (node.text or b"")[right.start_byte - node.start_byte :].decode().strip()
         is_pattern = operator in ("=", "==", "!=")
         second = self._expander.pattern(rest) if is_pattern else self._expander.text(rest)
@@ -162,7 +162,7 @@ def _searched(expression: str, text: str) -> bool | None:
 
 
 def _is_filled(text: str) -> bool | None:
-    """Tell whether a text is not empty; a variable that nothing sets is."""
+    """Return whether a text is not empty, or None if that is unknown; a variable that is never set is empty."""
     if is_unset(text):
         return False
     return None if has_unknown(text) and not re.sub("\ue000[^\ue001]*\ue001", "", text) else True
@@ -182,7 +182,7 @@ _WHOLE_OUTPUT = re.compile(f"\ue000x:({OUTPUT}[^\ue001]*)\ue001")
 
 
 class Assignments:
-    """Carry out assignments; variables in ``fixed`` keep what the user gave them."""
+    """Interpreter of assignments; variables in ``fixed`` keep the values that the user gave."""
 
     def __init__(self, state: ShellState, expander: Expander, fixed: frozenset[str]) -> None:
         self._variables = state.variables
@@ -191,7 +191,7 @@ class Assignments:
         self._fixed = fixed
 
     def assign(self, node: Node) -> bool:
-        """Carry out a ``variable_assignment`` of the syntax tree; the status is always true."""
+        """Execute a ``variable_assignment`` of the syntax tree; the status is always true."""
         target, value = node.named_children[0], node.child_by_field_name("value")
         is_more = any(child.type == "+=" for child in node.children)
         name = source_of(target)
@@ -211,7 +211,7 @@ class Assignments:
         return True
 
     def declare(self, node: Node) -> bool:
-        """Carry out ``declare``, ``export``, ``local`` and their kin; the status is always true."""
+        """Execute ``declare``, ``export``, ``local`` and similar commands; the status is always true."""
         is_map = any(re.fullmatch(r"-\w*A\w*", source_of(child)) for child in node.children)
         for child in node.named_children:
             if child.type == "variable_assignment":
@@ -221,7 +221,7 @@ class Assignments:
         return True
 
     def _named(self, name: str, text: str) -> str:
-        """Give an output that cannot be known the name of the variable that takes all of it."""
+        """Rename an unknown command output after the variable that it is assigned to."""
         match = _WHOLE_OUTPUT.fullmatch(text)
         return self._state.unknown(name, self._state.unknowns[match[1]]) if match else text
 
@@ -257,17 +257,17 @@ _CLAUSES = ("elif_clause", "else_clause")
 
 
 class Ended(Exception):
-    """Report that the script ends, or that a function, a loop or a turn of one does."""
+    """End of the script, of a function, of a loop or of a loop iteration."""
 
     def __init__(self, what: str) -> None:
         self.what = what
 
 
 class ShellFlow(abc.ABC):
-    """Follow statements; what a command does, a subclass says.
+    """Interpreter of the control flow of statements; a subclass interprets commands.
 
-    ``output`` is a list while the text that commands print is wanted, in a command substitution; ``input`` is the here
-    document that a command reads.
+    During a command substitution, ``_output`` is a list that collects the printed text. ``_input`` is the here-document
+    that a command reads.
     """
 
     def __init__(self, state: ShellState) -> None:
@@ -282,7 +282,7 @@ class ShellFlow(abc.ABC):
 
     @abc.abstractmethod
     def _words(self, words: list[str], line: int) -> bool | None:
-        """Do what a command does to the state; return its status, or None where only a run can tell."""
+        """Apply a command to the state and return its status, or None if the status is known only at run time."""
 
     def _run_text(self, text: str) -> bool | None:
         root = parse_script(text)
@@ -346,7 +346,7 @@ class ShellFlow(abc.ABC):
         return True
 
     def _fork(self, ways: Sequence[Callable[[], object]], reason: str) -> None:
-        """Follow every way from the present state, and go on with what they have in common."""
+        """Follow every branch from the current state, and continue with the merged state."""
         before, ends = self.state, []
         for way in ways:
             self.state = before.copy()
@@ -417,7 +417,7 @@ class ShellFlow(abc.ABC):
         return True
 
     def _turn(self, body: Node | None) -> bool:
-        """Follow a loop's body once; tell whether the loop goes on, which it does not where it may have been left."""
+        """Interpret a loop's body once; return whether the loop continues, False after a possible ``break``."""
         outer, self._may_have_left = self._may_have_left, False
         try:
             self._run(body.named_children if body else ())
@@ -509,7 +509,7 @@ class ShellFlow(abc.ABC):
             self._input = before
 
     def _here_document(self, node: Node) -> str | None:
-        """Return what ``<<EOF`` gives a command to read; None where it has no such input."""
+        """Return the text of a command's here-document; None if it has none."""
         here = next((child for child in node.named_children if child.type == "heredoc_redirect"), None)
         if here is None:
             return None
@@ -530,7 +530,7 @@ class ShellFlow(abc.ABC):
 
     def _command(self, node: Node) -> bool | None:
         children = node.children
-        # The parser takes `A=1 B=2` and the line below it for one command.
+        # The parser merges `A=1 B=2` and the next line into one command.
         source, start = source_of(node).encode(), node.start_byte
         assignments = [child for child in children if child.type == "variable_assignment"]
         name = node.child_by_field_name("name")
@@ -550,7 +550,7 @@ class ShellFlow(abc.ABC):
         return self._words(words, self._line(node))
 
     def _substitute(self, text: str) -> str:
-        """Return the output of a command that only makes text, or an unknown."""
+        """Return the output of a command that only prints text, or an unknown."""
         before, outer = self.state, self._output
         self.state, self._output = before.copy(), []
         try:
@@ -567,7 +567,7 @@ def _negated(status: bool | None) -> bool | None:
     return None if status is None else not status
 
 
-# These are taken to work, so that `mkdir -p out && torchrun …` is followed.
+# These commands are assumed to succeed, so that `mkdir -p out && torchrun …` is followed.
 _WORKS = frozenset(
     (":", "chmod", "conda", "cp", "echo", "ln", "mkdir", "module", "mv", "pip", "pip3", "printf", "rm", "set", "shopt")
 ).union(("sleep", "touch", "trap", "ulimit", "wait"))
@@ -576,14 +576,14 @@ _SHELLS = frozenset(("bash", "sh", "zsh", "dash"))
 
 @dataclasses.dataclass(frozen=True)
 class StartedProgram:
-    """Hold the words of a command that a script would run, and the line where it stands."""
+    """Words of a command that a script would run, and its line number."""
 
     words: tuple[str, ...]
     line: int
 
 
 class ShellScript(ShellFlow):
-    """Follow one script; ``programs`` and ``notes`` hold what was found."""
+    """Interpreter of one script, which collects started ``programs`` and ``notes``."""
 
     def __init__(self, path: Path, parameters: Sequence[str], variables: dict[str, str]) -> None:
         super().__init__(ShellState(script=str(path), parameters=list(parameters), variables=dict(variables)))
@@ -591,10 +591,10 @@ class ShellScript(ShellFlow):
         self.programs: list[StartedProgram] = []
 
     def follow(self, text: str) -> None:
-        """Follow a whole script to its end.
+        """Interpret a whole script.
 
         Raises:
-            ConfigurationError: it has none.
+            ConfigurationError: the script does not end.
         """
         try:
             self._run_text(without_placeholders(text, self.state.unknown))
@@ -604,7 +604,7 @@ class ShellScript(ShellFlow):
             raise ConfigurationError(f"{self.state.script} does not end: it calls itself over and over") from None
 
     def _words(self, words: list[str], line: int) -> bool | None:
-        """Do what a command does to the state, or note the program that it starts."""
+        """Apply a command to the state, or record the program that it starts."""
         if not words:
             return True
         name, rest = words[0], words[1:]
@@ -644,7 +644,7 @@ class ShellScript(ShellFlow):
         return True
 
     def _start(self, words: list[str], line: int) -> bool | None:
-        """Look into a shell that a command starts, or note the command."""
+        """Interpret the script of a shell that a command starts, or record the command as a program."""
         if words[0] == "sbatch":
             text = next((word.removeprefix("--wrap=") for word in words if word.startswith("--wrap=")), None)
             text = words[words.index("--wrap") + 1] if "--wrap" in words[:-1] else text
@@ -672,7 +672,7 @@ class ShellScript(ShellFlow):
         return None
 
     def _inside(self, text: str, wrapper: list[str], line: int) -> bool | None:
-        """Follow the text of ``srun … bash -c TEXT``; what it starts is started by the wrapper."""
+        """Interpret the text of ``srun … bash -c TEXT``; an ``srun`` wrapper is prepended to the programs it starts."""
         before, self._input = len(self.programs), None
         status = self._reread(text, line)
         if wrapper and os.path.basename(wrapper[0]) == "srun":

@@ -1,4 +1,4 @@
-"""Where the parts of a shell script begin and end."""
+"""Syntax of shell scripts: syntax tree, words, and the ends of quotations and expansions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_parser() -> None:
     """Check that the parser for shell scripts is installed.
 
     Raises:
-        ConfigurationError: it is not; says what to install.
+        ConfigurationError: the parser is missing.
     """
     if not _HAS_PARSER:
         raise ConfigurationError(
@@ -42,12 +42,12 @@ def parse_script(text: str) -> tree_sitter.Node:
 
 
 def source_of(node: tree_sitter.Node | None) -> str:
-    """Return the text of a node; the parser counts white space before a word to it here and there."""
+    """Return the text of a node without the white space that the parser sometimes includes."""
     return "" if node is None else (node.text or b"").decode().strip(" \t")
 
 
 def errors_in(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
-    """Yield what could not be parsed."""
+    """Yield the nodes that could not be parsed."""
     for child in node.children:
         if child.type == "ERROR" or child.is_missing:
             yield child
@@ -64,9 +64,9 @@ def assigned_names(node: tree_sitter.Node) -> Iterator[str]:
 
 
 def end_of_element(text: str, place: int, double: bool = False) -> int:
-    """Return where the element that begins at ``place`` ends: a character, an escape, a quotation, an expansion.
+    """Return the end of the element that starts at ``place``: a character, an escape, a quotation or an expansion.
 
-    Inside double quotes a single quote is a character. What is never closed ends with the text.
+    Inside double quotes a single quote is an ordinary character. An element that is never closed ends with the text.
     """
     character = text[place]
     if character == "\\":
@@ -88,7 +88,7 @@ def end_of_element(text: str, place: int, double: bool = False) -> int:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text as they stand, quotes and all."""
+    """Split a text into words, without removing quotes."""
     words, place, start = [], 0, 0
     text = text.replace("\\\n", " ")
     while place < len(text):
@@ -106,7 +106,7 @@ def _after(text: str, place: int, character: str) -> int:
 
 
 def _closed(text: str, place: int, closing: str, double: bool) -> int:
-    """Return the place behind the closing character of what began before ``place``."""
+    """Return the index after the closing character of an element whose content starts at ``place``."""
     while place < len(text):
         if text[place] == closing:
             return place + 1

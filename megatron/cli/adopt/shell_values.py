@@ -1,6 +1,6 @@
-"""Values of a shell script that cannot be known without a run: unknown variables and placeholders.
+"""Values of a shell script that are unknown without running it: unknown variables and placeholders.
 
-An unknown value is text between two marks, so that it can be joined, assigned and passed on as any other text.
+An unknown value is text between two marks, so that it can be joined, assigned and passed on like any other text.
 A placeholder (``<name>``, ``{{ name }}``, ``...``) is text that the reader of a published script or a template engine
 replaces.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 MARK = re.compile("\ue000([ux]):([^\ue001]*)\ue001")
-"""An unknown value in a text: its kind (u, a variable that nothing sets, or x) and its name."""
+"""Unknown value in a text: its kind (u for a variable that is never set, x for others) and its name."""
 
 Value = str | list[str] | dict[str, str]
 
@@ -35,26 +35,26 @@ def has_unknown(text: str) -> bool:
 
 
 def is_unset(text: str) -> bool:
-    """Tell whether the text is nothing but variables that are never set: empty, in an empty environment."""
+    """Return whether the text consists only of variables that are never set: it is empty in an empty environment."""
     return MARK.sub(lambda match: "" if match[1] == "u" else match[0], text) == ""
 
 
 def unknown_names(text: str) -> list[str]:
-    """Return the names of the unknown parts."""
+    """List the names of the unknown values in a text."""
     return [match[2] for match in MARK.finditer(text)]
 
 
 def readable(text: str) -> str:
-    """Return the text with its unknown parts as ``<NAME>``."""
+    """Replace the unknown values in a text by ``<NAME>``."""
     return MARK.sub(lambda match: f"<{match[2]}>", text)
 
 
 @dataclasses.dataclass
 class ShellState:
-    """Hold variables, positional parameters and functions.
+    """Variables, positional parameters and functions of a script.
 
-    ``unknowns`` (name to reason), ``assigned``, the variables that the script sets anywhere, and ``asked_for``, those
-    whose value was looked up, are shared by copies.
+    Copies share ``unknowns`` (name to reason), ``assigned`` (variables that the script sets anywhere) and ``asked_for``
+    (variables whose value was read).
     """
 
     script: str
@@ -67,7 +67,7 @@ class ShellState:
     unknowns: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> ShellState:
-        """Return a state that can change by itself."""
+        """Return a copy with independent variables, parameters and functions."""
         return dataclasses.replace(
             self,
             parameters=list(self.parameters),
@@ -78,13 +78,13 @@ class ShellState:
         )
 
     def unknown(self, name: str, reason: str, kind: str = "x") -> str:
-        """Return a marked text for a value that cannot be known, and note why."""
+        """Return the marked text of an unknown value, and record the reason."""
         name = plain_name(name)
         self.unknowns.setdefault(name, reason)
         return unknown_mark(name, kind)
 
     def value(self, name: str) -> Value | None:
-        """Return what a variable or a positional parameter holds; None if nothing sets it."""
+        """Return the value of a variable or a positional parameter; None if it is not set."""
         self.asked_for.add(name)
         if name == "0":
             return self.script
@@ -101,14 +101,14 @@ class ShellState:
         return self.variables.get(name)
 
     def items(self, name: str) -> list[str] | None:
-        """Return the elements of an array, a plain variable being an array of one; None if nothing sets it."""
+        """Return the elements of an array, or the value of a plain variable as a list; None if it is not set."""
         value = self.value(name)
         if value is None or isinstance(value, list):
             return value
         return list(value.values()) if isinstance(value, dict) else [value]
 
     def unset(self, name: str) -> str:
-        """Return the text of a variable that nothing has set: empty where the script sets it in another case."""
+        """Return the text of a variable that is not set: empty if the script sets it anywhere, or an unknown."""
         if name in self.assigned:
             return ""
         if name.isdigit():
@@ -117,7 +117,7 @@ class ShellState:
 
 
 def merged(states: Sequence[ShellState], reason: str) -> ShellState:
-    """Return what is known after one of several ways was taken: values that differ become unknown."""
+    """Merge the states after alternative branches: values that differ become unknown."""
     result = states[0].copy()
     for name in {name: None for state in states for name in state.variables}:
         values = [state.variables.get(name) for state in states]
@@ -134,8 +134,8 @@ _BRACED = r"\$?\{\{-?\s*(?P<braced>[^{}\n]*?)\s*-?\}\}"
 _PLACEHOLDER = re.compile(f"{_ANGLED}|{_BRACED}")
 _OF_WORDS = re.compile(f"(?=<[^>]* |\\$?{{{{)(?:{_ANGLED}|{_BRACED})")
 _DOTS = ("...", "…", "[...]", "<...>")
-"""A word that stands for more words."""
-# Quoted text, comments and here-documents with their bodies are passed over: there, angles are no redirections.
+"""Words that stand for omitted words."""
+# Quoted text, comments and the bodies of here-documents are skipped: angle brackets in them are not redirections.
 # ``<in>out`` is two redirections.
 _HERE_DOCUMENT = (
     r"""(?P<start>(?<!<)<<-?[ \t]*['"\\]?(?P<end>\w+)['"]?)"""
@@ -152,11 +152,11 @@ _OF_TOKENS = re.compile("-token$|-special-tokens$|^--fim-(?:split-sample|no-pref
 """Flags whose values look like placeholders: ``--fim-prefix-token <fim_prefix>``."""
 
 Note = Callable[[str, str], str]
-"""Note a name and why its value is unknown; return the text that stands for the value."""
+"""Function that records a name and why its value is unknown, and returns the text that represents the value."""
 
 
 def without_placeholders(text: str, note: Note) -> str:
-    """Replace the placeholders that a shell would read as redirections or as several words with marks."""
+    """Replace placeholders with marks if a shell would parse them as redirections or as several words."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[0][0] in "'\"":

@@ -1,10 +1,10 @@
-"""Settings files of torchtitan, nanotron and OLMo-core as flags of this project.
+"""Translate configuration files of torchtitan, nanotron and OLMo-core to flags of this project.
 
 torchtitan: a TOML file of release 0.1 or 0.2, whose ``[training]`` has ``local_batch_size`` or ``batch_size``.
 nanotron: a YAML file of 0.4 (2024 and 2025), with ``data_stages`` and ``tokens``.
 OLMo-core: a config.json that versions 2.0 to 2.4 save with a run.
-`settings.tsv` has one line for each key, or for all keys with a common prefix. A ``neutral`` value needs no flag.
-A key that a trainer's own function reads is not looked up.
+`settings.tsv` has one line per key, or per common prefix of keys. A ``neutral`` value needs no flag. Keys that a
+trainer's function reads are not looked up in this table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Setting:
 
 @dataclasses.dataclass(frozen=True)
 class AdoptedSettings:
-    """Hold the launch that stands for a settings file, what became of its keys, and its placeholders."""
+    """Launch equivalent to a configuration file, with the outcomes of its keys and its placeholders."""
 
     trainer: str
     launch: Launch
@@ -56,7 +56,7 @@ def _table(trainer: str) -> Mapping[str, _Setting]:
 
 
 def flattened(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value with its dotted key; a list of plain values is one value."""
+    """Yield every value with its dotted key; a list of scalars is one value."""
     if isinstance(settings, Mapping) and settings:
         for name, value in settings.items():
             yield from flattened(value, f"{prefix}.{name}" if prefix else str(name))
@@ -68,12 +68,12 @@ def flattened(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """Return a value as it is typed; 500000.0 becomes 500000, as a flag may want an integer."""
+    """Format a value as a word of a command line; 500000.0 becomes 500000, since a flag may require an integer."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 class SettingsReader:
-    """Turn a trainer's settings into flags: by hand what several keys say together, the rest by the table."""
+    """Translator of a trainer's settings: functions handle keys that depend on each other, a table handles the rest."""
 
     def __init__(self, trainer: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.trainer = trainer
@@ -83,30 +83,30 @@ class SettingsReader:
         self.placeholders: dict[str, str] = {}
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return a value and leave nothing of it to the table."""
+        """Remove a value from the settings and return it, so that the table does not translate it."""
         value = self.values.pop(key, None)
         return default if value is None else value
 
     def take_number(self, key: str, default: int) -> int:
-        """Return a value that is an integer, or the default where it is something else."""
+        """Take a value like `take`; return the default if it is not an integer."""
         value = self.take(key, default)
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
     def add(self, *words: Any) -> None:
-        """Add words to the command."""
+        """Append words to the command."""
         self.words += [str(word) for word in words]
 
     def add_placeholder(self, flag: str, name: str, reason: str) -> None:
-        """Add a flag whose value its user must fill in."""
+        """Append a flag with a placeholder for a value that the user must fill in."""
         self.placeholders[name] = reason
         self.add(flag, unknown_mark(name))
 
     def note(self, key: str, kind: str, text: str, needs_decision: bool = False) -> None:
-        """Say what became of a key."""
+        """Record the outcome of a key."""
         self.findings.append(Finding(key, kind, text, needs_decision))
 
     def finish(self, ranks: int | None) -> AdoptedSettings:
-        """Translate all keys that were not taken, and return the launch on so many ranks."""
+        """Translate all remaining keys by the table, and return the settings of a launch on ``ranks`` ranks."""
         for key, value in self.values.items():
             self._translate(key, value)
         if ranks is None:
@@ -148,7 +148,7 @@ _NANOTRON_WSD_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus
 
 
 def nanotron_settings(settings: Mapping[str, Any], variables: Mapping[str, str]) -> AdoptedSettings:
-    """Adopt a file of nanotron; its layout says the number of ranks."""
+    """Translate a file of nanotron; its parallel layout determines the number of ranks."""
     reader = SettingsReader("nanotron", settings, {})
     reader.add("--position-embedding-type", "rope", "--disable-bias-linear")
     reader.add("--attention-dropout", 0.0, "--hidden-dropout", 0.0)
@@ -197,7 +197,7 @@ def _nanotron_schedule(reader: SettingsReader) -> None:
 
 
 def _nanotron_layout(reader: SettingsReader) -> int:
-    """Add what several keys of the layout say together; return the number of ranks."""
+    """Translate the keys of the parallel layout; return the number of ranks."""
     dp = reader.take_number("parallelism.dp", 1)
     sizes = [int(reader.values.get(f"parallelism.{axis}", 1)) for axis in ("tp", "pp", "context_parallel_size")]
     if reader.take("parallelism.tp_mode", "ALL_REDUCE") == "REDUCE_SCATTER" and sizes[0] > 1:
@@ -217,7 +217,7 @@ _OLMO_CORE_SCHEDULES = {"CosWithWarmup": "cosine", "LinearWithWarmup": "linear",
 
 
 def olmo_core_settings(settings: Mapping[str, Any], variables: Mapping[str, str]) -> AdoptedSettings:
-    """Adopt a file of OLMo-core; ``WORLD_SIZE`` among the variables is the number of ranks."""
+    """Translate a file of OLMo-core; the variable ``WORLD_SIZE`` is the number of ranks."""
     reader = SettingsReader("OLMo-core", settings, {})
     for key in [key for key in reader.values if key.endswith("_CLASS_") and "scheduler" not in key]:
         reader.take(key)
@@ -281,7 +281,7 @@ def _olmo_core_model(reader: SettingsReader) -> None:
 
 
 def _olmo_core_batch(reader: SettingsReader, length: int) -> int:
-    """Add the batch sizes, which OLMo-core counts in tokens; return the global one in sequences."""
+    """Translate the batch sizes, which OLMo-core gives in tokens; return the global batch size in sequences."""
     whole = reader.take_number("data_loader.global_batch_size", length) // length
     micro = reader.take_number("train_module.rank_microbatch_size", length) // length
     reader.add("--micro-batch-size", micro, "--global-batch-size", whole)
@@ -291,7 +291,7 @@ def _olmo_core_batch(reader: SettingsReader, length: int) -> int:
 
 
 def _olmo_core_duration(reader: SettingsReader, tokens_of_step: int) -> None:
-    """Add the length of the run and of its schedule."""
+    """Translate the length of the run and of its schedule."""
     value, unit = reader.take_number("trainer.max_duration.value", 0), reader.take("trainer.max_duration.unit", "")
     steps = value if unit == "steps" else value // tokens_of_step if unit == "tokens" else 0
     if steps:
@@ -322,7 +322,7 @@ def _olmo_core_duration(reader: SettingsReader, tokens_of_step: int) -> None:
     reader.note(f"train_module.scheduler = {kind}", "renamed", text)
 
 
-# What torchtitan does where the file says nothing; this project's own defaults differ.
+# Defaults of torchtitan that differ from this project's.
 _TORCHTITAN_DEFAULTS: dict[str, Any] = {
     "optimizer.lr": 8e-4,
     "optimizer.beta1": 0.9,
@@ -335,7 +335,7 @@ _TORCHTITAN_DEFAULTS: dict[str, Any] = {
     "training.steps": 10000,
     "metrics.log_freq": 10,
 }
-# Layers, width, heads, query groups, feed-forward width.
+# Layers, hidden size, attention heads, query groups, FFN hidden size.
 _TORCHTITAN_LLAMA3 = {
     "8B": (32, 4096, 32, 8, 14336),
     "70B": (80, 8192, 64, 8, 28672),
@@ -345,7 +345,7 @@ _TORCHTITAN_WSD_STYLES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus
 
 
 def torchtitan_settings(settings: Mapping[str, Any], variables: Mapping[str, str]) -> AdoptedSettings:
-    """Adopt a file of torchtitan; ``NGPU`` among the variables is the number of ranks."""
+    """Translate a file of torchtitan; the variable ``NGPU`` is the number of ranks."""
     reader = SettingsReader("torchtitan", settings, _TORCHTITAN_DEFAULTS)
     _torchtitan_model(reader)
     _torchtitan_tokenizer(reader)
@@ -436,7 +436,7 @@ def _torchtitan_recompute(reader: SettingsReader) -> None:
 
 
 def _torchtitan_parallelism(reader: SettingsReader, variables: Mapping[str, str]) -> int | None:
-    """Add the layout and the batch; return the number of ranks, or None where nothing says it."""
+    """Translate the parallel layout and the batch size; return the number of ranks, or None if it is unknown."""
     tp = reader.take_number("parallelism.tensor_parallel_degree", 1)
     pp = int(reader.values.get("parallelism.pipeline_parallel_degree", 1))
     cp = int(reader.values.get("parallelism.context_parallel_degree", 1))
@@ -491,11 +491,11 @@ _TRAINERS = {
 
 
 def read_settings(path: Path, text: str, variables: Mapping[str, str]) -> AdoptedSettings:
-    """Read a settings file; its suffix says whose it is.
+    """Read a configuration file; its suffix determines the trainer.
 
     Raises:
-        ConfigurationError: it cannot be parsed, sections that this trainer's files have are missing, or a variable is
-            none of this trainer's.
+        ConfigurationError: the file cannot be parsed, a section that the trainer requires is missing, or a variable
+            does not belong to the trainer.
     """
     trainer = _TRAINERS[path.suffix]
     unused = [f"{name}={value}" for name, value in variables.items() if name != trainer.variable]

@@ -1,4 +1,4 @@
-"""Another trainer's flags as this project's: what is kept, renamed or left out, and what that changes."""
+"""Translate another trainer's flags to this project's: keep, rename or omit each flag, and report the effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEPTH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Say what became of one flag: ``kind`` is renamed, no effect, not supported, no counterpart, or unresolved."""
+    """Outcome of one flag; ``kind`` is renamed, no effect, not supported, no counterpart, or unresolved."""
 
     flag: str
     kind: str
@@ -35,9 +35,10 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class FlagGroup:
-    """Hold a flag with its values; ``name`` is empty for words that belong to none.
+    """Flag with its values; ``name`` is empty for words that do not belong to a flag.
 
-    One that ``is_companion`` comes with another flag, and goes where the command has that flag itself.
+    A flag with ``is_companion`` was added by the translation of another flag. It is omitted if the command also gives
+    this flag itself.
     """
 
     name: str
@@ -46,13 +47,13 @@ class FlagGroup:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the words as they are typed."""
+        """Return the flag and its values as words of the command line."""
         return (self.name, *self.values) if self.name else self.values
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Hold the flags of this project, what became of the others, and new placeholders (name to reason)."""
+    """Flags of this project, outcomes of the other trainer's flags, and new placeholders (name to reason)."""
 
     groups: tuple[FlagGroup, ...]
     findings: tuple[Finding, ...]
@@ -60,9 +61,9 @@ class Translation:
 
 
 def translate(words: Sequence[str]) -> Translation:
-    """Translate the words that a pretraining script was given.
+    """Translate the arguments of a pretraining script.
 
-    Words of which nothing is known, and that are no flag's value, are left out and noted: they may be anything.
+    Unknown words that are not the value of a flag are omitted and reported, since they may contain any flags.
     """
     findings: list[Finding] = []
     groups: list[FlagGroup] = []
@@ -82,7 +83,7 @@ def translate(words: Sequence[str]) -> Translation:
 
 
 def _with_marks(group: FlagGroup, placeholders: dict[str, str]) -> FlagGroup:
-    """Replace the placeholders in a flag's values with marks, and note each of them."""
+    """Replace the placeholders in a flag's values with marks, and record each of them."""
 
     def note(name: str, reason: str) -> str:
         name = plain_name(name)
@@ -95,7 +96,7 @@ def _with_marks(group: FlagGroup, placeholders: dict[str, str]) -> FlagGroup:
 
 
 def flag_groups(words: Sequence[str]) -> Iterator[FlagGroup]:
-    """Cut words into flags with their values, ``--flag=value`` included; deprecated flags get their current names."""
+    """Group words into flags with their values, including ``--flag=value``; rename deprecated flags."""
     words, _ = with_current_flags(words)
     place = 0
     while place < len(words):
@@ -136,7 +137,7 @@ def _arity(name: str) -> int | str:
 
 
 def _translate(group: FlagGroup, findings: list[Finding], depth: int = 0) -> list[FlagGroup]:
-    """Return the flags that stand for one, and note what became of it."""
+    """Translate one flag to flags of this project, and record its outcome in ``findings``."""
     name, values = group.name, group.values
     typed = readable(" ".join(group.words))
     spec = _fields().get(name)
@@ -174,7 +175,7 @@ def _translate(group: FlagGroup, findings: list[Finding], depth: int = 0) -> lis
 
 
 def _replace(group: FlagGroup, known: ForeignFlag, findings: list[Finding], depth: int) -> list[FlagGroup]:
-    """Put the flags of the table in a flag's place."""
+    """Replace a flag with the flags that the table gives for it."""
     typed = readable(" ".join(group.words))
     if not known.becomes:
         kind = "no counterpart" if known.needs_decision else "no effect"
@@ -191,14 +192,14 @@ def _replace(group: FlagGroup, known: ForeignFlag, findings: list[Finding], dept
 
 
 def _plain_values(group: FlagGroup) -> FlagGroup:
-    """Take quotes off that a script put inside quotes: the split `"'99,1,0'"` of a published one."""
+    """Remove nested quotes from --split, as in the published script with `"'99,1,0'"`."""
     if group.name != "--split":
         return group
     return dataclasses.replace(group, values=tuple(value.strip("'\"") for value in group.values))
 
 
 def _add_tokenizer(groups: list[FlagGroup], findings: list[Finding]) -> dict[str, str]:
-    """Ask for the tokenizer of a Pai-Megatron-Patch command that has no ``--load`` folder to take it from."""
+    """Add a placeholder for the tokenizer of a Pai-Megatron-Patch command without a ``--load`` folder."""
     names = {group.name for group in groups}
     if "--patch-tokenizer-type" not in names or names & {"--tokenizer-type", "--load"}:
         return {}

@@ -22,21 +22,21 @@ from megatron.core.device import Device
 from megatron.core.process_group import Group
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
-"""What is measured over a group; in ``send`` every rank sends to the next and receives from the previous."""
+"""Operations measured over a group; in ``send`` every rank sends to the next and receives from the previous rank."""
 REDUCING = ("all_reduce", "reduce_scatter")
-"""Operations that combine what ranks have."""
+"""Operations that take a reduction."""
 REDUCTIONS = ("sum", "avg")
-"""How a reduction combines what ranks have. Runs use the sum; NVLink SHARP (NVLS) computes no average."""
+"""Reduction operators. Training runs use the sum; NVLink SHARP (NVLS) does not compute averages."""
 _REPEATS = 5
 _CUDA_LAUNCHES = 10
-"""Calls that are timed together on CUDA: a launch costs no time while others are queued before it."""
+"""Calls timed together on CUDA, so that the queue hides the launch overhead."""
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Hold the time of one operation on ``num_bytes``: the whole tensor, or what one rank sends.
+    """Time of one operation on ``num_bytes``: the size of the whole tensor, or of the data that one rank sends.
 
-    ``bus_bytes_per_s`` is what crosses each rank's links, which can be held against their bandwidth.
+    ``bus_bytes_per_s`` is the traffic on each rank's links, comparable with their bandwidth.
     """
 
     operation: str
@@ -46,7 +46,7 @@ class Bandwidth:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """Return the bytes that leave or reach a rank in a second."""
+        """Return the bytes that each rank sends or receives per second."""
         others = (self.group_size - 1) / self.group_size
         share = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others}.get(self.operation, 1.0)
         return self.num_bytes * share / self.seconds
@@ -55,13 +55,13 @@ class Bandwidth:
 def measure_collective(
     operation: str, num_bytes: int, group: Group, device: Device, reduction: str = "sum"
 ) -> Bandwidth:
-    """Return the bandwidth of an operation of ``OPERATIONS`` over a group; collective.
+    """Measure the bandwidth of an operation of ``OPERATIONS`` over a group; collective.
 
-    Reductions take the ``reduction`` of ``REDUCTIONS``. The bytes are rounded down to whole float32 elements
-    of each rank. The time is that of the slowest rank, whose median over repeats is taken.
+    Reductions use ``reduction``, one of ``REDUCTIONS``. The size is rounded down to whole float32 elements per rank.
+    The time is the median over repeats on the slowest rank.
     """
     part = max(1, num_bytes // 4 // group.size)
-    # Zeros, since sums of sums would grow with each repeat.
+    # Zeros, since repeated sums of other values would grow.
     whole = torch.zeros(part * group.size, device=device.torch_device)
     piece = torch.zeros(part, device=device.torch_device)
     work: dict[str, Callable[[], object]] = {
@@ -76,7 +76,7 @@ def measure_collective(
 
 
 def measure_host_copies(device: Device, num_bytes: int) -> dict[str, Bandwidth]:
-    """Return the bandwidth of copies from the host to the device and back."""
+    """Measure the bandwidth of copies from host to device and from device to host."""
     on_host, on_device = device.empty_host_memory(num_bytes), torch.zeros(num_bytes, dtype=torch.uint8)
     on_device = on_device.to(device.torch_device)
     copies: dict[str, Callable[[], object]] = {
@@ -87,7 +87,7 @@ def measure_host_copies(device: Device, num_bytes: int) -> dict[str, Bandwidth]:
 
 
 def measure_peer_copies(devices: Sequence[Device], num_bytes: int) -> dict[tuple[int, int], Bandwidth]:
-    """Return the bandwidth of copies from each device to each other one, by their indices."""
+    """Measure the bandwidth of copies between all pairs of devices, by (source index, target index)."""
     found = {}
     for source in devices:
         data = torch.zeros(num_bytes, dtype=torch.uint8, device=source.torch_device)
@@ -106,7 +106,10 @@ def time_work(
     line_up: Callable[[], object] = lambda: None,
     repeats: int = _REPEATS,
 ) -> float:
-    """Return the median seconds of some work, after one time that does not count."""
+    """Return the median time of a call in seconds, after one warm-up call.
+
+    ``line_up`` runs before each repeat, for example a barrier.
+    """
     times, count = [], _CUDA_LAUNCHES if device.is_cuda else 1
     for _ in range(repeats + 1):
         line_up()
@@ -117,13 +120,13 @@ def time_work(
 
 _HEADS = 16
 _ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward pass beside those of its forward pass."""
+"""FLOPs of attention's backward pass relative to its forward pass."""
 _RATE_REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold what is measured on a kind of device: product shapes ``[rows, inner] x [inner, columns]``, and lengths."""
+    """Problem sizes for a kind of device: matmul shapes ``[rows, inner] x [inner, columns]``, lengths and bytes."""
 
     products: tuple[tuple[int, int, int], ...]
     attention_length: int
@@ -136,7 +139,7 @@ ON_CPU = Sizes(((512, 512, 512), (1024, 512, 2048), (1024, 2048, 512), (1024, 10
 
 @dataclass(frozen=True)
 class Rates:
-    """Hold what was measured; products are in operations a second by shape, attention by the size of a head."""
+    """Measured rates: matmuls in FLOP/s by shape, attention in FLOP/s by head size, copies in bytes per second."""
 
     half_products: dict[tuple[int, int, int], float]
     single_products: dict[tuple[int, int, int], float]
@@ -147,7 +150,7 @@ class Rates:
 
 
 def measure_rates(device: Device, sizes: Sizes) -> Rates:
-    """Return the rates of a device; it takes seconds on a GPU and less than a minute on two cores."""
+    """Measure the rates of a device, which takes seconds on a GPU and less than a minute on two CPU cores."""
     attention = {size: _attention(device, sizes.attention_length, size) for size in (64, 128)}
     copies = measure_host_copies(device, sizes.copied_bytes)
     return Rates(
@@ -168,7 +171,7 @@ def _product(device: Device, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 
 def _attention(device: Device, length: int, head_size: int) -> tuple[float, float]:
-    """Return the operations a second of causal attention, forward and backward."""
+    """Measure the FLOP/s of causal attention, forward and backward."""
     shape = 1, _HEADS, length, head_size
     query, key, value = (
         torch.randn(shape, device=device.torch_device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
@@ -184,7 +187,7 @@ def _attention(device: Device, length: int, head_size: int) -> tuple[float, floa
 
 
 def _memory(device: Device, num_bytes: int) -> float:
-    """Return the bytes that a simple kernel reads and writes in a second."""
+    """Measure the bytes per second that an elementwise kernel reads and writes."""
     source = torch.zeros(num_bytes // 4, device=device.torch_device)
     target = torch.empty_like(source)
     return 2.0 * num_bytes / time_work(partial(torch.add, source, 1.0, out=target), device, repeats=_RATE_REPEATS)

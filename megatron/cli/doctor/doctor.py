@@ -1,10 +1,10 @@
 """Check a node before a run, and suggest fixes.
 
 python tools/doctor.py --save checkpoints/gpt --data-path corpus_text_document
-torchrun --nproc-per-node 8 tools/doctor.py        also what the processes of a run need of each other
+torchrun --nproc-per-node 8 tools/doctor.py        also checks the communication between ranks
 
-Each line is ok, a warning (it costs speed, or is a risk), wrong (a run fails by it), or skipped. The exit status is 1
-where something is wrong.
+Each line is ok, a warning (slow or risky), wrong (a run would fail), or skipped. The exit status is 1 if anything is
+wrong.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ def build_parser() -> Parser:
         prog="doctor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--save", type=local_folder, metavar="DIR", help="folder of checkpoints; 64 MiB are written there"
+        "--save", type=local_folder, metavar="DIR", help="checkpoint folder; 64 MiB are written to test it"
     )
     parser.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="prefixes of token files")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help="of several processes (what fits the device)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
+    parser.add_argument(
+        "--backend", choices=("nccl", "gloo"), help="torch.distributed backend (nccl on GPUs, otherwise gloo)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print("\n".join(finding.describe() for finding in findings))
             print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    # The first rank answers for all: torchrun would end it as soon as another one had failed.
+    # Only rank 0 reports failure: torchrun would end rank 0 as soon as another rank failed.
     return 1 if counts["wrong"] and launch.rank == 0 else 0
 
 

@@ -40,7 +40,7 @@ _QUICK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Hold what one process says of itself; ``seconds`` is its clock when all had met."""
+    """Description of one rank; ``seconds`` is its clock after a barrier."""
 
     rank: int
     host: str
@@ -50,14 +50,14 @@ class RankFacts:
 
 
 def examine_ranks(group: Group, device: Device, backend: str, nccl: str | None) -> list[Finding]:
-    """Return how the processes of the group fit together, the same on every rank; collective."""
+    """Check an all-reduce over the group and compare its ranks; collective, with the same result on every rank."""
     total = torch.full((1,), float(group.rank + 1), device=device.torch_device)
     all_reduce(total, group)
     versions = (("python", platform.python_version()), ("torch", torch.__version__), ("nccl", nccl or "none"))
     barrier(group)
     facts = RankFacts(group.rank, platform.node(), f"{device.kind} {device.index}", versions, time.time())
     ranks = all_gather_objects(facts, group)
-    # NCCL alone computes the two reductions by different algorithms.
+    # Only NCCL uses different algorithms for the two reductions.
     reductions = REDUCTIONS if backend == "nccl" else REDUCTIONS[:1]
     speeds = [measure_collective("all_reduce", _QUICK_BYTES, group, device, each) for each in reductions]
     shown = ", ".join(f"{each.upper()} {speed.bus_bytes_per_s / 1e9:.2f}" for each, speed in zip(reductions, speeds))
@@ -70,7 +70,7 @@ def examine_ranks(group: Group, device: Device, backend: str, nccl: str | None) 
 
 
 def compare_ranks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield where processes differ that should not."""
+    """Yield findings on the clocks, versions and devices of the ranks."""
     first = min(ranks, key=lambda each: each.seconds)
     last = max(ranks, key=lambda each: each.seconds)
     skew = last.seconds - first.seconds
@@ -100,7 +100,7 @@ _TIMEOUT_MINUTES = 2
 
 @dataclass(frozen=True)
 class Request:
-    """Hold what a user asks to be looked at; ``backend`` None takes the one that fits the device."""
+    """Subjects to check; ``backend`` None selects the device's default backend."""
 
     environment: Mapping[str, str]
     launch: LaunchEnvironment
@@ -110,10 +110,10 @@ class Request:
 
 
 def examine(request: Request) -> list[Finding]:
-    """Return what was found: on this machine, and with other processes on every machine and among them.
+    """Return the findings on this node or, with several ranks, on all nodes and on their communication.
 
-    With several processes it is collective, and the first rank's answer is complete: a finding of several machines has
-    the machine's name before its subject.
+    With several ranks the function is collective, and rank 0 has the complete result. With several nodes, the name of
+    the node precedes the subject of each finding.
     """
     seen = query_torch()
     findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""GPUs: what the driver says of them, what torch sees, and whether the two fit each other."""
+"""Checks of GPUs: the driver, the devices that torch sees, and whether they are compatible."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FIELDS = (
     *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "clocks.sm", "clocks.max.sm"),
     *("clocks.applications.graphics", "pcie.link.width.current", "pcie.link.width.max", "temperature.gpu"),
 )
-"""What nvidia-smi is asked for; all of them are in the list of ``nvidia-smi --help-query-gpu``."""
+"""Fields queried from nvidia-smi; see ``nvidia-smi --help-query-gpu``."""
 _OLDEST_DRIVER: Mapping[int, tuple[int, ...]] = {11: (450, 80), 12: (525, 60), 13: (580,)}
-"""The oldest driver on Linux for each major version of CUDA, by NVIDIA's table of minor version compatibility."""
+"""Oldest Linux driver for each major version of CUDA, from NVIDIA's table of minor version compatibility."""
 _MAX_USED_MIB = 1024.0
 _MIN_CLOCK_SHARE = 0.95
 _HOT_CELSIUS = 85.0
@@ -28,9 +28,10 @@ _HOT_CELSIUS = 85.0
 
 @dataclass(frozen=True)
 class TorchCuda:
-    """Hold what torch sees; ``cuda`` is the version that it was built for, None for a CPU build.
+    """CUDA support and devices of torch; ``cuda`` is the version that torch was built for, None for a CPU build.
 
-    ``architectures`` are those that its kernels were compiled for, ``peers`` for each device those that it reaches.
+    ``architectures`` are those that torch's kernels were compiled for. ``peers`` lists, for each device, the devices
+    that it can access directly.
     """
 
     cuda: str | None
@@ -42,7 +43,7 @@ class TorchCuda:
 
 
 def query_driver() -> str | None:
-    """Return what nvidia-smi answers in its csv format, or None where there is no driver to ask."""
+    """Return the CSV output of nvidia-smi, None without nvidia-smi, or an empty string if it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -55,7 +56,7 @@ def query_driver() -> str | None:
 
 
 def query_torch() -> TorchCuda:
-    """Return what torch sees of CUDA."""
+    """Query torch's CUDA support and devices."""
     if not torch.cuda.is_available():
         return TorchCuda(torch.version.cuda)
     devices = range(torch.cuda.device_count())
@@ -73,7 +74,7 @@ def query_torch() -> TorchCuda:
 
 
 def parse_driver(answer: str) -> list[dict[str, str]]:
-    """Return one dictionary for each GPU, by the names of the fields; units are left out of the names."""
+    """Parse nvidia-smi's CSV output to one dictionary per GPU, by field name without the unit."""
     rows = list(csv.reader(answer.splitlines(), skipinitialspace=True))
     if not rows:
         return []
@@ -82,7 +83,7 @@ def parse_driver(answer: str) -> list[dict[str, str]]:
 
 
 def examine_gpus(answer: str | None, seen: TorchCuda, visible: str | None) -> Iterator[Finding]:
-    """Yield what the driver's answer, what torch sees and CUDA_VISIBLE_DEVICES make of the GPUs."""
+    """Yield findings on the GPUs, from nvidia-smi's output, torch's devices and CUDA_VISIBLE_DEVICES."""
     if answer is None and not seen.names:
         yield Finding("skipped", "GPUs", "there is no NVIDIA driver here: runs use the CPU, and no GPU is looked at")
         return
@@ -134,7 +135,7 @@ def _examine_seen(seen: TorchCuda, num_gpus: int, visible: str | None) -> Iterat
 
 
 def _has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Return whether one of torch's architectures runs on a GPU: binaries within a major version, PTX on later ones."""
+    """Return whether torch has kernels for a GPU: binaries of the same major version, or PTX of an earlier one."""
     for name in architectures:
         kind, _, digits = name.partition("_")
         number = "".join(digit for digit in digits if digit.isdecimal())
@@ -182,7 +183,7 @@ def _examine_gpu(gpu: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _number(gpu: Mapping[str, str], field: str) -> float | None:
-    """Return the number of a field, without its unit; None for ``[N/A]`` and the like."""
+    """Return the number of a field, without its unit; None for values such as ``[N/A]``."""
     try:
         return float(gpu.get(field, "").split()[0])
     except (ValueError, IndexError):

@@ -19,12 +19,12 @@ from typing import Any, Literal
 from megatron.core.available_host_memory import machine_memory
 
 Status = Literal["ok", "warning", "wrong", "skipped"]
-"""``wrong`` is what a run fails by or computes wrongly with; a ``warning`` costs speed or is a risk."""
+"""``wrong`` makes a run fail or compute wrong results; a ``warning`` costs speed or is a risk."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold what was found about one subject, and what to do about it."""
+    """Result of a check of one subject, with a suggested fix."""
 
     status: Status
     subject: str
@@ -32,17 +32,17 @@ class Finding:
     remedy: str = ""
 
     def describe(self) -> str:
-        """Return one line."""
+        """Format the finding as one line."""
         return f"{self.status:8}{self.subject}: {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 def judge(subject: str, problem: bool, text: str, remedy: str, status: Status = "warning") -> Finding:
-    """Return a finding that is ``status``, with the remedy, where there is a problem, and ok otherwise."""
+    """Return a finding with ``status`` and the remedy if there is a problem, otherwise an ok finding."""
     return Finding(status, subject, text, remedy) if problem else Finding("ok", subject, text)
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return findings, and how many are of each status, as JSON-ready values."""
+    """Convert findings, and their number per status, to JSON values."""
     counts = {
         status: sum(each.status == status for each in findings) for status in ("wrong", "warning", "ok", "skipped")
     }
@@ -57,7 +57,7 @@ _CORES_OF_CGROUP = "sys/fs/cgroup/cpu.max"
 
 
 def count_cores(root: Path = Path("/")) -> int:
-    """Return the cores that this process may use: its affinity, or less where a container's quota says so."""
+    """Return the number of cores that this process may use: the smaller of CPU affinity and container quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     words = _read(root / _CORES_OF_CGROUP).split()
     if len(words) == 2 and words[0].isdecimal():
@@ -66,7 +66,7 @@ def count_cores(root: Path = Path("/")) -> int:
 
 
 def examine_machine(local_processes: int, has_gpu: bool, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield what the machine has for so many processes."""
+    """Yield findings on the node's cores, memory and limits for ``local_processes`` processes."""
     cores = count_cores(root)
     installed = os.cpu_count() or cores
     text = f"{cores} of {installed} cores for {local_processes} processes"
@@ -116,7 +116,7 @@ def _limit(value: int, unit: str = "") -> str:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file of the system, empty where there is none."""
+    """Return the text of a system file, empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -127,14 +127,14 @@ _DEFAULT_PORT = "29500"
 
 
 def interface_names() -> list[str]:
-    """Return the names of this machine's network interfaces."""
+    """Return the names of this node's network interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def examine_network(
     environment: Mapping[str, str], interfaces: Collection[str], is_launched: bool
 ) -> Iterator[Finding]:
-    """Yield whether names resolve, chosen interfaces exist and the port is free, if torchrun has not taken it."""
+    """Yield findings on host names, selected interfaces and, if ``is_launched`` is false, the port."""
     yield _examine_name("host name", socket.gethostname(), "add it to /etc/hosts")
     address = environment.get("MASTER_ADDR")
     if address is not None:
@@ -151,7 +151,7 @@ def examine_network(
 
 
 def nccl_interfaces(value: str, interfaces: Collection[str]) -> list[str]:
-    """Return the interfaces that NCCL_SOCKET_IFNAME chooses: by prefixes, ``=`` by names, ``^`` all others."""
+    """Return the interfaces that NCCL_SOCKET_IFNAME selects: by prefix, with ``=`` by name, with ``^`` all others."""
     is_excluding, text = value.startswith("^"), value.removeprefix("^")
     is_exact, text = text.startswith("="), text.removeprefix("=")
     names = [name for name in text.split(",") if name]
@@ -160,7 +160,7 @@ def nccl_interfaces(value: str, interfaces: Collection[str]) -> list[str]:
 
 
 def gloo_interfaces(value: str, interfaces: Collection[str]) -> list[str]:
-    """Return the interfaces of a value of GLOO_SOCKET_IFNAME, none where one of its names is of no interface."""
+    """Return the interfaces that GLOO_SOCKET_IFNAME selects, or none if one of its names does not exist."""
     names = value.split(",")
     return names if all(name in interfaces for name in names) else []
 
@@ -199,7 +199,7 @@ _KINDS = {
 
 
 def examine_save(folder: Path, mounts: str) -> Iterator[Finding]:
-    """Yield how well the folder of ``--save`` takes checkpoints; files of a probe are gone afterwards."""
+    """Yield findings on the folder of ``--save``, using temporary files."""
     subject = f"--save {folder}"
     try:
         place = _existing(folder)
@@ -223,7 +223,7 @@ def examine_save(folder: Path, mounts: str) -> Iterator[Finding]:
 
 
 def examine_data(prefix: str, mounts: str) -> Iterator[Finding]:
-    """Yield whether the token files of a prefix of ``--data-path`` can be mapped into memory."""
+    """Yield a finding on whether the token files of a ``--data-path`` prefix can be memory-mapped."""
     subject = f"--data-path {prefix}"
     paths = [Path(prefix + suffix) for suffix in (".bin", ".idx")]
     remedy = "give the prefix of the two files that tools/preprocess_data.py writes"
@@ -250,12 +250,12 @@ def examine_data(prefix: str, mounts: str) -> Iterator[Finding]:
 
 
 def file_system_of(path: Path, mounts: str) -> str:
-    """Return the kind of the file system of a path, by the text of ``/proc/mounts``."""
+    """Return the file system type of a path, from the text of ``/proc/mounts``."""
     target = str(path.resolve())
     kind, longest = "an unknown file system", -1
     for line in mounts.splitlines():
         _, point, name, *_ = line.split()
-        # The kernel writes a space in a name as its octal code.
+        # The kernel writes a space in a name as the octal escape \040.
         point = point.replace("\\040", " ")
         if len(point) >= longest and (target == point or target.startswith(point.rstrip("/") + "/")):
             kind, longest = name, len(point)
@@ -267,10 +267,10 @@ def _reason(kind: str) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists.
+    """Return the folder or its nearest existing parent.
 
     Raises:
-        OSError: a file or a link to nothing is in its way, or nobody can tell whether it is there.
+        OSError: a component of the path is a file or a broken link, or cannot be examined.
     """
     for place in (folder.absolute(), *folder.absolute().parents):
         try:

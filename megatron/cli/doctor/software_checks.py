@@ -19,7 +19,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "apex": ("apex", "the fused optimizer"),
     "transformer_engine": ("transformer-engine", "attention and norms with --transformer-impl transformer_engine"),
 }
-"""Packages by the name of their module: the name of the distribution, and what they are used for."""
+"""Optional packages by module name: the name of the distribution and the use of the package."""
 _EXTENSIONS: Mapping[str, str] = {
     "megatron.core.datasets._helpers": "indices of data sets are built by NumPy, some ten times slower",
     "megatron.core.datasets._bus_error": "a data file that is cut while it is read ends a run without a word",
@@ -28,7 +28,7 @@ _EXTENSIONS: Mapping[str, str] = {
 
 
 def examine_software(try_import: Callable[[str], str | None] | None = None) -> Iterator[Finding]:
-    """Yield versions and imports; ``try_import`` returns why a module cannot be imported, or None."""
+    """Yield findings on versions and imports; ``try_import`` returns the reason of a failed import, or None."""
     fails = try_import or why_not_importable
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
     reason = fails("torch")
@@ -52,9 +52,9 @@ def examine_software(try_import: Callable[[str], str | None] | None = None) -> I
 
 
 def why_not_importable(module: str) -> str | None:
-    """Return the last line of what a fresh process says of importing a module, or None where it can.
+    """Import a module in a new process and return the last line of its error, or None if the import succeeds.
 
-    An extension that was built for another torch may end the process that imports it.
+    An extension that was built for another torch may crash the process that imports it.
     """
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {module}"]
     try:
@@ -100,7 +100,7 @@ TREE_THRESHOLD TUNER_PLUGIN UID_STAGGER_RATE UID_STAGGER_THRESHOLD USE_COMM_NONB
 WORK_FIFO_BYTES
 """
 NCCL_VARIABLES = frozenset(f"NCCL_{word}" for word in _NCCL_WORDS.split())
-"""Variables of NCCL, those of torch that begin alike, and NCCL_VERSION, which container images set."""
+"""Variables of NCCL, variables of torch that start with ``NCCL_``, and NCCL_VERSION, which container images set."""
 _SPELLING_CUTOFF = 0.85
 _LAST_WITH_ONE_CONNECTION = 10
 
@@ -118,7 +118,7 @@ _SLOW: Mapping[str, str] = {
 def examine_environment(
     environment: Mapping[str, str], local_processes: int, num_cores: int, capability: tuple[int, int] | None
 ) -> Iterator[Finding]:
-    """Yield what the variables ask for; ``capability`` is that of the GPUs, None without one."""
+    """Yield findings on environment variables; ``capability`` is the GPUs' compute capability, None without GPU."""
     yield from _examine_spelling(environment)
     for name, consequence in _SLOW.items():
         if environment.get(name, "0") not in ("", "0"):
