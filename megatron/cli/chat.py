@@ -60,9 +60,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     has_model = arguments.load is not None or arguments.load_hf is not None
     for name in ("url", "api_key", "model"):
         if has_model and getattr(arguments, name) is not None:
-            problems.append(f"--{name.replace('_', '-')} is of a server; leave it out beside --load and --load-hf")
+            problems.append(f"--{name.replace('_', '-')} applies to a server; omit it with --load and --load-hf")
     if not has_model and arguments.chat_template is not None:
-        problems.append("--chat-template is of a checkpoint: a server has its own; give --load, or leave it out")
+        problems.append("--chat-template applies to a checkpoint, and a server has its own; give --load, or omit it")
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         problems.append(f"--max-tokens {arguments.max_tokens} is not positive")
     if not 0.0 <= arguments.temperature <= 100.0:

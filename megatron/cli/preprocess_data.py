@@ -328,7 +328,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
     folder = WorkFolder(arguments.output_prefix, description, sum(map(len, groups)), arguments.restart)
     try:
         if folder.num_chunks:
-            print(f"Going on in {folder.path} after {folder.num_documents} documents", flush=True)
+            print(f"Resuming in {folder.path} after {folder.num_documents} documents", flush=True)
         progress = None
         if not folder.is_complete:
             progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder)

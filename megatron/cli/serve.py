@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             sys.setswitchinterval(_SWITCH_S)
             server.start(make_application(arguments, translator, jobs, key, engine.max_batch_size))
             if key is None and arguments.host not in _HERE:
-                print("whoever reaches this address may use the model; --api-key lets in who has it", file=sys.stderr)
+                print("everyone who reaches this address can use the model; --api-key requires a key", file=sys.stderr)
             print(f"serving {model_name(arguments)} at {server.url}", flush=True)
         continuous = ContinuousEngine(engine, arguments.inference_max_requests, arguments.max_tokens_to_oom)
         with watching(flight, engine.state, initialize_device(launch), arguments.hang_timeout_seconds, settling=0):

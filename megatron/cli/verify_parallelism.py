@@ -204,7 +204,7 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
         counts[outcome] += 1
         bar.clear()
         print("\n".join((f"{outcome:8}{cell.name}", *(f"        {reason}" for reason in reasons))), flush=True)
-    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time")
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} rejected at parse time")
     return 1 if counts["failed"] or (counts["refused"] and not is_random) else 0
 
 
@@ -228,7 +228,7 @@ def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: 
     elapsed_s = time.perf_counter() - start_time
     allowed = verifier.tolerance
     print(
-        f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time, "
+        f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} rejected at parse time, "
         f"{arguments.dtype}, {elapsed_s:.0f} s\n"
         f"worst relative difference (allowed): loss {worst[0]:.1e} ({allowed.loss:.0e}), norm {worst[1]:.1e} "
         f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "

@@ -362,7 +362,7 @@ def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys)
     [
         ("--url nowhere", "--url nowhere is no address; give one such as http://127.0.0.1:8000"),
         ("--url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
-        ("--load . --url http://127.0.0.1:9", "--url is of a server; leave it out beside --load and --load-hf"),
+        ("--load . --url http://127.0.0.1:9", "--url applies to a server; omit it with --load and --load-hf"),
         ("--temperature -1 --max-tokens 0", "--max-tokens 0 is not positive; --temperature -1 is not between 0 and"),
     ],
 )

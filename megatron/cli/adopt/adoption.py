@@ -127,12 +127,12 @@ def report_lines(commands: Sequence[AdoptedCommand], notes: Sequence[str]) -> It
             ranks += ", the fewest that the layout takes: how many there are is not known"
         if command.refused:
             yield from _table(
-                f"Refused by {command.head[-1]} ({ranks})", [(problem, "") for problem in command.refused]
+                f"Rejected by {command.head[-1]} ({ranks})", [(problem, "") for problem in command.refused]
             )
         elif command.would_run:
             yield f"{command.head[-1]} takes this command ({ranks})."
         else:
-            yield f"{command.head[-1]} refuses nothing else ({ranks}); what is listed above is yours to decide."
+            yield f"{command.head[-1]} rejects nothing else ({ranks}). Decide the points listed above."
         yield ""
     for note in notes:
         yield f"Note: {note}"

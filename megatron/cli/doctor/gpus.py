@@ -130,7 +130,7 @@ def _examine_seen(seen: TorchCuda, num_gpus: int, visible: str | None) -> Iterat
     apart = [f"{a}-{b}" for a in range(num) for b in range(a + 1, num) if b not in seen.peers[a]]
     if num > 1:
         text = f"{num * (num - 1) // 2 - len(apart)} of {num * (num - 1) // 2} pairs reach each other's memory"
-        remedy = f"{' '.join(apart)} go through the machine's memory: look at nvidia-smi topo -m, IOMMU and ACS"
+        remedy = f"{' '.join(apart)} go through host memory: look at nvidia-smi topo -m, IOMMU and ACS"
         yield judge("peers", bool(apart), text, remedy)
 
 

@@ -139,7 +139,7 @@ def examine_environment(
             "warning",
             "CUDA_DEVICE_MAX_CONNECTIONS",
             f"{connections}: before Blackwell a kernel may start before the communication that is meant to "
-            "run beside it",
+            "overlap with it",
             "unset it: a run sets CUDA_DEVICE_MAX_CONNECTIONS=1 where it helps",
         )
 

@@ -251,7 +251,7 @@ MAX_SHARD_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this rank holds and what it writes.
+    """The tensors that this rank holds, and the boxes that it writes.
 
     ``own`` lists the boxes that this rank writes in the order of its file, widest dtypes first. ``ranks`` has the
     ``own`` of every rank on the first rank of the world, and is empty elsewhere.

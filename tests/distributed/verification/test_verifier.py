@@ -225,4 +225,4 @@ def test_the_command_counts_the_cells_and_fails_where_one_is_off() -> None:
     assert (result.returncode, result.stderr) == (1, "")
     assert result.stdout.startswith("failed  gpt2 plain tp1 pp2 first1 cp1 dp1 | loss")
     assert "first differing element" in result.stdout
-    assert "\n0 passed, 1 failed, 0 refused at parse time, float64" in result.stdout
+    assert "\n0 passed, 1 failed, 0 rejected at parse time, float64" in result.stdout

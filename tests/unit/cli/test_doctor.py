@@ -379,7 +379,7 @@ def test_a_gpu_that_is_not_well_is_named(change: dict[str, str], status: str, re
     [
         (TorchCuda(None), "wrong", "GPUs", "built for the CPU"),
         (TorchCuda("13.0"), "wrong", "GPUs", "sees none of 2"),
-        (replace(H100S, peers=((), ())), "warning", "peers", "0-1 go through the machine's memory"),
+        (replace(H100S, peers=((), ())), "warning", "peers", "0-1 go through host memory"),
         (replace(H100S, architectures=("sm_80", "sm_86")), "wrong", "architecture", "kernels for 9.0"),
         (replace(H100S, names=("A", "B")), "warning", "GPUs", "run on equal GPUs"),
         (replace(H100S, capabilities=((7, 0), (9, 0)), architectures=("sm_70", "sm_90")), "warning", "bf16", "--fp16"),

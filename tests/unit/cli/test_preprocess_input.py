@@ -302,7 +302,7 @@ def test_rows_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         stopped = preprocess(tmp_path / "out", *flags)
         assert stopped.returncode == 2
         assert f"{tmp_path}/x.parquet:41: NullTokenizer reads ids".encode() in stopped.stderr
-    assert b"Going on in" in stopped.stdout
+    assert b"Resuming in" in stopped.stdout
     assert preprocess(tmp_path / "out", *flags, "--restart", "--on-error", "skip").returncode == 0
     assert documents(tmp_path / "out_text_document") == EXPECTED * 2
 

@@ -134,7 +134,7 @@ def test_compressed_input_and_pipes_are_gone_on_with(tmp_path: Path) -> None:
             stopped = run(command(5000, name, tmp_path / "kept" / "x", "--overwrite"), stdin)
             assert stopped.returncode == 2
             assert b":301: no key 'text'" in stopped.stderr
-        assert b"Going on in" in stopped.stdout
+        assert b"Resuming in" in stopped.stdout
         skipped = run(
             command(5000, name, tmp_path / "kept" / "x", "--workers", 2, "--restart", "--on-error", "skip"), stdin
         )

@@ -327,12 +327,12 @@ def test_the_command_replays_cells_and_refuses_what_cannot_be(
     assert capsys.readouterr().out.splitlines() == [
         f"passed  {kept}",
         f"passed  {kept} --hidden-dropout 0.2 --attention-dropout 0.15",
-        "2 passed, 0 failed, 0 refused at parse time",
+        "2 passed, 0 failed, 0 rejected at parse time",
     ]
     broken = replace(make_cell("gpt2", Layout(pp=3)), name="broken")
     monkeypatch.setattr(verify_parallelism, "matrix", lambda: [broken])
     assert verify_parallelism.main(["--communication"]) == 1
-    assert capsys.readouterr().out.endswith("0 passed, 0 failed, 1 refused at parse time\n")
+    assert capsys.readouterr().out.endswith("0 passed, 0 failed, 1 rejected at parse time\n")
     monkeypatch.setattr(verify_parallelism, "matrix", lambda: [make_cell("gpt2", Layout(pp=2))])
     monkeypatch.setattr(PipelineLinks, "post_receives_ahead", property(lambda links: True))
     assert verify_parallelism.main(["--communication"]) == 1
@@ -352,7 +352,7 @@ def test_a_cell_that_cannot_be_recorded_does_not_end_the_replay_of_the_others(
     reasons = ["        no parameter was changed", "        a gradient is not finite"]
     assert capsys.readouterr().out.splitlines() == [
         *(line for cell in cells for line in (f"failed  {cell.name}", *reasons)),
-        "0 passed, 2 failed, 0 refused at parse time",
+        "0 passed, 2 failed, 0 rejected at parse time",
     ]
 
 

@@ -68,7 +68,7 @@ def differences(sequence_parallel: bool) -> dict[str, list[str]]:
     found = {}
     for mode, config in MODES.items():
         if mode == "distributed" and (sequence_parallel or tp.size == 1):
-            continue  # refused at parse time
+            continue  # rejected at parse time
         actual = run_two_steps(tp, sequence_parallel=sequence_parallel, **config)
         assert set(actual) == set(expected)
         found[mode] = [name for name in expected if not np.array_equal(actual[name], expected[name])]
