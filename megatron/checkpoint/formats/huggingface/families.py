@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,11 @@ def family_for(config: GPTConfig) -> Family:
     """Return an architecture that can express a model completely.
 
     Raises:
-        ConfigurationError: no architecture can; the message lists the fields that each one would change.
+        ConfigurationError: no architecture can; the message lists what the nearest one cannot express.
     """
     wanted = model_features(config)
-    problems = []
+    # By architecture: whether it lacks experts that the model has, and what else it cannot express.
+    missing: dict[str, tuple[bool, list[str]]] = {}
     for family in FAMILIES:
         settings = Settings(family.write_settings(config), family.model_type)
         found = model_features(family.read_config(settings))
@@ -90,11 +92,12 @@ def family_for(config: GPTConfig) -> Family:
         changed += settings.problems
         if not changed:
             return family
-        if config.moe.num_experts is not None and found["num_experts"] is None:
-            problems.append(f"{family.model_type} has no experts")
-            continue
-        problems.append(f"{family.model_type} has no {', '.join(changed)}")
-    raise ConfigurationError(f"no supported Hugging Face architecture can express this model: {'; '.join(problems)}")
+        missing[family.architecture] = wanted["num_experts"] is not None and found["num_experts"] is None, changed
+    nearest = min(missing, key=lambda name: (missing[name][0], len(missing[name][1])))
+    raise ConfigurationError(
+        f"no supported Hugging Face architecture can express this model; the nearest, {nearest}, cannot express "
+        + ", ".join(missing[nearest][1])
+    )
 
 
 def describe_missing_family(config: GPTConfig) -> str | None:
@@ -108,7 +111,6 @@ def describe_missing_family(config: GPTConfig) -> str | None:
 
 def _family_of(settings: Settings) -> Family:
     architectures = settings.values.get("architectures")
-    supported = ", ".join(family.architecture for family in FAMILIES)
     if isinstance(architectures, list) and architectures:
         names, wanted = ", ".join(map(str, architectures)), [str(name) for name in architectures]
         found = [family for family in FAMILIES if wanted == [family.architecture]]
@@ -116,7 +118,12 @@ def _family_of(settings: Settings) -> Family:
         names = f"model_type {settings.values.get('model_type')!r}"
         found = [family for family in FAMILIES if family.model_type == settings.values.get("model_type")]
     if not found:
-        raise CheckpointError(f"{settings.place}: {names} is not supported; supported are {supported}")
+        supported = [family.architecture for family in FAMILIES]
+        nearest = difflib.get_close_matches(names, supported, n=1, cutoff=0.0)[0]
+        raise CheckpointError(
+            f"{settings.place}: {names} is not supported (the most similar name is {nearest}); docs/huggingface.md "
+            "lists the supported architectures, docs/how_to_add.md#a-family-of-hugging-face-models shows how to add one"
+        )
     return found[0]
 
 

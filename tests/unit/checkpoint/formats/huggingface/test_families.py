@@ -257,7 +257,7 @@ def test_scores_that_grow_beside_plain_positions_have_no_folder(tmp_path: Path) 
     assert plain.rope.rope_type == "rope"
     assert family_for(with_fields(plain, rotary_scaling_factor=4.0)).model_type == "deepseek_v3"
     grown = with_fields(plain, rotary_scaling_factor=4.0, mscale_all_dim=1.0)
-    with pytest.raises(ConfigurationError, match=r"deepseek_v3 has no mscale_all_dim 1\.0"):
+    with pytest.raises(ConfigurationError, match=r"DeepseekV3ForCausalLM, cannot express mscale_all_dim 1\.0$"):
         family_for(grown)
 
 
@@ -366,7 +366,12 @@ REFUSED = [
     (DEEPSEEK, {"rope_scaling": YARN | {"type": "linear"}}, "rope_type 'linear' is not supported in this family"),
     (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
-    (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported"),
+    (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported (the most similar name is "),
+    (
+        LLAMA,
+        {"architectures": ["Qwen2MoeForCausalLM"]},
+        "(the most similar name is Qwen3MoeForCausalLM); docs/huggingface.md",
+    ),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
 ]
@@ -403,9 +408,11 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         hugging_face_config(tmp_path / "absent")
 
 
-def test_a_model_with_experts_of_no_family_is_refused_with_what_each_lacks(tmp_path: Path) -> None:
+def test_a_model_that_no_family_expresses_is_rejected_with_what_the_nearest_lacks(tmp_path: Path) -> None:
     config = with_fields(config_of(tmp_path, MIXTRAL), moe_expert_capacity_factor=2.0)
     with pytest.raises(ConfigurationError) as caught:
         family_for(config)
-    assert "llama has no experts; " in str(caught.value)
-    assert "mixtral has no moe_expert_capacity_factor 2.0; " in str(caught.value)
+    assert str(caught.value) == (
+        "no supported Hugging Face architecture can express this model; the nearest, MixtralForCausalLM, cannot "
+        "express moe_expert_capacity_factor 2.0"
+    )
