@@ -563,7 +563,7 @@ def local_copy(folder: Path) -> Path:
     try:
         return fetch([path for path in folder.iterdir() if path.is_file()], machine_cache(), folder.name)
     except OSError as error:
-        raise StorageError(f"cannot copy {folder} to this machine: {error.strerror or error}") from error
+        raise StorageError(f"cannot copy {folder} to this node: {error.strerror or error}") from error
 
 
 def machine_cache() -> Path:
@@ -576,7 +576,7 @@ def machine_cache() -> Path:
             continue
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
-    raise StorageError("this machine has no folder for copies of objects: neither ~/.cache nor TMPDIR can be written")
+    raise StorageError("this node has no folder for copies of objects: neither ~/.cache nor TMPDIR can be written")
 
 
 def fetch(objects: Sequence[ObjectPath], cache: Path, name: str = "files") -> Path:

@@ -76,8 +76,8 @@ def cut_input(files: Sequence[InputFile], first: int = 0, done: Chunk | None = N
                 is_same = chunk.crc32 == done.crc32
         if not is_same:
             raise DataError(
-                f"{file.name} does not give the text again that the unfinished work is of; give it that, or start "
-                "again with --restart"
+                f"{file.name} does not contain the same text as when the work was interrupted; pass the same text, "
+                "or start again with --restart"
             )
 
 

@@ -256,12 +256,14 @@ def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
 
     inference_stage(config.model.num_layers, sizes.pp, 0)
     if sizes.ep > 1 and config.model.moe.num_experts is None:
-        raise ConfigurationError(f"--expert-model-parallel-size {sizes.ep}: the model has no experts; leave it out")
+        raise ConfigurationError(f"--expert-model-parallel-size {sizes.ep}: the model has no experts; omit it")
     model = inference_config(config.model, sizes)
     config = dataclasses.replace(config, model=model, world_size=sizes.world_size)
     problems = [problem for check in (*LAYOUT_CHECKS, SPREAD) for problem in check.find(config)]
     if problems:
-        raise ConfigurationError(f"{sizes.world_size} processes cut each layer {sizes.tp} ways: {'; '.join(problems)}")
+        raise ConfigurationError(
+            f"{sizes.world_size} processes shard each layer {sizes.tp} ways: {'; '.join(problems)}"
+        )
     return config
 
 
@@ -297,7 +299,7 @@ def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
     if tokenizer.vocab_size != recorded_size:
         raise InputError(
             f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {recorded_size} of "
-            f"{record.get('tokenizer_type')}; give the tokenizer of its training, or leave the tokenizer's flags out"
+            f"{record.get('tokenizer_type')}; use the tokenizer of its training, or omit the tokenizer's flags"
         )
     if tokenizer.name != record.get("tokenizer_type"):
         return
@@ -308,7 +310,7 @@ def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
         if ours["sha256"] != theirs["sha256"]:
             raise InputError(
                 f"{ours['path']} is not the {theirs['name']} that the model was trained with: its SHA-256 is "
-                f"{ours['sha256'][:12]}…, recorded is {theirs['sha256'][:12]}…; leave the tokenizer's flags out"
+                f"{ours['sha256'][:12]}…, recorded is {theirs['sha256'][:12]}…; omit the tokenizer's flags"
             )
 
 
@@ -324,8 +326,8 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, pads_any: bool) -> No
     is_free = pads_any or isinstance(tokenizer, NullTokenizer)
     if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size - _MOST_PADDING and not is_free):
         raise InputError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {vocab_size}; give the "
-            "tokenizer of its training, or leave the tokenizer's flags out"
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {vocab_size}; use the "
+            "tokenizer of its training, or omit the tokenizer's flags"
         )
 
 

@@ -319,8 +319,8 @@ def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> Checkpo
         folders.release()
         # Files of these formats belong together, or contain data of ranks on several nodes.
         raise CheckpointError(
-            f"--ckpt-format {options.ckpt_format} needs a folder that all machines share, and --save {options.save} is "
-            "a folder of its own on each; change --save, or save in the native format and convert"
+            f"--ckpt-format {options.ckpt_format} needs a folder that all nodes share, but --save {options.save} is "
+            "a separate folder on each node; change --save, or save in the native format and convert"
         )
     return CheckpointSaver(as_path(options.save), folders, runtime, options, log)
 

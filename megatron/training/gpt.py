@@ -54,7 +54,7 @@ def provide_datasets(
 
     if config.data.dataloader_type == "external":
         raise ConfigurationError(
-            "--dataloader-type external: this script makes no samples of its own; give single or cyclic, or call "
+            "--dataloader-type external: this script makes no samples itself; use single or cyclic, or call "
             "pretrain() with a data sets provider that does"
         )
     samples = (targets.train, targets.valid, targets.test)

@@ -183,7 +183,7 @@ def connect_store() -> Any:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         raise ConfigurationError(
-            "MASTER_ADDR and MASTER_PORT do not say where the store of the processes is; start them with torchrun"
+            "MASTER_ADDR and MASTER_PORT do not give the address of the processes' store; start them with torchrun"
         )
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ def connect_store() -> Any:
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"the store at {host}:{port} cannot be reached ({reason}); see the message of the process that keeps it"
+            f"the store at {host}:{port} cannot be reached ({reason}); see the message of the process that hosts it"
         ) from error
 
 

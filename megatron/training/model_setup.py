@@ -101,7 +101,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
             torch.autograd.grad(output, x, torch.zeros_like(output))
     except _FAILURES as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigurationError(f"--compile: torch.compile failed here ({reason}); leave --compile out") from error
+        raise ConfigurationError(f"--compile: torch.compile failed here ({reason}); omit --compile") from error
     log(f" > compiled norms and activations in {time.perf_counter() - start_time:.1f} s (--compile)")
 
 
@@ -162,7 +162,7 @@ def build_optimizer(
     if optimizer.optimizer == "muon" and not any_rank(has_matrices, runtime.state.world):
         raise ConfigurationError(
             "--optimizer muon updates matrices between the embeddings and the output layer, and this model trains "
-            "none; give --optimizer adam"
+            "none; use --optimizer adam"
         )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
     return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
@@ -175,8 +175,8 @@ def _check_saved(config: RunConfig) -> None:
     is_saved = (checkpoint.save or checkpoint.local_save) and not checkpoint.no_save_optim
     if rule.unsaved and is_saved:
         raise ConfigurationError(
-            f"--optimizer {config.optimizer.elementwise}: {rule.name} keeps state that a checkpoint would not hold: "
-            f"{', '.join(rule.unsaved)}; keep it as tensors or numbers in state[parameter], which are saved, or give "
+            f"--optimizer {config.optimizer.elementwise}: {rule.name} keeps state that a checkpoint cannot store: "
+            f"{', '.join(rule.unsaved)}; keep it as tensors or numbers in state[parameter], which are saved, or pass "
             "--no-save-optim"
         )
 
@@ -378,7 +378,7 @@ def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: Transfor
     """
     blocks = [block for chunk in chunks for block in chunk.blocks]
     if not blocks:
-        raise ConfigurationError("--cpu-offloading: this model has no transformer layers; leave it out")
+        raise ConfigurationError("--cpu-offloading: this model has no transformer layers; omit it")
     moved: list[WeightOffload] = []
     for block in blocks:
         if config.cpu_offloading_activations:
@@ -398,10 +398,10 @@ def record_layers(
         ConfigurationError: the device has no graphs, or the model no transformer layers.
     """
     if backend is None:
-        raise ConfigurationError("--cuda-graph-impl local needs a CUDA device, and this run is on CPU; leave it out")
+        raise ConfigurationError("--cuda-graph-impl local needs a CUDA device, and this run is on CPU; omit it")
     blocks = [block for chunk in chunks for block in chunk.blocks]
     if not blocks:
-        raise ConfigurationError("--cuda-graph-impl local: this model has no transformer layers; leave it out")
+        raise ConfigurationError("--cuda-graph-impl local: this model has no transformer layers; omit it")
     graphs = tuple(GraphedLayers(backend, num_warmup_steps) for _ in blocks)
     for block, layers in zip(blocks, graphs):
         block.graphs = layers

@@ -392,7 +392,7 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
     if not config.training.skip_train and train_state.iteration < config.train_iters:
         if datasets.train is None:
             raise ConfigurationError(
-                "there is no training data: give the first number of --split a share, or --train-data-path"
+                "there is no training data: make the first number of --split positive, or pass --train-data-path"
             )
         with closing(setup.training_source(datasets.train, train_state.consumed_train_samples)) as source:
             try:

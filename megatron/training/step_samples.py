@@ -55,7 +55,7 @@ class StepSamples:
     def __init__(self, position: StepPosition, tokenizer: Tokenizer, report: Report) -> None:
         config = position.run.config
         if config.data.dataloader_type == "external":
-            raise ConfigurationError("the run reads samples that its own script makes (--dataloader-type external)")
+            raise ConfigurationError("the run reads samples that its script makes (--dataloader-type external)")
         self._position = position
         self._config = config
         self._history, self._dataset = _open_data(position, tokenizer, report)
@@ -130,6 +130,6 @@ def _open_part(history: DataHistory, number: int, config: GPTDatasetConfig, repo
     dataset = open_data_set(record.prefix, config, report)
     if dataset.lengths_fingerprint != key.lengths_fingerprint:
         raise DataError(
-            f"{record.prefix} is not the text that the run trained on: the lengths of its sequences are others now"
+            f"{record.prefix} is not the text that the run trained on: the lengths of its sequences have changed"
         )
     return OpenedPart(dataset, range(key.first_sequence, key.end_sequence))

@@ -70,7 +70,7 @@ def test_an_empty_split_is_reported_and_not_evaluated(split: str, empty: tuple[s
     before_training = run.stdout.split("[before the start of training step]")[0]
     reports = [line for line in before_training.splitlines() if re.match(r" > no (train|valid|test) data: ", line)]
     assert [line.split()[2] for line in reports] == list(empty)
-    assert not re.search(r"set empty|samples are asked for.*\n(.*\n)* > no test", before_training)
+    assert not re.search(r"set empty|samples are needed.*\n(.*\n)* > no test", before_training)
 
 
 def test_a_run_measured_in_samples(tmp_path: Path) -> None:

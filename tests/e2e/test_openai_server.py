@@ -171,8 +171,14 @@ def test_stops_penalties_biases_and_beams_count(server: Served) -> None:
 def test_what_cannot_be_answered_is_said_in_openais_form(server: Served) -> None:
     for method, path, body, status, message in (
         ("POST", "/v1/completions", b"{", 400, "the body is not valid JSON"),
-        ("POST", "/v1/completions", {"prompt": [128 + 50]}, 400, "prompt 1 of 1 has token 178, the model knows 0..134"),
-        ("POST", "/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, 400, "there is a bias of token 999"),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": [128 + 50]},
+            400,
+            "prompt 1 of 1 has token 178, outside the model's vocabulary 0..134",
+        ),
+        ("POST", "/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias has token 999"),
         ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ufdd2"}]}, 400, "a message holds"),
         ("POST", "/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings: Not Found"),
         ("DELETE", "/v1/models", None, 405, "DELETE /v1/models: Method Not Allowed"),
@@ -360,7 +366,7 @@ def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--url nowhere", "--url nowhere is no address; give one such as http://127.0.0.1:8000"),
+        ("--url nowhere", "--url nowhere is not an address; use one such as http://127.0.0.1:8000"),
         ("--url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
         ("--load . --url http://127.0.0.1:9", "--url applies to a server; omit it with --load and --load-hf"),
         ("--temperature -1 --max-tokens 0", "--max-tokens 0 is not positive; --temperature -1 is not between 0 and"),

@@ -117,7 +117,7 @@ def test_samples_that_cannot_be_made_end_the_run_in_one_line(tmp_path: Path) -> 
 def test_the_projects_script_has_none(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, "--dataloader-type external"))
     assert run.statuses == (2,)
-    assert run.errors[0].startswith("error: --dataloader-type external: this script makes no samples of its own")
+    assert run.errors[0].startswith("error: --dataloader-type external: this script makes no samples itself")
 
 
 TASKS = """

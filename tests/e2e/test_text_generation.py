@@ -156,7 +156,7 @@ def test_beams_find_another_text_that_repeats_nothing(llama: Path, monkeypatch, 
     [
         (("--num-beams", "0"), "--num-beams 0 is not positive"),
         (("--num-beams", "100"), "num_beams 100 cannot be: 99 of the model's tokens do not end a text; use 1..99"),
-        (("--num-beams", "2", "--top-k", "3"), "beams draw nothing"),
+        (("--num-beams", "2", "--top-k", "3"), "beam search does not sample"),
         (("--length-penalty", "2"), "--length-penalty 2.0 is of use with --num-beams 2 or more"),
         (("--early-stopping", "never"), "--early-stopping never is of use with --num-beams 2 or more"),
         (("--no-repeat-ngram-size", "-1"), "--no-repeat-ngram-size -1 is negative"),

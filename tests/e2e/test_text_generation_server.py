@@ -349,7 +349,7 @@ def test_processes_answer_and_end_on_a_signal(
         ("--api-key a --api-key-file b", "--api-key and --api-key-file are two keys; give one of them"),
         ("--api-key-file {folder}/none", "cannot read --api-key-file {folder}/none"),
         ("--api-key ä", "--api-key gives no key: it must be one or more visible ASCII characters"),
-        ("--port 0 --chat-template none", "--chat-template none is no file and no template that is known"),
+        ("--port 0 --chat-template none", "--chat-template none is neither a file nor a known template"),
         ("--host 1.2.3.4", "cannot listen at 1.2.3.4:8000"),
     ],
 )

@@ -224,7 +224,7 @@ class ResumedDataset:
 def _phase_size(history: DataHistory, phase: Phase, weights: Sequence[float], num_samples: int) -> int:
     """Return the size of a phase's blend: the same as in a run that starts with this blend."""
     if not weights:
-        raise DataError("no data set of the blend has any samples left; give --data-path more text")
+        raise DataError("no data set of the blend has any samples left; add text to --data-path")
     if history.num_samples is not None:
         return history.num_samples
     size = max(num_samples - phase.start, 1)
@@ -463,11 +463,11 @@ class BlendedDatasetBuilder:
             return None
         if blend is None:
             if name == "train" and wanted is not None:
-                raise DataError(f"{wanted} training samples are asked for, but {_PATH_FLAGS[split]} is not given")
+                raise DataError(f"{wanted} training samples are needed, but {_PATH_FLAGS[split]} is not given")
             report(f" > no {name} data: {_PATH_FLAGS[split]} is not given")
             return None
         if blend.weights is not None and wanted is None:
-            raise DataError(f"{name} data is blended by weight, which needs a number of samples; leave the weights out")
+            raise DataError(f"{name} data is blended by weight, which needs a number of samples; omit the weights")
         sources, empty = [], []
         for prefix, weight in zip(blend.prefixes, blend.weights or [None] * len(blend.prefixes), strict=True):
             dataset = self._open(prefix)
@@ -518,8 +518,8 @@ class BlendedDatasetBuilder:
         name, wanted = SPLIT_NAMES[split], self.num_samples[split]
         if name == "train" and wanted is not None:
             raise DataError(
-                f"{wanted} training samples are asked for, but --split {self.config.split} gives training no share; "
-                "give it one, as in --split 949,50,1"
+                f"{wanted} training samples are needed, but --split {self.config.split} gives training no share; "
+                "use a share above 0, as in --split 949,50,1"
             )
         report(f" > no {name} data: --split {self.config.split} gives it no share")
 
@@ -530,7 +530,7 @@ class BlendedDatasetBuilder:
     def _describe_empty_split(self, dataset: IndexedDataset, split: int) -> str:
         """Describe a split without sequences, and suggest a ``--split`` that assigns it some."""
         name = SPLIT_NAMES[split]
-        fact = f"{self._describe_wanted(split)} are asked for, but {dataset.prefix}"
+        fact = f"{self._describe_wanted(split)} are needed, but {dataset.prefix}"
         if self.config.blend_per_split is not None:
             return f"{fact} has no sequences; leave it out or write it again"
         shares = parse_split(self.config.split)

@@ -247,7 +247,7 @@ def choose_template(tokenizer: Tokenizer, choice: str | None, flag: str = "--cha
             f"the tokenizer's files hold no chat template ({_TEMPLATE_FILE}, or chat_template in "
             f"{_SETTINGS_FILES[0]}); give {flag} a file, or one of {there}"
         )
-    raise DataError(f"--chat-template {choice} is no file and no template that is known; known are {there}")
+    raise DataError(f"--chat-template {choice} is neither a file nor a known template; known templates are {there}")
 
 
 def _own_templates(tokenizer: Tokenizer) -> dict[str, tuple[str, str]]:

@@ -81,7 +81,7 @@ class SkippedSamples:
             )
             num_rewound = int((values or {}).get(NUM_REWOUND, 0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"the checkpoint's record of the samples left out is damaged ({error!r})") from error
+            raise DataError(f"the checkpoint's record of the skipped samples is damaged ({error!r})") from error
         return cls(steps, num_rewound)
 
 
@@ -170,10 +170,10 @@ class DataHistory:
                 phases=tuple(_read_phase(phase) for phase in values["phases"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"the checkpoint's record of the data that was read is damaged ({error!r})") from error
+            raise DataError(f"the checkpoint's record of the data read is damaged ({error!r})") from error
         for phase in history.phases:
             if not all(0 <= number < len(history.data_sets) for number in phase.data_sets):
-                raise DataError("the checkpoint's record of the data that was read names a data set that it lacks")
+                raise DataError("the checkpoint's record of the data read refers to a data set that it does not list")
         return history
 
     def until(self, consumed_samples: int) -> DataHistory:
@@ -300,17 +300,17 @@ def continue_history(
     """
     if dataloader_type != history.dataloader_type:
         raise DataError(
-            f"the checkpoint's run reads with --dataloader-type {history.dataloader_type}: with {dataloader_type} it "
-            f"would repeat samples; give --dataloader-type {history.dataloader_type}, or --finetune to start a new run"
+            f"the checkpoint's run used --dataloader-type {history.dataloader_type}: with {dataloader_type} this run "
+            f"would repeat samples; use --dataloader-type {history.dataloader_type}, or --finetune to start a new run"
         )
     if history.seed is not None and history.seed != seed:
         raise DataError(
             f"the checkpoint's run has --seed {history.seed}, which decides the order of --dataloader-type cyclic: "
-            f"with {seed} it would repeat samples; give --seed {history.seed}, or --finetune to start a new run"
+            f"with {seed} this run would repeat samples; use --seed {history.seed}, or --finetune to start a new run"
         )
     if history.consumed_samples != consumed_samples:
         raise DataError(
-            f"the checkpoint's record of the data that was read is of {history.consumed_samples} consumed samples, but "
+            f"the checkpoint's record of the data read covers {history.consumed_samples} consumed samples, but "
             f"the run is at {consumed_samples}; use another checkpoint (--ckpt-step), or --finetune for a new run"
         )
     history, numbers = _with_parts(history, parts)
@@ -319,8 +319,8 @@ def continue_history(
         return history, None
     if dataloader_type == "cyclic":
         raise DataError(
-            "the blend is another than in the checkpoint, and --dataloader-type cyclic has permuted the samples of the "
-            "old one together; keep --data-path as it was, or give --finetune to start a new run"
+            "the blend differs from the checkpoint's, and --dataloader-type cyclic permuted all samples of the "
+            "old blend together; use the --data-path of the checkpoint's run, or --finetune to start a new run"
         )
     phase = _next_phase(history, parts, numbers, weights, consumed_samples, num_samples)
     kept = history.phases if last.start < consumed_samples else history.phases[:-1]

@@ -47,7 +47,7 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
     if num_samples is None or num_samples <= 0:
         return EpochPlan(1, False, None)
     if tokens_per_epoch <= 0:
-        raise DataError(f"{num_samples} samples are asked for, but the documents hold no tokens")
+        raise DataError(f"{num_samples} samples are needed, but the documents contain no tokens")
     num_epochs = max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
     if num_epochs == 1:
         return EpochPlan(1, False, None)

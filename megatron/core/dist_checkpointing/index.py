@@ -243,5 +243,6 @@ def _expect(folder: Path, name: str, value: object, is_met: bool) -> None:
     if not is_met:
         text = repr(value)
         raise DamagedCheckpointError(
-            f"{folder / INDEX_FILE}: {name} is {text if len(text) <= 80 else text[:77] + '...'}, which no run records"
+            f"{folder / INDEX_FILE}: {name} is {text if len(text) <= 80 else text[:77] + '...'}, "
+            "which is not a value that a run writes"
         )

@@ -87,7 +87,7 @@ def load_tensors(
     misfits = find_misfits(descriptions, index.tensors, namespaces, allow_cast)
     if verify and not index.is_intact:
         raise DamagedCheckpointError(
-            f"{folder / INDEX_FILE}: does not match its checksum; --no-verify-checkpoint takes it as it is"
+            f"{folder / INDEX_FILE}: does not match its checksum; --no-verify-checkpoint loads it anyway"
             + "".join(f"; {problem}" for problem in misfits.problems())
         )
     problems = misfits.problems(strictness)

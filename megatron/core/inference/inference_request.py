@@ -107,7 +107,7 @@ def check_request(config: GPTConfig, request: GenerationRequest) -> None:
         raise InputError(f"{count} tokens to generate is not positive; ask for at least one")
     for token, _ in request.bias:
         if not 0 <= token < config.vocab_size:
-            raise InputError(f"there is a bias of token {token}, and the model knows 0..{config.vocab_size - 1}")
+            raise InputError(f"logit_bias has token {token}, outside the model's vocabulary 0..{config.vocab_size - 1}")
     for number, prompt in enumerate(request.prompts, start=1):
         _check_prompt(config, prompt, count, f"prompt {number} of {len(request.prompts)}")
 
@@ -120,13 +120,13 @@ def _beam_problems(config: GPTConfig, request: GenerationRequest) -> list[str]:
         request.sampling, no_repeat_ngram_size=0, repetition_penalty=1.0, seed=SamplingConfig.seed, greedy=False
     )
     if drawn != SamplingConfig():
-        problems.append("beams draw nothing: leave out temperature, top_k and top_p, or the beams")
+        problems.append("beam search does not sample: omit temperature, top_k and top_p, or beam search")
     if request.bias:
-        problems.append("beams take no bias of tokens: leave one of them out")
+        problems.append("beam search does not support a logit bias: omit one of them")
     if request.log_probabilities or request.new_log_probabilities:
-        problems.append("beams give scores instead of log-probabilities: ask for one of them")
+        problems.append("beam search returns scores instead of log-probabilities: request one of them")
     if request.stop.closing_tokens or request.stop.closing_pairs != TokenPairs():
-        problems.append("beams end at an end token alone: do not stop at the end of a line, or leave the beams out")
+        problems.append("beam search ends only at an end token: do not stop at the end of a line, or omit beam search")
     return problems
 
 
@@ -136,7 +136,7 @@ def _check_prompt(config: GPTConfig, prompt: tuple[int, ...], count: int, place:
     for token in prompt:
         if not 0 <= token < config.vocab_size:
             raise InputError(
-                f"{place} has token {token}, the model knows 0..{config.vocab_size - 1}; "
+                f"{place} has token {token}, outside the model's vocabulary 0..{config.vocab_size - 1}; "
                 "use the tokenizer that the model was trained with"
             )
     length = len(prompt) + count

@@ -72,7 +72,7 @@ def load_recorded_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / TOKENIZER_FOLDER / RECORD_FILE
     if not path.is_file():
-        raise TokenizerError(f"{folder} records no tokenizer ({path} is missing); give --tokenizer-type and its files")
+        raise TokenizerError(f"{folder} records no tokenizer ({path} is missing); pass --tokenizer-type and its files")
     return rebuild_tokenizer(read_json_object(path), folder / TOKENIZER_FOLDER)
 
 
@@ -133,7 +133,7 @@ def _find_files(entries: Sequence[Mapping[str, Any]], copies: Path | None) -> li
         return paths
     looked = ", ".join(str(path) for paths in places for path in paths if not path.is_file())
     raise TokenizerError(
-        f"files of the recorded tokenizer are missing: {looked}; restore them or give --tokenizer-type"
+        f"files of the recorded tokenizer are missing: {looked}; restore them or pass --tokenizer-type"
     )
 
 

@@ -31,9 +31,11 @@ class ChatClient:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise InputError(f"--url {url} is no address: {error}; give one such as http://127.0.0.1:8000") from error
+            raise InputError(
+                f"--url {url} is not an address: {error}; use one such as http://127.0.0.1:8000"
+            ) from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"--url {url} is no address; give one such as http://127.0.0.1:8000")
+            raise InputError(f"--url {url} is not an address; use one such as http://127.0.0.1:8000")
         self._url = url
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = parts.hostname, port
@@ -57,7 +59,7 @@ class ChatClient:
         except ChatFailed as error:
             raise InputError(f"the server at {self._url} rejects the request: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"what answers at {self._url} is no server of OpenAI's API: {error!r}") from error
+            raise InputError(f"the server at {self._url} does not serve OpenAI's API: {error!r}") from error
         if not found:
             raise InputError(f"the server at {self._url} has no model")
         name: str = self._fields.setdefault("model", found[0])

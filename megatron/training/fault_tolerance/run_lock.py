@@ -113,7 +113,7 @@ class RunLock:
         newest = max(_numbers(directory, prefix), default=0)
         own = int(self._path.name.rpartition(".")[2])
         if self._released.is_set():
-            raise FolderInUseError(f"{self._given} was given up by this run, which is ending")
+            raise FolderInUseError(f"{self._given} was released by this run, which is ending")
         if not newest:
             # A user emptied or removed the folder, so no other run uses it.
             directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class RunLock:
             other = _describe(OwnerRecord.read(directory / f"{prefix}.{newest:08d}"))
             raise FolderInUseError(
                 f"{self._given} was taken over by {other}, while this run did not renew its record there; stop one of "
-                f"the two, or give this one another {_flag(self._given)}"
+                f"the two, or use a different {_flag(self._given)}"
             )
 
     def release(self) -> None:
@@ -235,7 +235,7 @@ class _Waiting:
     def _in_use(self, record: OwnerRecord | None, age: float) -> FolderInUseError:
         return FolderInUseError(
             f"{self._given} is in use by {_describe(record)} (its record was renewed {age:.0f} s ago); wait for it to "
-            f"end, stop it, or give another {_flag(self._given)}"
+            f"end, stop it, or use a different {_flag(self._given)}"
         )
 
     def _now(self) -> float:

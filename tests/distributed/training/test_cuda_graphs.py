@@ -180,7 +180,7 @@ def refuse_auxiliary_losses() -> str:
 
 def test_what_no_graph_can_hold_is_refused() -> None:
     assert "cannot capture layers with auxiliary losses" in run_distributed(1, refuse_auxiliary_losses)[0]
-    with pytest.raises(ConfigurationError, match="needs a CUDA device, and this run is on CPU; leave it out"):
+    with pytest.raises(ConfigurationError, match="needs a CUDA device, and this run is on CPU; omit it"):
         run_cell(
             (*BASE_FLAGS, "--cuda-graph-impl", "local"),
             *(1, "plain", "float64", pretrain_gpt.provide_model, pretrain_gpt.forward_step),

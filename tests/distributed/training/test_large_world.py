@@ -206,9 +206,7 @@ def test_megatrons_files_need_one_folder(tmp_path: Path) -> None:
         folder.mkdir()
     refused = run_distributed(2, open_for_megatrons_files, [str(folder) for folder in folders])
     assert refused[0] == refused[1]
-    assert refused[0].startswith(
-        "--ckpt-format torch needs a folder that all machines share, and --save checkpoints is"
-    )
+    assert refused[0].startswith("--ckpt-format torch needs a folder that all nodes share, but --save checkpoints is")
     assert run_distributed(2, open_for_megatrons_files, [str(tmp_path)] * 2) == ["opened", "opened"]
 
 

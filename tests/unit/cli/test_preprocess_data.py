@@ -370,7 +370,7 @@ def test_tokens_and_masks_are_written(tmp_path: Path) -> None:
         (["--json-keys", "messages"], "--json-keys does not go with --sft"),
         (
             ["--chat-template", "llama"],
-            "--chat-template llama is no file and no template that is known; known are chatml",
+            "--chat-template llama is neither a file nor a known template; known templates are chatml",
         ),
         (["--input-format", "text"], "talk.jsonl is text, and --sft reads jsonl; write a conversation a line"),
     ],

@@ -144,7 +144,7 @@ def test_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
     kept = load_splitter("english", keep_newlines=True)("Hello there. It is me.\n\nWho? You.")
     assert kept == ["Hello there. ", "It is me.\n\n", "Who? ", "You."]
-    with pytest.raises(DataError, match="--lang klingon: nltk's data of that language is not on this machine"):
+    with pytest.raises(DataError, match="--lang klingon: nltk's data of that language is not on this node"):
         load_splitter("klingon", keep_newlines=False)
 
 

@@ -159,7 +159,7 @@ def test_another_text_through_the_pipe_is_refused(change: str, tmp_path: Path) -
     refused = run(arguments, b"".join(other))
     assert refused.returncode == 2
     assert refused.stderr.count(b"\n") == 1
-    assert b"does not give the text again that the unfinished work is of" in refused.stderr
+    assert b"does not contain the same text as when the work was interrupted" in refused.stderr
     assert b"--restart" in refused.stderr
     assert run(arguments, b"".join(lines)).returncode == 0  # nothing was lost
 

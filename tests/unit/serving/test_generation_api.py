@@ -179,8 +179,8 @@ def test_a_beginning_is_in_the_segments_and_not_in_the_text(translator: ApiTrans
         ),
         ({"prompts": ["a"] * 9, "tokens_to_generate": 80, "beam_width": 3}, None),
         ({"beam_width": 300}, "num_beams 300 cannot be: "),
-        ({"beam_width": 2, "top_k": 3}, "beams draw nothing"),
-        ({"beam_width": 2, "stop_on_eol": True}, "beams end at an end token alone"),
+        ({"beam_width": 2, "top_k": 3}, "beam search does not sample"),
+        ({"beam_width": 2, "stop_on_eol": True}, "beam search ends only at an end token"),
     ],
 )
 def test_what_is_too_long_is_refused(translator: ApiTranslator, fields: dict[str, Any], message: str | None) -> None:

@@ -133,7 +133,7 @@ def test_muon_is_refused_for_a_model_without_matrices() -> None:
     state = create_parallel_state()
     device = Device("cpu")
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
-    with pytest.raises(ConfigurationError, match="this model trains none; give --optimizer adam"):
+    with pytest.raises(ConfigurationError, match="this model trains none; use --optimizer adam"):
         build_model_and_optimizer(config, runtime, provide_frozen, lambda line: None)
 
 

@@ -76,7 +76,7 @@ def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError) as caught:
         set_up(lambda line: None)
     assert caught.value.problems == (
-        "--compile: torch.compile failed here (No working C++ compiler found); leave --compile out",
+        "--compile: torch.compile failed here (No working C++ compiler found); omit --compile",
     )
 
 

@@ -136,7 +136,7 @@ def test_configuration_reports_all_problems_at_once() -> None:
 def test_a_split_that_is_empty_names_one_that_works(tmp_path: Path) -> None:
     blend = Blend((write_text(tmp_path / "few", 7, 30),))
     text = refusal(tmp_path, (10, 2, 0), blend=blend, split="949,50,1")
-    assert "2 valid samples are asked for" in text
+    assert "2 valid samples are needed" in text
     assert "has 7 sequences, of which --split 949,50,1 leaves none for valid" in text
     assert text.endswith("use --split 6,1,0")
     splits = build(tmp_path, (10, 2, 0), blend=blend, split="6,1,0")
@@ -149,7 +149,7 @@ def test_a_test_split_without_data_is_off_and_named(tmp_path: Path) -> None:
     few, lines = Blend((write_text(tmp_path / "few", 30, 30),)), list[str]()
     assert build(tmp_path, (10, 2, 4), lines, blend=few, split="949,50,1").test is None
     assert [line for line in lines if "test" in line] == [
-        f" > no test data: 4 test samples are asked for, but {tmp_path / 'few'} has 30 sequences, of which --split "
+        f" > no test data: 4 test samples are needed, but {tmp_path / 'few'} has 30 sequences, of which --split "
         "949,50,1 leaves none for test; use --split 27,2,1",
     ]
     short = Blend((write_text(tmp_path / "short", 10, 7),))
@@ -163,7 +163,7 @@ def test_a_test_blend_leaves_out_what_has_no_share(tmp_path: Path) -> None:
     lines: list[str] = []
     splits = build(tmp_path, (10, 0, 4), lines, blend=Blend(prefixes, (1.0, 1.0)), split="95,0,5")
     assert [line for line in lines if "test" in line] == [
-        f" > 4 test samples are asked for, but {prefixes[0]} has 8 sequences, of which --split 95,0,5 leaves none for "
+        f" > 4 test samples are needed, but {prefixes[0]} has 8 sequences, of which --split 95,0,5 leaves none for "
         "test; use --split 7,0,1"
     ]
     assert splits.test is not None

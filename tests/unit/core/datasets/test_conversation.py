@@ -149,7 +149,9 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     (tmp_path / "model" / "chat_template.jinja").write_text("j")
     tokenizer = type(tokenizer)(tmp_path / "model")
     assert choose_template(tokenizer, None).source == "j"
-    with pytest.raises(DataError, match=r"--chat-template other is no file .* known are default, tools, chatml"):
+    with pytest.raises(
+        DataError, match=r"--chat-template other is neither a file nor .* known templates are default, tools, chatml"
+    ):
         choose_template(tokenizer, "other")
     bare = write_chat_folder(tmp_path / "bare", None)
     with pytest.raises(DataError, match=r"hold no chat template .* give --chat-template a file, or one of chatml"):

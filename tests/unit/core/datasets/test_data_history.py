@@ -284,17 +284,17 @@ def test_what_cannot_go_on_is_refused(texts: tuple[str, ...], tmp_path: Path) ->
     blend = Blend(texts[:2], (0.6, 0.4))
     single = Run(tmp_path).train(blend, 50, 30)
     single.dataloader_type = "cyclic"
-    with pytest.raises(DataError, match="reads with --dataloader-type single: with cyclic it would repeat samples"):
+    with pytest.raises(DataError, match="used --dataloader-type single: with cyclic this run would repeat samples"):
         single.build(blend, 50)
     cyclic = Run(tmp_path, "cyclic").train(blend, 50, 30)
-    with pytest.raises(DataError, match="cyclic has permuted the samples of the old one together; keep --data-path"):
+    with pytest.raises(DataError, match="cyclic permuted all samples of the old blend together; use the --data-path"):
         cyclic.build(Blend(texts[:2], (0.5, 0.5)), 50)
     cyclic.seed = 6
-    with pytest.raises(DataError, match=r"has --seed 5, .* give --seed 5, or --finetune"):
+    with pytest.raises(DataError, match=r"has --seed 5, .* use --seed 5, or --finetune"):
         cyclic.build(blend, 50)
     single = Run(tmp_path).train(blend, 50, 30)
     single.consumed = 29
-    with pytest.raises(DataError, match="is of 30 consumed samples, but the run is at 29"):
+    with pytest.raises(DataError, match="covers 30 consumed samples, but the run is at 29"):
         single.build(Blend(texts[:2], (0.5, 0.5)), 50)
 
 
@@ -310,7 +310,7 @@ def test_a_damaged_record_is_named(texts: tuple[str, ...], tmp_path: Path) -> No
         {"phases": [{**whole["phases"][0], "data_sets": [-1, 0]}]},
         {"phases": [{**whole["phases"][0], "weights": ["x"]}]},
     ):
-        with pytest.raises(DataError, match="the checkpoint's record of the data that was read"):
+        with pytest.raises(DataError, match="the checkpoint's record of the data read"):
             DataHistory.from_dict({**whole, **damage})
     with pytest.raises(DataError, match="record of the data"):
         DataHistory.from_dict({})
@@ -398,7 +398,7 @@ def test_a_blend_is_kept_with_its_first_data_set(texts: tuple[str, ...], tmp_pat
 
 def test_a_session_without_training_data_records_nothing() -> None:
     assert recorded_history(None) is None
-    with pytest.raises(DataError, match="record of the data that was read is damaged"):
+    with pytest.raises(DataError, match="record of the data read is damaged"):
         recorded_history({})
 
 
@@ -577,5 +577,5 @@ def test_a_record_is_read_back_from_beside_a_history() -> None:
     "damage", [{"left_out": [{"start": 1}]}, {"left_out": 3}, {"left_out": ["x"]}, {"num_rewound": "x"}]
 )
 def test_a_damaged_record_is_refused(damage: dict[str, object]) -> None:
-    with pytest.raises(DataError, match="record of the samples left out is damaged"):
+    with pytest.raises(DataError, match="record of the skipped samples is damaged"):
         SkippedSamples.from_dict(damage)

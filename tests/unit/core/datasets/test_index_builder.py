@@ -249,7 +249,7 @@ def test_plan_epochs() -> None:
     # The last token of the first epoch begins no sample: it has no label there.
     assert plan_epochs(100, 10, 10) == EpochPlan(2, True, 9)
     assert plan_epochs(7, 10, 3).num_epochs == 5  # 31 tokens of text that never fills a sample by itself
-    with pytest.raises(DataError, match="3 samples are asked for, but the documents hold no tokens"):
+    with pytest.raises(DataError, match="3 samples are needed, but the documents contain no tokens"):
         plan_epochs(0, 10, 3)
 
 

@@ -260,4 +260,4 @@ def test_values_that_no_run_records_are_damage(name: str, value: object) -> None
 def test_a_long_value_is_cut_in_the_message(length: int, shown: str) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         check_run_state(Path("folder"), RUN_STATE | {"layout": "x" * length})
-    assert f"layout is {shown}, which no run records" in str(caught.value)
+    assert f"layout is {shown}, which is not a value that a run writes" in str(caught.value)

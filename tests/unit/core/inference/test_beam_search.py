@@ -135,12 +135,12 @@ BEAM_END = StopRule(end_tokens=frozenset((3,)))
         ({"beams": BeamConfig(num_beams=101), "stop": BEAM_END}, "num_beams 101 cannot be: 100 .* use 1..100"),
         ({"beams": BeamConfig(num_beams=2, length_penalty=float("nan"))}, "length_penalty nan is not finite"),
         ({"beams": BeamConfig(num_beams=2, early_stopping="soon")}, "early_stopping 'soon' is not"),  # type: ignore[arg-type]
-        ({"sampling": SamplingConfig(top_k=3)}, "beams draw nothing: leave out temperature, top_k and top_p"),
-        ({"log_probabilities": True}, "beams give scores instead of log-probabilities"),
-        ({"new_log_probabilities": True}, "beams give scores instead of log-probabilities"),
-        ({"bias": ((3, 1.0),)}, "beams take no bias of tokens"),
-        ({"stop": StopRule(closing_tokens=frozenset((3,)))}, "beams end at an end token alone"),
-        ({"stop": StopRule(closing_pairs=TokenPairs(first=frozenset((3,))))}, "beams end at an end token alone"),
+        ({"sampling": SamplingConfig(top_k=3)}, "beam search does not sample: omit temperature, top_k and top_p"),
+        ({"log_probabilities": True}, "beam search returns scores instead of log-probabilities"),
+        ({"new_log_probabilities": True}, "beam search returns scores instead of log-probabilities"),
+        ({"bias": ((3, 1.0),)}, "beam search does not support a logit bias"),
+        ({"stop": StopRule(closing_tokens=frozenset((3,)))}, "beam search ends only at an end token"),
+        ({"stop": StopRule(closing_pairs=TokenPairs(first=frozenset((3,))))}, "beam search ends only at an end token"),
         ({"beams": BeamConfig(num_beams=2, length_penalty=32.5)}, "length_penalty 32.5 is not between -32 and 32"),
         ({"sampling": SamplingConfig(no_repeat_ngram_size=-1)}, "--no-repeat-ngram-size -1 is negative"),
     ],
@@ -175,7 +175,7 @@ def test_a_bias_is_of_a_token_that_the_model_knows() -> None:
     check(0)
     check(100)
     for token in (-1, 101):
-        with pytest.raises(InputError, match=rf"a bias of token {token}, and the model knows 0\.\.100"):
+        with pytest.raises(InputError, match=rf"logit_bias has token {token}, outside the model's vocabulary 0\.\.100"):
             check(token)
 
 

@@ -188,7 +188,7 @@ def test_rotary_positions_go_on() -> None:
     ("prompts", "count", "message"),
     [
         ([[1], []], 3, "prompt 2 of 2 has no tokens"),
-        ([[1, 101]], 3, "prompt 1 of 1 has token 101, the model knows 0..100"),
+        ([[1, 101]], 3, "prompt 1 of 1 has token 101, outside the model's vocabulary 0..100"),
         ([[-1]], 3, "prompt 1 of 1 has token -1"),
         ([[1]], 0, "0 tokens to generate is not positive"),
         ([[1]], -1, "-1 tokens to generate is not positive"),

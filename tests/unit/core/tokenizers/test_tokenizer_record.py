@@ -102,7 +102,7 @@ def test_changed_files_are_refused(gpt2_files: tuple[Path, Path], tmp_path: Path
 
 
 def test_damaged_records_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"records no tokenizer .* give --tokenizer-type"):
+    with pytest.raises(TokenizerError, match=r"records no tokenizer .* pass --tokenizer-type"):
         load_recorded_tokenizer(tmp_path)
     record = describe_tokenizer(NullTokenizer(127))
     with pytest.raises(TokenizerError, match="version 9, expected 1"):

@@ -70,7 +70,7 @@ def test_a_free_folder_is_owned_and_released(tmp_path: Path) -> None:
     owner.check()
     owner.release()
     assert names(tmp_path) == []
-    with pytest.raises(FolderInUseError, match="given up"):
+    with pytest.raises(FolderInUseError, match="released by this run"):
         owner.check()
     assert names(tmp_path) == []
 
@@ -81,7 +81,7 @@ def test_a_live_owner_is_named_in_one_line(tmp_path: Path, living: ProcessIdenti
         own(tmp_path)
     assert str(caught.value) == (
         f"--save {tmp_path} is in use by a training run on {living.host}, process {living.pid} (its record was renewed "
-        "12 s ago); wait for it to end, stop it, or give another --save"
+        "12 s ago); wait for it to end, stop it, or use a different --save"
     )
     assert names(tmp_path) == [path.name]
 

@@ -201,7 +201,7 @@ def test_nothing_is_watched_only_with_a_warning(
         monkeypatch.delenv("MASTER_PORT", raising=False)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-        reason = "MASTER_ADDR and MASTER_PORT do not say where the store of the processes is"
+        reason = "MASTER_ADDR and MASTER_PORT do not give the address of the processes' store"
     else:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
         monkeypatch.setattr("megatron.training.fault_tolerance.watchdog.StackFile", UnlinkedStackFile)
