@@ -99,7 +99,7 @@ ADVICE = {
     "megatron/core/ranged_file.py": _FILE_SYSTEM,
     "megatron/core/dist_checkpointing/": _ANOTHER,
     "megatron/core/inference/": "change the request; see [text generation](text_generation.md)",
-    "megatron/data/": "fix the input that the message names, or leave it out; see [preparing text](preprocessing.md)",
+    "megatron/data/": "fix the input that the message names, or omit it; see [preparing text](preprocessing.md)",
     "megatron/cli/preprocess_data.py": _PREPARING,
     "megatron/cli/clean_dataset.py": _PREPARING,
     "megatron/cli/merge_datasets.py": _PREPARING,

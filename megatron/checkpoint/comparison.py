@@ -224,7 +224,7 @@ def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         from transformers import AutoModelForCausalLM
     except (ImportError, OSError) as error:
         raise InputError(
-            f"--test-logits needs the transformers package ({error}); install it, or leave the flag out"
+            f"--test-logits needs the transformers package ({error}); install it, or omit the flag"
         ) from error
     model = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32

@@ -79,7 +79,7 @@ def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool
     if model.pipeline_model_parallel_size == 1 and model.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(
             f"--num-layers-per-virtual-pipeline-stage {model.num_layers_per_virtual_pipeline_stage} cuts a pipeline "
-            "and --pipeline-model-parallel-size is 1; leave it out"
+            "and --pipeline-model-parallel-size is 1; omit it"
         )
     if problems:
         raise ConfigurationError([_with_target_flags(problem) for problem in problems])
@@ -104,9 +104,7 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
         "--make-vocab-size-divisible-by": target.make_vocab_size_divisible_by,
     }
     wrong = [
-        f"{name} {size} is not positive; give 1 or more"
-        for name, size in sizes.items()
-        if size is not None and size < 1
+        f"{name} {size} is not positive; use 1 or more" for name, size in sizes.items() if size is not None and size < 1
     ]
     wrong += _expert_problems(old.moe.num_experts, target.expert_parallel_size)
     if wrong:

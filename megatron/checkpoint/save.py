@@ -141,7 +141,7 @@ def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log
     folders = _own(directory, _find_folders(directory, state), state, log)
     if not folders.is_shared:
         log(
-            f"--save {directory} is a folder of its own for each of {folders.num_folders} machines: the files of a "
+            f"--save {directory} is a separate folder on each of {folders.num_folders} nodes: the files of a "
             "checkpoint stay where they are written, and all of them are needed to load it"
         )
     lines: list[str] = []

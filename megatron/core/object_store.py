@@ -444,7 +444,10 @@ def url_problem(text: str) -> str | None:
         return f"{scheme[:20]}:// is not a store that can be used; those are s3://, gs:// and az://"
     place = rest.partition("/")[0]
     if "@" in place or ":" in place:
-        return f"{scheme}://*** holds a credential or a port; give those to {PACKAGES[scheme]} by its environment"
+        return (
+            f"{scheme}://*** holds a credential or a port; "
+            f"pass those to {PACKAGES[scheme]} in its environment variables"
+        )
     if set(rest) & set("?#*[]\\") or not rest.isprintable():
         return f"{scheme}://{place}/... holds one of ? # * [ ] \\, or what cannot be printed; give the name of a folder"
     if (not place and scheme not in _ON_DISK) or not rest.strip("/"):

@@ -286,7 +286,7 @@ def examine_all(items: Iterator[Item], rules: TextRules, workers: int) -> Iterat
             done, future = under_way.popleft()
             yield from _join(done, future.result())
     except BrokenProcessPool as error:
-        raise MegatronError("a worker died, for lack of memory perhaps; give fewer --workers and run again") from error
+        raise MegatronError("a worker died, possibly for lack of memory; use fewer --workers and run again") from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 

@@ -222,7 +222,7 @@ class WorkerPool:
         if message.error is not None:
             raise message.error
         print(message.traceback, file=sys.stderr, end="")
-        raise WorkerError(f"worker process {worker.process.pid} failed; what it says stands above")
+        raise WorkerError(f"worker process {worker.process.pid} failed; see its output above")
 
     def _death(self, worker: Worker) -> WorkerError:
         worker.process.join(timeout=10)

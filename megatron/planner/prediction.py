@@ -72,7 +72,7 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         )
     is_recomputed = model.recompute_granularity is not None
     if model.cpu_offloading and is_recomputed and not implementation.offloads_beside_recompute:
-        yield f"{implementation.name} offloads or recomputes activations; leave out one"
+        yield f"{implementation.name} offloads or recomputes activations; omit one"
     if plan.pipeline_schedule == "zero-bubble" and not implementation.schedules_zero_bubble:
         yield (
             f"{implementation.name} has no zero-bubble schedule; use 1f1b or interleaved, or the implementation "

@@ -178,7 +178,7 @@ def test_what_cannot_be_answered_is_said_in_openais_form(server: Served) -> None
             400,
             "prompt 1 of 1 has token 178, outside the model's vocabulary 0..134",
         ),
-        ("POST", "/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias has token 999"),
+        ("POST", "/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, 400, "the logit bias has token 999"),
         ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ufdd2"}]}, 400, "a message holds"),
         ("POST", "/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings: Not Found"),
         ("DELETE", "/v1/models", None, 405, "DELETE /v1/models: Method Not Allowed"),

@@ -127,7 +127,7 @@ class ConversationFile(IndexedDataset):
     def _open(self) -> None:
         raw = None if idx_path(self.prefix).is_file() else self._find_raw_text()
         if raw is not None:
-            raise DataError(f"{self.prefix} is no data set; to learn the conversations of {raw}, give that name")
+            raise DataError(f"{self.prefix} is not a data set; to train on the conversations of {raw}, use that name")
         super()._open()
         masks = mask_prefix(self.prefix)
         if not idx_path(masks).is_file():

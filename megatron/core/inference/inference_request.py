@@ -107,7 +107,9 @@ def check_request(config: GPTConfig, request: GenerationRequest) -> None:
         raise InputError(f"{count} tokens to generate is not positive; ask for at least one")
     for token, _ in request.bias:
         if not 0 <= token < config.vocab_size:
-            raise InputError(f"logit_bias has token {token}, outside the model's vocabulary 0..{config.vocab_size - 1}")
+            raise InputError(
+                f"the logit bias has token {token}, outside the model's vocabulary 0..{config.vocab_size - 1}"
+            )
     for number, prompt in enumerate(request.prompts, start=1):
         _check_prompt(config, prompt, count, f"prompt {number} of {len(request.prompts)}")
 

@@ -319,7 +319,8 @@ def score_request(rows: tuple[ScoredRow, ...]) -> GenerationRequest:
     for row in rows:
         if not 0 < row.num_scored < len(row.tokens):
             raise InputError(
-                f"{row.num_scored} of {len(row.tokens)} tokens cannot be scored: it takes one or more, behind another"
+                f"{row.num_scored} of {len(row.tokens)} tokens cannot be scored: use at least one, "
+                "after at least one other token"
             )
     return GenerationRequest(prompts=tuple(row.tokens[:-1] for row in rows), max_new_tokens=0, log_probabilities=True)
 

@@ -317,7 +317,7 @@ class MegatronOptimizer:
         if self.config.use_precision_aware_optimizer:
             raise ConfigurationError(
                 f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise, and "
-                "--use-precision-aware-optimizer stores flat pieces of parameters; leave it out"
+                "--use-precision-aware-optimizer stores flat pieces of parameters; omit it"
             )
 
     def _gather_weights(self) -> None:

@@ -42,7 +42,7 @@ def parse_override(text: str) -> GroupOverride:
         if name not in ("lr_mult", "wd_mult") or not equals:
             raise ValueError(f"{assignment!r} is neither lr_mult=NUMBER nor wd_mult=NUMBER")
         if name in values:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} is repeated")
         try:
             values[name] = float(number)
         except ValueError:

@@ -175,18 +175,16 @@ def _conflicts(config: ModelParallelConfig, layout: str | None) -> list[str]:
 
     others = given(uneven | counting | virtual)
     if layout is not None and others:
-        problems.append(f"--pipeline-model-parallel-layout says where every layer is; leave out {others}")
+        problems.append(f"--pipeline-model-parallel-layout sets the stage of every layer; omit {others}")
     if given(uneven) and given(counting):
-        problems.append(
-            f"{given(counting)} works on an even split only; leave out {given(uneven)} or {given(counting)}"
-        )
+        problems.append(f"{given(counting)} works on an even split only; omit {given(uneven)} or {given(counting)}")
     if given(uneven) and given(virtual):
         problems.append(
             f"--num-layers-per-virtual-pipeline-stage works on an even split only; with {given(uneven)} use "
             "--num-virtual-stages-per-pipeline-rank"
         )
     if given(virtual) and given(chunks):
-        problems.append(f"{given(virtual)} and {given(chunks)} say the same thing; leave one of them out")
+        problems.append(f"{given(virtual)} and {given(chunks)} set the same thing; omit one of them")
     return problems
 
 
@@ -205,7 +203,7 @@ def _explicit_counts(config: ModelParallelConfig, num_layers: int, layout: str) 
     elif chunks is not None and len(stages) != pp * chunks:
         problems.append(
             f"--pipeline-model-parallel-layout has {len(stages) // pp} stages for each of {pp} ranks and "
-            f"--num-virtual-stages-per-pipeline-rank is {chunks}; use {len(stages) // pp} or leave it out"
+            f"--num-virtual-stages-per-pipeline-rank is {chunks}; use {len(stages) // pp} or omit it"
         )
     return [stage.count("t") for stage in stages], problems
 
@@ -263,7 +261,7 @@ def _spread_unevenly(pp: int, num_layers: int, first: int | None, last: int | No
     if pp < 2:
         problems.append(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers split layers over stages and "
-            f"--pipeline-model-parallel-size is {pp}; use 2 or more, or leave them out"
+            f"--pipeline-model-parallel-size is {pp}; use 2 or more, or omit them"
         )
     if problems:
         return [], problems

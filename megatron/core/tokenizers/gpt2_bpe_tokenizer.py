@@ -66,7 +66,8 @@ def check_merges(
         first = next(token for token in vocabulary if token in unmade)
         raise TokenizerError(
             f"{merges_name} has {len(merges)} merges, but the {len(known)} tokens of {vocabulary_name} need "
-            f"{len(made) + len(unmade)}: none makes {first!r}; it is cut short, or of another model: copy both again, "
+            f"{len(made) + len(unmade)}: none makes {first!r}; it is truncated, or from a different model: "
+            "copy both again, "
             f"or list such tokens in {ADDED_TOKENS_FILE} next to it if they were added to the vocabulary"
         )
 

@@ -229,7 +229,7 @@ def choose_encoder(
         return reference
     if not isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
         if engine != "auto":
-            raise TokenizerError(f"--tokenizer-engine {engine} cannot be used with {tokenizer.name}; drop it")
+            raise TokenizerError(f"--tokenizer-engine {engine} cannot be used with {tokenizer.name}; omit it")
         return reference
     texts = [text.encode() if isinstance(text, str) else text for text in (*HARD_TEXTS, *sample)]
     expected = reference.encode(texts)
@@ -247,7 +247,7 @@ def choose_encoder(
                 return encoder
             reason, is_missing = f"it gives other ids, for {_excerpt(different[0])} first", False
         if engine == name:
-            raise TokenizerError(f"--tokenizer-engine {name} cannot be used with {tokenizer.name}: {reason}; drop it")
+            raise TokenizerError(f"--tokenizer-engine {name} cannot be used with {tokenizer.name}: {reason}; omit it")
         if not is_missing:
             report(f"the engine {name} is not used with {tokenizer.name}: {reason}")
     return reference

@@ -188,7 +188,7 @@ class _CapturedUnit:
             self._output, losses = self._unit.run(self._x, dropout)
         if losses:
             raise ConfigurationError(
-                f"--cuda-graph-impl local cannot capture layers with auxiliary losses ({losses[0].name}); leave it out"
+                f"--cuda-graph-impl local cannot capture layers with auxiliary losses ({losses[0].name}); omit it"
             )
         return (self._output.detach(),)
 

@@ -24,9 +24,7 @@ def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
             raise ValueError("a number greater than 0 is expected")
         return tuple((layer + 1) % found != 0 for layer in range(num_layers))
     if len(found) != num_layers:
-        raise ValueError(
-            f"the list is of {len(found)} layers, but there are {num_layers}: a list of {num_layers} works"
-        )
+        raise ValueError(f"the list has {len(found)} layers, but there are {num_layers}: a list of {num_layers} works")
     if not set(found) <= {0, 1}:
         raise ValueError("a list of 1 and 0 is expected")
     return tuple(map(bool, found))

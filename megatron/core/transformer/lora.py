@@ -140,7 +140,7 @@ def _adapt_linear(
 ) -> None:
     if not isinstance(block, kind):
         raise ConfigurationError(
-            f"--lora-rank: {type(block).__name__} has no {linear}; leave it out of --lora-target-modules"
+            f"--lora-rank: {type(block).__name__} has no {linear}; remove it from --lora-target-modules"
         )
     module = getattr(block, linear)
     if isinstance(module, RowParallelLinear):

@@ -107,7 +107,7 @@ class TransformerBlock(nn.Module):
             if pattern.document_ids is not None or pattern.mask is not None:
                 raise ConfigurationError(
                     "--cuda-graph-impl local: attention follows documents or a mask, which change from one micro-batch "
-                    "to the next; leave it out"
+                    "to the next; omit it"
                 )
             x = self.graphs.run(units, x, dropout)
         else:

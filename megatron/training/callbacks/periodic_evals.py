@@ -214,7 +214,7 @@ def open_periodic_evaluations(
     models = [chunk for chunk in parts.chunks if isinstance(chunk, GPTModel)]
     if len(models) < len(parts.chunks):
         flag = "--eval-tasks" if sampling is None else "--generate-interval"
-        raise ConfigurationError(f"{flag}: this model generates no text; leave it out")
+        raise ConfigurationError(f"{flag}: this model generates no text; omit it")
     shared = [share_model(model, wrapped, state) for model, wrapped in zip(models, parts.ddp_chunks, strict=True)]
     # Each data-parallel replica runs independently, and so does each context-parallel rank.
     no_dp, no_cp = (single_rank_group((axis,), state.rank) for axis in ("dp", "cp"))

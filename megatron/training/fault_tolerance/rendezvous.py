@@ -124,7 +124,7 @@ class Rendezvous:
         limit = self._limits.max_restarts
         if limit is not None and number > limit:
             raise RestartError(
-                f"the run has failed {number} times and is given up, as --inprocess-max-iterations {limit} says"
+                f"the run has failed {number} times and ends, because --inprocess-max-iterations is {limit}"
             )
         listed = self._listed(number)
         if listed is not None and self._is_done(listed):

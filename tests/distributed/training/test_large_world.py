@@ -161,7 +161,7 @@ def test_ranks_find_out_which_of_them_share_a_folder(is_there: bool, tmp_path: P
         for shares, content, lines in found:
             assert shares == leaders
             assert content == []
-            assert lines[0].startswith("--save checkpoints is a folder of its own for each of 2 machines: ")
+            assert lines[0].startswith("--save checkpoints is a separate folder on each of 2 nodes: ")
 
 
 def test_a_shared_save_folder_is_left_clean(tmp_path: Path) -> None:

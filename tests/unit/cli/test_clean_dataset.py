@@ -350,7 +350,7 @@ def test_a_worker_that_dies_ends_the_work(tmp_path: Path) -> None:
     workers[0].kill()
     _, error = tool.communicate(timeout=60)
     assert tool.returncode == 1
-    assert error == "error: a worker died, for lack of memory perhaps; give fewer --workers and run again\n"
+    assert error == "error: a worker died, possibly for lack of memory; use fewer --workers and run again\n"
     assert list(tmp_path.iterdir()) == []
 
 

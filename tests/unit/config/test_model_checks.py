@@ -213,7 +213,7 @@ def test_a_number_above_the_layers_is_said_to_count_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ((*ROTARY, "--no-rope-freq", "[0,1]"), "the list is of 2 layers, but there are 4: a list of 4 works"),
+        ((*ROTARY, "--no-rope-freq", "[0,1]"), "the list has 2 layers, but there are 4: a list of 4 works"),
         ((*ROTARY, "--no-rope-freq", "0"), "--no-rope-freq 0: a number greater than 0 is expected"),
         ((*ROTARY, "--no-rope-freq", "[0,1,2,0]"), "a list of 1 and 0 is expected"),
         (("--no-rope-freq", "2"), "no effect with --position-embedding-type learned_absolute"),

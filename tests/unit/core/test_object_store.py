@@ -491,7 +491,7 @@ def test_a_folder_of_objects_is_copied_under_its_name(tmp_path: Path, monkeypatc
     assert (copy.name, [path.name for path in copy.iterdir()]) == ("small", ["vocab.json"])
     assert copy.is_relative_to(tmp_path)
     fail_first(monkeypatch, "ls", 9, Unreachable("reset by peer"))
-    with pytest.raises(StorageError, match=r"^cannot copy memory://models/small to this machine: reset by peer$"):
+    with pytest.raises(StorageError, match=r"^cannot copy memory://models/small to this node: reset by peer$"):
         local_copy(remote("models/small"))
 
 

@@ -186,9 +186,7 @@ def read_model_text(folder: Path, name: str) -> str:
         CheckpointError: there is no such folder or file, or it is not UTF-8.
     """
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a folder; give the path of a Hugging Face model's folder on this machine"
-        )
+        raise CheckpointError(f"{folder} is not a folder; use the path of a Hugging Face model's folder on this node")
     try:
         return read_plain_text(folder / name)
     except FileNotFoundError as error:

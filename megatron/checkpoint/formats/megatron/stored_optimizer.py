@@ -255,7 +255,7 @@ def _flat_states(
             raise CheckpointError(f"{file.path} holds no buffer {number}, of model chunk {number}")
         buffers = list(value[number].values())
         if len(buffers) != 1:
-            raise CheckpointError(f"{file.path}: buffer {number} is of {len(buffers)} types, one is expected")
+            raise CheckpointError(f"{file.path}: buffer {number} has {len(buffers)} dtypes, one is expected")
         tensors = buffers[0]
         layout = _find_layout(rank, file, number, parameters, tensors)
         is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in rank.chunks[number].values())

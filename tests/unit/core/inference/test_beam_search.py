@@ -175,7 +175,9 @@ def test_a_bias_is_of_a_token_that_the_model_knows() -> None:
     check(0)
     check(100)
     for token in (-1, 101):
-        with pytest.raises(InputError, match=rf"logit_bias has token {token}, outside the model's vocabulary 0\.\.100"):
+        with pytest.raises(
+            InputError, match=rf"the logit bias has token {token}, outside the model's vocabulary 0\.\.100"
+        ):
             check(token)
 
 

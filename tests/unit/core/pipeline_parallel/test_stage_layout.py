@@ -123,7 +123,7 @@ def test_notation_that_cannot_be_read_is_refused(text: str, words: str) -> None:
         (4, 11, {"decoder_first_pipeline_num_layers": 3}, "use --decoder-first-pipeline-num-layers 2, 5 or 8"),
         (2, 5, {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1}, "num-layers 2"),
         (4, 11, {"decoder_last_pipeline_num_layers": 0}, "--decoder-last-pipeline-num-layers 0 must be 1 or more"),
-        (1, 4, {"decoder_first_pipeline_num_layers": 2}, "use 2 or more, or leave them out"),
+        (1, 4, {"decoder_first_pipeline_num_layers": 2}, "use 2 or more, or omit them"),
         (2, 8, {"num_virtual_stages_per_pipeline_rank": 3}, "use 1, 2 or 4"),
         (2, 2, {"num_virtual_stages_per_pipeline_rank": 3}, "pipeline ranks; use 1"),
         (2, 120, {"num_virtual_stages_per_pipeline_rank": 7}, "use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60"),
@@ -134,13 +134,13 @@ def test_notation_that_cannot_be_read_is_refused(text: str, words: str) -> None:
             2,
             8,
             {"num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
-            "say the same thing",
+            "set the same thing",
         ),
         (
             2,
             8,
             {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},
-            "works on an even split only; leave out",
+            "works on an even split only; omit",
         ),
         (
             2,
@@ -177,8 +177,8 @@ def test_every_value_that_is_advised_works() -> None:
     ("pp", "layout", "fields", "words"),
     [
         (3, "E|t|t|L", {}, "has 4 stages, not a multiple of --pipeline-model-parallel-size 3; write 3 or 6 stages"),
-        (2, "E|t|t|L", {"num_virtual_stages_per_pipeline_rank": 3}, "use 2 or leave it out"),
-        (2, "E|t|t|L", {"decoder_first_pipeline_num_layers": 1}, "leave out --decoder-first-pipeline-num-layers"),
+        (2, "E|t|t|L", {"num_virtual_stages_per_pipeline_rank": 3}, "use 2 or omit it"),
+        (2, "E|t|t|L", {"decoder_first_pipeline_num_layers": 1}, "omit --decoder-first-pipeline-num-layers"),
     ],
 )
 def test_explicit_layouts_that_do_not_fit_the_pipeline(

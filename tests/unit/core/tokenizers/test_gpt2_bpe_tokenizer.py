@@ -250,7 +250,7 @@ def test_tokens_that_no_two_others_make_were_added(gpt2_files: tuple[Path, Path]
     lines = gpt2_files[1].read_text(encoding="utf-8").splitlines(keepends=True)
     gpt2_files[1].write_text("".join(lines[:-1]), encoding="utf-8")
     with pytest.raises(
-        TokenizerError, match=r"443: none makes .* it is cut short, .* list such tokens in added_tokens"
+        TokenizerError, match=r"443: none makes .* it is truncated, .* list such tokens in added_tokens"
     ):
         GPT2BPETokenizer(*gpt2_files)
 

@@ -252,5 +252,5 @@ NESTED = "[1, 0, [1, 0], 1, 0, 1, 0]"
     ["", "x", "0", "-1", "[1]*7", "[2]*6", "1.5", "[1]*10**9", "()", "[[1]]*6", "2*[1]", "True", BIG, NESTED],
 )
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected|the list is of"):
+    with pytest.raises(ValueError, match=r"expected|the list has"):
         parse_layer_pattern(text, 6)
