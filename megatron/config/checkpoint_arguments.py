@@ -31,14 +31,14 @@ _EXPECTED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_e
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointArguments:
-    """Hold the values that a checkpoint gives, by field; ``folder`` is None where there is no checkpoint."""
+    """Configuration values that a checkpoint records, by field; ``folder`` is None if there is no checkpoint."""
 
     folder: Path | None
     values: Mapping[str, Any]
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return the fields that a checkpoint should give and this one does not."""
+        """Return the fields that a checkpoint should record and this checkpoint does not."""
         return tuple(name for name in (*_EXPECTED, "tokenizer_type") if name not in self.values)
 
 
@@ -74,7 +74,7 @@ def no_checkpoint(directory: str) -> str:
 
 
 def recorded_config(folder: Path) -> Mapping[str, Any]:
-    """Return what a checkpoint of any format records of its run's configuration; other fields are unknown."""
+    """Return the configuration that a checkpoint of any format records; fields that it does not record are absent."""
     found = detect_format(folder)
     if found == "torch_dist":
         from megatron.checkpoint.formats.megatron import recorded_torch_dist_config

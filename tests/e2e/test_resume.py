@@ -283,7 +283,7 @@ def test_a_longer_run_is_told_what_to_give_in_its_own_units(stopped: Path, tmp_p
     run = longer(stopped, tmp_path)
     assert run.statuses == (2,)
     (line,) = run.errors[0].splitlines()
-    assert "(--lr-decay-iters 20 → 24); give --lr-decay-iters 20 to go on as it was, " in line
+    assert "(--lr-decay-iters 20 → 24); pass --lr-decay-iters 20 to keep the recorded value, " in line
     assert "--override-opt-param-scheduler" in line
     assert "--use-checkpoint-opt-param-scheduler" in line
     assert "successfully loaded" not in run.stdout
@@ -312,7 +312,7 @@ def test_a_wsd_decay_under_way_names_the_checkpoints_that_can_grow(tmp_path: Pat
     words = toy_args(tmp_path, flags, "9 --exit-interval 5", save=False)
     words += ["--load", str(tmp_path / "checkpoints")]
     (line,) = fork_training(words).errors[0].splitlines()
-    assert "(--lr-decay-iters 6 → 9); give --lr-decay-iters 6 to go on as it was, " in line
+    assert "(--lr-decay-iters 6 → 9); pass --lr-decay-iters 6 to keep the recorded value, " in line
     assert "; its WSD decay began after 3 iterations: a checkpoint from before (--ckpt-step) goes on" in line
     metrics = ["--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
     earlier = fork_training([*words, *metrics, "--ckpt-step", "2"]).check()
