@@ -1,4 +1,4 @@
-"""The configuration of a run: its fields, command line, files and presets, and the checks of its values."""
+"""Configuration of a run: fields, command line, configuration files, presets, and checks of values."""
 
 from __future__ import annotations
 

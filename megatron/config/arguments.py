@@ -1,7 +1,7 @@
-"""The command line: an argparse parser generated from the configuration dataclasses, and what it parses to.
+"""The command line: an argparse parser generated from the configuration dataclasses, and the parsed configuration.
 
-The plain rule is that the field ``hidden_size`` is the flag ``--hidden-size``; a field's docstring is its
-help. Every problem of a command line is found before any is reported.
+The field ``hidden_size`` becomes the flag ``--hidden-size``, and its docstring becomes the help text. All problems of a
+command line are collected and reported together.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "tex
 
 @dataclasses.dataclass(frozen=True)
 class ParsedArguments:
-    """Hold a configuration without problems, and the lines about flags that have no effect."""
+    """Valid configuration, and notes about flags without effect."""
 
     config: RunConfig
     notes: tuple[str, ...]
 
 
 def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
-    """Turn a command line into a resolved and checked configuration.
+    """Parse a command line into a resolved and checked configuration.
 
     Rank 0 prints one line for each flag that has no effect. With ``--print-config`` (and ``--help``) rank 0
-    prints what was asked for and the program ends with status 0.
+    prints the requested text and the program exits with status 0.
 
     Raises:
         ConfigurationError: with every problem of the command line.
@@ -83,10 +83,10 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
 
 
 def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> ParsedArguments:
-    """Turn a command line into a configuration, without any side effect.
+    """Parse a command line into a configuration, without side effects.
 
-    Without ``needs_files`` the data and the tokenizer that it names need not be there, and it need not say when a run
-    ends.
+    Without ``needs_files``, the data and tokenizer files need not exist, and no flag for the length of the run is
+    required.
 
     Raises:
         ConfigurationError: with every problem of the command line.
@@ -112,7 +112,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     resolution = resolve(cut_at_documents(given, _build_config(values, broken, world_size)))
     problems += resolution.problems
     if "patch_tokenizer_type" in broken:
-        broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
+        broken |= {"tokenizer_type"}  # no other tokenizer is required instead
     config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
     notes += unused_tokenizer_flags(config.tokenizer.tokenizer_type, given)
     problems += find_problems(config, broken, needs_files=needs_files)
@@ -123,7 +123,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
 
 
 def all_flags() -> dict[str, str]:
-    """Return every flag by name, with its class: effective, deprecated, no effect, or not supported yet."""
+    """Return the class of every flag by name: effective, deprecated, no effect, or not supported yet."""
     flags = dict.fromkeys(deprecated_flags(), "deprecated")
     for _, spec in command_line_fields():
         flags.update(dict.fromkeys(spec.flags, "effective"))
@@ -153,11 +153,11 @@ ESSENTIAL: Mapping[str, tuple[str, ...]] = {
     "Checkpoints": ("save", "load", "save_interval"),
     "Evaluation and logs": ("log_interval", "eval_interval", "eval_iters", "tensorboard_dir", "explain"),
 }
-"""The fields of the flags that ``--help`` shows, in the order in which they are shown."""
+"""Fields of the flags that ``--help`` prints, in order."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Report a malformed command line as an error of this project instead of ending the program."""
+    """Raise ConfigurationError for a malformed command line instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message.removeprefix("argument "))
@@ -178,7 +178,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _EssentialHelp(argparse.Action):
-    """Print the help of the most used flags, and end the program."""
+    """Print the help of the most used flags, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         assert isinstance(parser, _Parser)
@@ -187,10 +187,10 @@ class _EssentialHelp(argparse.Action):
 
 
 def build_parser(*, has_help: bool = True) -> argparse.ArgumentParser:
-    """Return the parser, which is built once per process; it collects words only, so that all conversion problems can
-    be reported together.
+    """Return the parser, which is built once per process.
 
-    The help is read from the sources of the configuration classes, which takes most of the time.
+    The parser only collects strings, so that all conversion problems can be reported together. Reading the help texts
+    from the sources of the configuration classes takes most of the time.
     """
     return _parser_of(tuple(config_parts().items()), has_help)
 
@@ -250,10 +250,10 @@ def _add_table_flag(parser: argparse.ArgumentParser, name: str, arity: int | str
 
 
 def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the words given for each flag, the words that belong to none, and a problem for each malformed flag.
+    """Return the words of each flag, the words that belong to no flag, and a problem for each malformed flag.
 
-    The parser stops at a flag that lacks its value (or has one that it cannot take): it is left out, no words are noted
-    for it, and the rest is parsed again.
+    The parser stops at a flag whose value is missing or not accepted. The function then removes this flag, keeps no
+    words for it, and parses the rest again.
     """
     parser = build_parser(has_help=any(word in HELP_FLAGS for word in argv))
     words = list(argv)
@@ -274,7 +274,7 @@ def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
 
 
 def _malformed(name: str, message: str) -> str:
-    """Say what a flag takes that has no value, or that has one and is a switch."""
+    """Return the error message for a flag without its value, or for a switch with a value."""
     found = (spec for _, spec in command_line_fields() if name in spec.flags)
     spec = next(found, None)
     if spec is None and "explicit argument" not in message:
@@ -285,7 +285,7 @@ def _malformed(name: str, message: str) -> str:
 
 
 def without_flags(words: Sequence[str], names: Collection[str]) -> Iterator[str]:
-    """Yield the words that are neither one of the flags' names nor values behind it."""
+    """Yield the words except the given flags and their values."""
     is_dropped = False
     for word in words:
         if word.startswith("--"):
@@ -295,25 +295,26 @@ def without_flags(words: Sequence[str], names: Collection[str]) -> Iterator[str]
 
 
 def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: list[str]) -> Mapping[str, Any]:
-    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives.
+    """Return the fields that ``--use-checkpoint-args`` takes from the ``--load`` checkpoint: those that no flag sets.
 
     Raises:
-        ConfigurationError: it cannot be read, or is not there and no flags shape the model; after earlier problems.
+        ConfigurationError: the checkpoint cannot be read, or does not exist and no flags set the model shape. Earlier
+            problems come first.
     """
-    # What is malformed here is reported when all fields are converted.
+    # Malformed values are reported when all fields are converted.
     values, _ = _field_values(given, {}, [])
     names = {spec.name for spec in field_specs(CheckpointConfig)}
     checkpoint = CheckpointConfig(**{name: value for name, value in values.items() if name in names})
-    # What it says and finds wrong is reported when all is resolved.
+    # Its notes and problems are reported after resolution.
     checkpoint = resolve_checkpoint(checkpoint, [], [])
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return {}
     try:
         stored = read_checkpoint_arguments(checkpoint.load, checkpoint.ckpt_step)
     except InputError as error:
-        # Of fields that the checkpoint would have given, none is asked for.
+        # Do not require fields that the checkpoint would have set.
         raise ConfigurationError([*problems, str(error)]) from error
-    # One flag of a precision, or of a tokenizer, says all of it.
+    # One flag for the precision, or for the tokenizer, replaces all of the checkpoint's.
     closed = {name for group in (PRECISION, TOKENIZER) if not given.keys().isdisjoint(group) for name in group}
     taken = {name: value for name, value in stored.values.items() if name not in given and name not in closed}
     if stored.folder is None:
@@ -333,9 +334,9 @@ def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: lis
 def _field_values(
     given: Mapping[str, Any], stored: Mapping[str, Any], problems: list[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Convert the words given for each field, or take what is stored for it.
+    """Convert the words of each field, or take its stored value.
 
-    Returns the values, and the fields that have none they can use.
+    Returns the values, and the fields without a usable value.
     """
     values: dict[str, Any] = {}
     broken = set()
@@ -348,7 +349,7 @@ def _field_values(
                 broken.add(spec.name)
             continue
         words = given[spec.name]
-        if words == []:  # malformed, as was reported
+        if words == []:  # malformed and already reported
             broken.add(spec.name)
             continue
         if spec.is_bool:
@@ -366,7 +367,7 @@ def _field_values(
 
 
 def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
-    """Turn one word into a value of the field's type, or note a problem."""
+    """Convert one word to the field's type, or add a problem."""
     name, choices = spec.flags[0], spec.options.choices
     if choices is not None and text not in choices:
         foreign = foreign_flags().get(f"{name} {text}")
@@ -396,7 +397,7 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
 
 
 def _too_long(spec: FieldSpec, text: str) -> str | None:
-    """Return why no file system can have the path that a field names, or None."""
+    """Return why a field's path is invalid on any file system, or None."""
     if spec.options.metavar not in _PATHS:
         return None
     lengths = [len(os.fsencode(name)) for name in text.split("/")]
@@ -412,7 +413,7 @@ def _shortened(text: str) -> str:
 
 
 def _written_out(text: str) -> str | None:
-    """Return what is meant by a number with a unit or commas, such as 500k, 1e5 and 1,000."""
+    """Return the meaning of a number with a unit or commas, such as 500k, 1e5 and 1,000."""
     match = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)([kmbt]?)", text.replace(",", "").lower())
     try:
         value = float(match[1]) * _UNITS[match[2]] if match else math.nan
@@ -424,7 +425,7 @@ def _written_out(text: str) -> str | None:
 
 
 def _build_config(values: Mapping[str, Any], broken: frozenset[str], world_size: int) -> RunConfig:
-    """Build all parts; a required field without a usable value is 1, and no check looks at it."""
+    """Build all parts. A required field without a usable value becomes 1, and checks skip it."""
     parts: dict[str, Any] = {}
     for part, config_class in config_parts().items():
         arguments = {}

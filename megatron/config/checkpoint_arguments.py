@@ -1,4 +1,4 @@
-"""What a checkpoint records of its run, for ``--use-checkpoint-args``; read without torch, but for other formats."""
+"""Configuration recorded in a checkpoint, for ``--use-checkpoint-args``; only other formats than ours need torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron.core.object_store import as_path, local_copy
 from megatron.core.tokenizers import RECORD_FILE, TOKENIZER_FOLDER, NullTokenizer, read_json_object, recorded_arguments
 
 PRECISION = ("fp16", "bf16")
-"""Fields of the precision: those of a checkpoint hold where no flag gives one."""
+"""Fields of the precision: the checkpoint's values apply if no flag sets one of these fields."""
 TOKENIZER = tuple(spec.name for spec in field_specs(TokenizerConfig))
-"""Fields of the tokenizer: likewise."""
+"""Fields of the tokenizer: as for the precision."""
 
 _ROLES: tuple[Role, ...] = (*IDENTITY, "recipe")
 _UNPADDED = ("native", "hf", "peft")
 _COUNTED = ("extra_vocab_size", "padded_vocab_size", "patch_tokenizer_type")
-"""Settings of a tokenizer that say how many rows the model has beyond its ids."""
+"""Tokenizer settings that determine the model's number of embedding rows."""
 _EXPECTED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
 
 
@@ -38,15 +38,15 @@ class CheckpointArguments:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return the fields that a checkpoint should record and this checkpoint does not."""
+        """Return the expected fields that the checkpoint lacks."""
         return tuple(name for name in (*_EXPECTED, "tokenizer_type") if name not in self.values)
 
 
 def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> CheckpointArguments:
-    """Return shape, precision and tokenizer of the model in the checkpoint that ``--load`` will take.
+    """Return the model shape, precision and tokenizer of the checkpoint that ``--load`` selects.
 
     Raises:
-        CheckpointError: there is no such folder, or no readable checkpoint where there should be one.
+        CheckpointError: the folder does not exist, or none of its checkpoints is readable.
     """
     if not as_path(directory).exists():
         raise CheckpointError(
@@ -66,7 +66,7 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
 
 
 def no_checkpoint(directory: str) -> str:
-    """Say that a folder that is there gives nothing, and what to do."""
+    """Return the message for an existing folder without checkpoints."""
     return (
         f"--use-checkpoint-args: --load {directory} holds no checkpoint (there is no {TRACKER_FILE} in it); name the "
         "folder that a run saved to, or that holds a model, or give the model's flags"
@@ -95,7 +95,7 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
 
         return recorded_hugging_face_config(folder)
     if found == "torch":
-        # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
+        # Megatron stores these values with its tensors: only the native format can be read without torch.
         from megatron.checkpoint.formats.megatron import recorded_torch_config
 
         return recorded_torch_config(folder)
@@ -103,16 +103,16 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the checkpoint's own copy of its tokenizer, or those that its run was given."""
+    """Return the flags of the checkpoint's copy of the tokenizer, or else the tokenizer flags of its run."""
     if (folder / TOKENIZER_FOLDER / RECORD_FILE).is_file():
         record = local_copy(folder / TOKENIZER_FOLDER) / RECORD_FILE
-        with contextlib.suppress(TokenizerError):  # it is in the way of nobody who gives another tokenizer
+        with contextlib.suppress(TokenizerError):  # another tokenizer may be configured
             return recorded_arguments(read_json_object(record), record.parent)
     return dict(config.get("tokenizer", {}))
 
 
 def _with_all_rows(folder: Path, config: Mapping[str, Any], tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """Add the model's number of rows, which may be more than the tokenizer's; Megatron's formats pad theirs."""
+    """Add the model's number of embedding rows, which may exceed the vocabulary size; Megatron's formats pad it."""
     rows = config["model"].get("vocab_size")
     is_told = any(tokenizer.get(name) for name in _COUNTED)
     is_told |= tokenizer.get("tokenizer_type") in (None, NullTokenizer.name)

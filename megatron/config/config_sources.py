@@ -27,7 +27,7 @@ def preset_names() -> list[str]:
 
 
 def preset_words(name: str) -> tuple[str, ...]:
-    """Return the training flags of a model; what follows # in its file is a comment.
+    """Return the training flags of a model preset; # starts a comment in its file.
 
     Raises:
         ConfigurationError: there is no such preset.
@@ -42,12 +42,12 @@ _TOML, _YAML = (".toml",), (".yaml", ".yml")
 
 
 def read_config_file(path: str) -> Mapping[str, Any]:
-    """Return what a file gives each key; None is a key's default.
+    """Return the value of each key of a file; None stands for the default.
 
-    A section is only a heading: its keys are those of the whole file. Dashes and underscores are the same.
+    Sections are only headings: all keys are in one namespace. Dashes and underscores are equivalent.
 
     Raises:
-        ConfigurationError: it cannot be read, or is no table of keys and plain values; with every problem found.
+        ConfigurationError: the file cannot be read, or is not a table of keys and plain values; with all problems.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -68,7 +68,7 @@ _PLAIN = "give a number, text, true, false or a list of numbers or texts"
 def _parse(path: str) -> Any:
     suffix = ""
     try:
-        file = as_path(path)  # First: what is wrong with a URL is said without repeating it.
+        file = as_path(path)  # First: the message about a URL does not repeat the URL.
         suffix = file.suffix.lower()
         if suffix not in (*_TOML, *_YAML):
             raise ConfigurationError(f"--config {path} is neither .toml nor .yaml; give a file of one of these kinds")
@@ -110,7 +110,7 @@ def _from_yaml(path: str, text: str) -> Any:
 
 
 def _entries(path: str, table: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each key, with underscores, and its value, also of the keys in sections."""
+    """Yield each key, with underscores, and its value, including keys in sections."""
     if table is None:
         return
     if not isinstance(table, dict):
@@ -129,7 +129,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def split_switched_off(argv: Sequence[str]) -> tuple[list[str], tuple[FieldSpec, ...]]:
-    """Return a command line without the words that turn switches off, and these switches.
+    """Return a command line without ``=true`` and ``=false`` of switches, and the disabled switches.
 
     ``--bf16=true`` becomes ``--bf16``, and ``--bf16=false`` turns the switch off. If a switch is given both ways, the
     last word counts.
@@ -154,15 +154,15 @@ def split_switched_off(argv: Sequence[str]) -> tuple[list[str], tuple[FieldSpec,
 
 _CONFIG, _PRESET = "--config", "--model-preset"
 _OWN = ("config", "print_config", "explain")
-"""Fields that say what is done with a command line, and that no file can give."""
+"""Fields that only the command line can set, because they determine what is done with it."""
 
 _OTHER_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-"""Fields that ask for another tokenizer, for which no setting of an earlier one holds."""
+"""Fields that select another tokenizer; settings of an earlier tokenizer do not apply to it."""
 
 
 @dataclasses.dataclass
 class _FileWords:
-    """Hold the words that a file gives each flag, the flags that it puts back to their defaults, and its preset."""
+    """Contents of a file: the words of each flag, the flags that it resets to their defaults, and its preset."""
 
     given: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     dropped: set[str] = dataclasses.field(default_factory=set)
@@ -170,15 +170,15 @@ class _FileWords:
 
 
 def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes: list[str]) -> list[str]:
-    """Return a command line with the words of the preset and the files that it names before its own.
+    """Return a command line with the flags of its preset and its configuration files before the typed flags.
 
-    What they say of the switches that are ``switched_off`` does not hold. What a later source says of a flag holds
-    alone, and so do the typed words: an earlier value is left out, and so is what the new one excludes (another
-    precision, another tokenizer, --train-samples in place of --train-iters). Warnings of deprecated names in the files
-    are added to ``notes``.
+    Later sources override earlier ones, and the typed flags override all: an earlier value is removed, and so are flags
+    that the new one excludes (another precision, another tokenizer, --train-samples instead of --train-iters). Switches
+    in ``switched_off`` are removed from all sources. Warnings about deprecated names in the files are added to
+    ``notes``.
 
     Raises:
-        ConfigurationError: a file cannot be read, or has a key that is no flag; with every problem of all files.
+        ConfigurationError: a file cannot be read, or has a key that is no flag; with the problems of all files.
     """
     presets, files = _values_of(argv, _PRESET), _values_of(argv, _CONFIG)
     if not presets and not files:
@@ -204,7 +204,7 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
 
 
 def _values_of(argv: Sequence[str], name: str) -> list[str]:
-    """Return the values of a flag on a command line; one that lacks its value is for the parser to refuse."""
+    """Return the values of a flag on a command line; the parser rejects a flag that lacks its value."""
     found = []
     for place, word in enumerate(argv):
         flag, has_value, value = word.partition("=")
@@ -218,7 +218,7 @@ def _values_of(argv: Sequence[str], name: str) -> list[str]:
 
 
 def _by_flag(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the words of each flag with those behind it, by its first name."""
+    """Return each flag with its values, by the flag's first name."""
     first = {name: spec.flags[0] for _, spec in command_line_fields() for name in spec.flags}
     found: dict[str, list[str]] = {}
     current: list[str] = []
@@ -231,13 +231,13 @@ def _by_flag(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _settle(earlier: Mapping[str, list[str]], later: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return both, without what of the earlier the later replaces."""
+    """Return both, without the earlier flags that later ones replace."""
     gone = {other for flag in later for other in _replaced(flag)}
     return {**{flag: words for flag, words in earlier.items() if flag not in gone}, **later}
 
 
 def _replaced(flag: str) -> Collection[str]:
-    """Return the flags, this one among them, whose earlier values do not hold where this one is given."""
+    """Return the flags, including this one, whose earlier values this one overrides."""
     specs = {spec.name: spec for _, spec in command_line_fields()}
     spec = next((spec for spec in specs.values() if flag in spec.flags), None)
     if spec is None:
@@ -286,7 +286,7 @@ def _current_entry(path: str, key: str, value: Any, spec: FieldSpec, notes: list
 
 
 def _flags_by_key() -> dict[str, FieldSpec | str]:
-    """Return the field that each key names, or the flag without a field."""
+    """Return the field of each key, or its flag if it has no field."""
     found: dict[str, FieldSpec | str] = {name[2:].replace("-", "_"): name for name in (*NO_EFFECT, *NOT_SUPPORTED)}
     for _, spec in command_line_fields():
         found |= {name.lstrip("-").replace("-", "_"): spec for name in (*spec.flags, *spec.options.deprecated)}
@@ -307,7 +307,7 @@ def _table_words(flag: str, value: Any) -> list[str]:
 
 
 def _words(path: str, key: str, spec: FieldSpec, value: Any, problems: list[str]) -> Iterator[str]:
-    """Yield what would be typed for a value; nothing for the default of a switch, an empty list or None."""
+    """Yield the command-line words for a value; none for a switch at its default, an empty list or None."""
     flag, items = spec.flags[0], value if isinstance(value, list) else [value]
     if value is None or value == []:
         return

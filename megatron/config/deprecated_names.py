@@ -10,7 +10,7 @@ from megatron.core.config_base import with_current_names
 
 
 def deprecation_warning(earlier: str, current: str) -> str:
-    """Return the line about a name that has changed."""
+    """Return the warning about a deprecated name."""
     return f"WARNING: {earlier} is now {current}; the next release removes the old name"
 
 

@@ -1,8 +1,7 @@
-"""Flags of Megatron-LM that are no fields here: those without effect, and those that are not supported.
+"""Flags of Megatron-LM without a field: flags without effect, and unsupported flags.
 
-Every flag that a user can type is in one of three classes: it sets a field; it is accepted, and one line says why it
-has no effect here; or it is rejected by name with "not supported yet". The last two are the tables of this file; a
-flag that is in neither table and sets no field is unknown.
+Every known flag sets a field, is accepted with a note why it has no effect, or is rejected by name with "not supported
+yet". This file has the tables of the last two kinds. All other flags are unknown.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Arity = int | str
 
 @dataclasses.dataclass(frozen=True)
 class NoEffect:
-    """Describe a flag that changes nothing here; ``reason`` completes "--flag has no effect: ...".
+    """Flag without effect; ``reason`` completes "--flag has no effect: ...".
 
-    Values in ``quiet`` say what is done anyway and make no line. Where ``accepted`` is given, any other
-    value would change what is computed, and is refused as not supported. The field ``excluded`` asks for the contrary.
+    Values in ``quiet`` match the actual behavior and produce no note. If ``accepted`` is given, other values would
+    change results and are rejected as unsupported. The field ``excluded`` is the opposite of the flag.
     """
 
     arity: Arity
@@ -38,9 +37,9 @@ class NoEffect:
 
 @dataclasses.dataclass(frozen=True)
 class NotSupported:
-    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence.
+    """Flag of an unsupported feature; its ``default`` value is accepted without a note.
 
-    Where ``instead`` is empty, `refusal_reasons` has what to do.
+    If ``instead`` is empty, `refusal_reason` suggests an alternative.
     """
 
     arity: Arity
@@ -49,29 +48,29 @@ class NotSupported:
 
 
 _TOKEN_FILES = ("mmap", "lazy", "cached", "infer")
-_FUSION = "the same numbers are computed with and without this fusion"
-_ONE_LOGGER = "there is no one-logger service here"
-_FLEX = "neither DeepEP nor HybridEP is used: --moe-token-dispatcher-type says how tokens travel"
-_CKPT_FORMAT = "--ckpt-format alone says which format is written, and the format of what is loaded is detected"
-_WRITERS = "the format of a checkpoint decides which rank writes what"
-_TP_OVERLAP = "tensor-parallel communication overlaps with the weight gradient as far as the device allows"
+_FUSION = "results are the same with and without this fusion"
+_ONE_LOGGER = "one-logger is not supported"
+_FLEX = "DeepEP and HybridEP are not used; --moe-token-dispatcher-type selects the dispatcher"
+_CKPT_FORMAT = "--ckpt-format sets the format to write, and the format to load is detected"
+_WRITERS = "the checkpoint format determines what each rank writes"
+_TP_OVERLAP = "tensor-parallel communication always overlaps with the wgrad GEMM if the device can"
 
 NO_EFFECT: dict[str, NoEffect] = {
     # data
     "--data-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs", accepted=_TOKEN_FILES),
     "--dataset-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs", accepted=_TOKEN_FILES),
-    "--mmap-warmup": NoEffect(0, "pages of token files are read when they are needed"),
+    "--mmap-warmup": NoEffect(0, "token files are read on demand"),
     "--num-dataset-builder-threads": NoEffect(1, "each index is built once, by the first rank of a node", quiet=("1",)),
     "--no-data-sharding": NoEffect(0, "the order of samples does not depend on the data-parallel size"),
-    "--trust-remote-code": NoEffect(0, "code that comes with a tokenizer or a model is never run"),
+    "--trust-remote-code": NoEffect(0, "code of tokenizers and models is never run"),
     "--legacy-tokenizer": NoEffect(0, "there is one implementation of each tokenizer"),
-    "--allow-ambiguous-pad-tokens": NoEffect(0, "padding is never predicted"),
+    "--allow-ambiguous-pad-tokens": NoEffect(0, "padding is always excluded from the loss"),
     "--mid-level-dataset-surplus": NoEffect(
         1, "the surplus of a blend's data sets is fixed at 0.005", accepted=("0.005",)
     ),
     "--no-create-attention-mask-in-dataloader": NoEffect(0, "attention is causal without a mask in the data"),
     # the model and its kernels
-    "--apply-query-key-layer-scaling": NoEffect(0, "scores and softmax are computed so that float16 does not overflow"),
+    "--apply-query-key-layer-scaling": NoEffect(0, "attention scores cannot overflow in float16"),
     "--use-mcore-models": NoEffect(0, "there is one implementation of each model"),
     "--transformer-type": NoEffect(1, "there is one implementation of each model", accepted=("megatron",)),
     "--attention-softmax-in-fp32": NoEffect(0, "the attention softmax is always computed in float32"),
@@ -79,8 +78,8 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-bias-swiglu-fusion": NoEffect(0, _FUSION),
     "--no-bias-dropout-fusion": NoEffect(0, _FUSION),
     "--no-rope-fusion": NoEffect(0, _FUSION),
-    "--moe-grouped-gemm": NoEffect(0, "the products of experts are always grouped"),
-    "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is one implementation of the experts' products"),
+    "--moe-grouped-gemm": NoEffect(0, "experts always use grouped GEMM"),
+    "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is one implementation of grouped GEMM"),
     "--moe-permute-fusion": NoEffect(0, _FUSION),
     "--moe-router-fusion": NoEffect(0, _FUSION),
     "--moe-enable-deepep": NoEffect(0, _FLEX),
@@ -89,27 +88,25 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--moe-deepep-num-sms": NoEffect(1, _FLEX),
     "--moe-hybridep-num-sms": NoEffect(1, _FLEX),
     "--mla-down-proj-fusion": NoEffect(0, _FUSION),
-    "--cache-mla-latents": NoEffect(0, "generation with latent attention always keeps the latent vectors"),
+    "--cache-mla-latents": NoEffect(0, "generation with MLA always caches the latent vectors"),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
     "--cross-entropy-fusion-impl": NoEffect(1, _FUSION, accepted=("native", "te")),
     "--no-persist-layer-norm": NoEffect(0, _FUSION),
     "--memory-efficient-layer-norm": NoEffect(0, _FUSION),
     "--disable-jit-fuser": NoEffect(0, _FUSION),
-    "--cpu-offloading-activations": NoEffect(0, "--cpu-offloading is of activations unless told otherwise"),
+    "--cpu-offloading-activations": NoEffect(0, "--cpu-offloading offloads activations by default"),
     "--no-cpu-offloading-weights": NoEffect(
         0, "weights are not offloaded unless --cpu-offloading-weights is given", excluded="cpu_offloading_weights"
     ),
     "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
     "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
     "--init-model-with-meta-device": NoEffect(0, "initial weights do not depend on how they are allocated"),
-    "--moe-per-layer-logging": NoEffect(
-        0, "metrics.jsonl and TensorBoard have the load of each layer's experts anyway"
-    ),
-    "--enable-experimental": NoEffect(0, "no feature is behind this switch"),
-    "--test-mode": NoEffect(0, "it is of Megatron-LM's own tests"),
+    "--moe-per-layer-logging": NoEffect(0, "metrics.jsonl and TensorBoard always have the expert load per layer"),
+    "--enable-experimental": NoEffect(0, "it enables no feature"),
+    "--test-mode": NoEffect(0, "it is for Megatron-LM's own tests"),
     "--onnx-safe": NoEffect(1, "nothing is exported to ONNX"),
     "--muon-tp-mode": NoEffect(
-        1, "each matrix is whole on the one rank that owns it", accepted=("distributed", "duplicated")
+        1, "the rank that owns a matrix updates it as a whole", accepted=("distributed", "duplicated")
     ),
     "--te-rng-tracker": NoEffect(0, "random number streams do not depend on transformer-engine"),
     "--inference-rng-tracker": NoEffect(0, "random number streams do not depend on inference"),
@@ -121,42 +118,42 @@ NO_EFFECT: dict[str, NoEffect] = {
         "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is given",
         excluded="grad_reduce_in_bf16",
     ),
-    "--tp-comm-bootstrap-backend": NoEffect(1, "chunks travel in the groups that are there"),
+    "--tp-comm-bootstrap-backend": NoEffect(1, "overlapped communication uses the existing process groups"),
     "--no-async-tensor-model-parallel-allreduce-in-layernorm": NoEffect(0, _TP_OVERLAP),
-    "--no-contiguous-buffers-in-local-ddp": NoEffect(0, "gradients always live in contiguous buffers"),
-    "--no-scatter-gather-tensors-in-pipeline": NoEffect(0, "stages exchange what each rank holds"),
+    "--no-contiguous-buffers-in-local-ddp": NoEffect(0, "gradients are always in contiguous buffers"),
+    "--no-scatter-gather-tensors-in-pipeline": NoEffect(0, "each rank sends only its own part to the next stage"),
     "--overlap-p2p-communication": NoEffect(0, "it is the default; --no-overlap-p2p-communication turns it off"),
-    "--overlap-p2p-communication-warmup-flush": NoEffect(0, "messages overlap with the passes of every phase alike"),
+    "--overlap-p2p-communication-warmup-flush": NoEffect(0, "communication overlaps with compute in all phases"),
     "--no-align-grad-reduce": NoEffect(0, "each pipeline stage reduces its own gradients"),
     "--no-align-param-gather": NoEffect(0, "each pipeline stage gathers its own parameters"),
-    "--lazy-mpu-init": NoEffect(1, "process groups are made at start-up"),
-    "--nccl-communicator-config-path": NoEffect(1, "communicators take NCCL's own settings"),
-    "--high-priority-stream-groups": NoEffect("+", "communicators take NCCL's own settings"),
-    "--use-sharp": NoEffect(0, "communicators take NCCL's own settings"),
-    "--use-nccl-ub": NoEffect(0, "communicators take NCCL's own settings"),
-    "--disable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
-    "--enable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
+    "--lazy-mpu-init": NoEffect(1, "process groups are created at start-up"),
+    "--nccl-communicator-config-path": NoEffect(1, "communicators use NCCL's settings"),
+    "--high-priority-stream-groups": NoEffect("+", "communicators use NCCL's settings"),
+    "--use-sharp": NoEffect(0, "communicators use NCCL's settings"),
+    "--use-nccl-ub": NoEffect(0, "communicators use NCCL's settings"),
+    "--disable-gloo-process-groups": NoEffect(0, "only the required process groups are created"),
+    "--enable-gloo-process-groups": NoEffect(0, "only the required process groups are created"),
     # checkpoints
     "--flash-save": NoEffect(0, _WRITERS),
-    "--flash-load": NoEffect(0, "every rank reads only its own part of a checkpoint"),
+    "--flash-load": NoEffect(0, "each rank always reads only its part of a checkpoint"),
     "--use-dist-ckpt": NoEffect(0, _CKPT_FORMAT),
     "--dist-ckpt-format": NoEffect(1, _CKPT_FORMAT, accepted=("torch_dist",)),
     "--auto-detect-ckpt-format": NoEffect(0, "the format of a checkpoint is always detected"),
     "--ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
     "--no-ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
-    "--ckpt-fully-parallel-load": NoEffect(0, "loading is always spread over the ranks"),
-    "--ckpt-assume-constant-structure": NoEffect(0, "the native format keeps the plan of a save, the others plan each"),
-    "--use-persistent-ckpt-worker": NoEffect(0, "--async-save writes in a thread of each rank"),
-    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, "torch_dist folders are written in one form"),
+    "--ckpt-fully-parallel-load": NoEffect(0, "loading is always distributed over the ranks"),
+    "--ckpt-assume-constant-structure": NoEffect(0, "the native format caches the save plan, others plan each"),
+    "--use-persistent-ckpt-worker": NoEffect(0, "--async-save uses a thread per rank"),
+    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, "there is one version of torch_dist checkpoints"),
     "--dist-ckpt-optim-fully-reshardable": NoEffect(0, "the optimizer's state can always be resharded"),
     "--no-use-tokenizer-model-from-checkpoint-args": NoEffect(0, "training takes its tokenizer from the command line"),
     # running and reporting
-    "--no-manual-gc-eval": NoEffect(0, "no collection is made around an evaluation"),
-    "--log-timers-to-console": NoEffect(0, "timers go to the console as --timing-log-level says"),
+    "--no-manual-gc-eval": NoEffect(0, "evaluations do not run the garbage collector"),
+    "--log-timers-to-console": NoEffect(0, "--timing-log-level controls timers on the console"),
     "--no-barrier-with-level-1-timing": NoEffect(0, "timers use no barriers"),
     "--no-barrier-with-L1-time": NoEffect(0, "timers use no barriers"),
-    "--logging-level": NoEffect(1, "log lines have one level"),
-    "--train-sync-interval": NoEffect(1, "each iteration ends with a reduction that keeps the ranks in step"),
+    "--logging-level": NoEffect(1, "there is one log level"),
+    "--train-sync-interval": NoEffect(1, "a reduction synchronizes the ranks in each iteration"),
     "--enable-one-logger": NoEffect(0, _ONE_LOGGER),
     "--no-one-logger": NoEffect(0, _ONE_LOGGER),
     "--one-logger-project": NoEffect(1, _ONE_LOGGER),
@@ -165,7 +162,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--app-tag-run-name": NoEffect(1, _ONE_LOGGER),
     "--app-tag-run-version": NoEffect(1, _ONE_LOGGER),
     "--disable-straggler-on-startup": NoEffect(
-        0, "without --log-straggler no stragglers are looked for", excluded="log_straggler"
+        0, "stragglers are only detected with --log-straggler", excluded="log_straggler"
     ),
 }
 
@@ -211,11 +208,11 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--qk-clip-alpha": NotSupported(1, "0.5"),
     "--qk-clip-threshold": NotSupported(1, "100"),
     "--rotary-scale-factor": NotSupported(
-        1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
+        1, "1", instead="use --rotary-seq-len-interpolation-factor to divide positions"
     ),
     "--spec": NotSupported("+"),
     "--external-cuda-graph": NotSupported(0, instead="use --cuda-graph-impl local"),
-    "--cuda-graph-scope": NotSupported("+", "full", instead="leave it out: --cuda-graph-impl local takes whole layers"),
+    "--cuda-graph-scope": NotSupported("+", "full", instead="leave it out: --cuda-graph-impl local has whole layers"),
     # training
     "--adlr-autoresume-interval": NotSupported(1, "1000"),
     "--yaml-cfg": NotSupported(1),
@@ -235,55 +232,55 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
 
 
 _EXPERTS = "leave it out: experts are built without it (docs/mixture_of_experts.md)"
-_WATCH = "watch the run by its log, --metrics-jsonl and --timing-log-level"
+_WATCH = "monitor the run with the log, --metrics-jsonl and --timing-log-level"
 _LOCAL_COPIES = (
-    "--non-persistent-save-interval N keeps copies in the machines' memory, of type local, for --inprocess-restart; "
-    " --save-interval N --keep-last M saves often and keeps few"
+    "--non-persistent-save-interval N keeps copies of type local in host memory for --inprocess-restart; "
+    "--save-interval N --keep-last M saves often and keeps few"
 )
-_RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"
+_RESTART = "start the run again with the same flags: it resumes from its newest checkpoint"
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-extended-tp", "use --expert-tensor-parallel-size, or --expert-model-parallel-size"),
-    ("--moe-router-padding-for-", "leave it out: products of experts in fp8 take any number of tokens"),
+    ("--moe-router-padding-for-", "leave it out: FP8 GEMMs of experts accept any number of tokens"),
     ("--moe-", _EXPERTS),
     ("--overlap-moe-", _EXPERTS),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),
-    ("--fp8-", "attention is computed in the model's own precision; leave it out: the layers' products stay in fp8"),
+    ("--fp8-", "attention runs in the model's precision; leave it out: the linear layers stay in FP8"),
     ("--use-tp-pp-dp-mapping", "data-parallel ranks lie between tensor and pipeline ranks; leave it out"),
-    ("--use-ring-exchange-p2p", "it is of a torch built for it; leave it out: stages send and receive"),
+    ("--use-ring-exchange-p2p", "it requires a custom torch; leave it out: stages use send and receive"),
     ("--standalone-embedding-stage", "use --pipeline-model-parallel-layout, such as 'E|t*4|t*4L'"),
-    ("--pipeline-model-parallel-split-rank", "it is of models with an encoder and a decoder; leave it out"),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights have memory of their own; leave it out"),
-    ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: use --init-method-std"),
+    ("--pipeline-model-parallel-split-rank", "it is for encoder-decoder models; leave it out"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights use separate buffers; leave it out"),
+    ("--init-method-xavier-uniform", "weights are initialized from a normal distribution: use --init-method-std"),
     (
         "--fp32-residual-connection",
-        "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
+        "the residual has the model's precision: leave --bf16 or --fp16 out for float32",
     ),
     ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
-    ("--qk-clip", "weights of queries and keys are not clipped; leave it out, or use --qk-layernorm"),
+    ("--qk-clip", "query and key weights are not clipped; leave it out, or use --qk-layernorm"),
     ("--attention-output-gate", "attention's output has no gate; leave it out"),
     (
         "--spec",
-        "models are built from their flags, and --transformer-impl says whose layers they take; docs/how_to_add.md "
-        "says how to add a layer kind",
+        "flags define the model, and --transformer-impl selects the kernels; docs/how_to_add.md explains how to add a "
+        "layer type",
     ),
-    ("--straggler-ctrlr-port", "--log-straggler is on for the whole run: it costs next to nothing; leave the port out"),
+    ("--straggler-ctrlr-port", "--log-straggler runs all the time, at almost no cost; leave the port out"),
     ("--log-energy", _WATCH),
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
     ("--calc-ft-timeouts", _RESTART),
     ("--enable-ft-package", _RESTART),
-    ("--decrease-batch-size-if-needed", "a batch size that does not divide is refused with the nearest one that does"),
+    ("--decrease-batch-size-if-needed", "a batch size that is not divisible is rejected with the nearest valid one"),
     (
         "--multiple-validation-sets",
         "use --extra-valid-datalist PREFIX for each set, with --extra-valid-data-names NAME",
     ),
-    ("--renormalize-blend-weights", "a blend's sets have their weights, and a surplus of 0.005; leave it out"),
-    ("--use-mp-args-from-checkpoint-args", "give the layout's flags: a checkpoint loads at every layout"),
-    ("--no-mmap-index-files", "index files are mapped into memory; --no-mmap-bin-files is about the tokens"),
-    ("--data-parallel-random-init", "the copies of a model begin with the same weights; leave it out"),
+    ("--renormalize-blend-weights", "a blend uses the given weights and a surplus of 0.005; leave it out"),
+    ("--use-mp-args-from-checkpoint-args", "give the parallelism flags: a checkpoint loads at every layout"),
+    ("--no-mmap-index-files", "index files are always memory-mapped; --no-mmap-bin-files applies to token files"),
+    ("--data-parallel-random-init", "data-parallel replicas start with the same weights; leave it out"),
     ("--yaml-cfg", "give its values as flags; --print-config shows what a command line resolves to"),
-    ("--s3-cache-path", "leave it out: each machine keeps copies of .idx in ~/.cache/megatron"),
-    ("--object-storage-cache-path", "leave it out: each machine keeps copies of .idx in ~/.cache/megatron"),
+    ("--s3-cache-path", "leave it out: each node caches .idx files in ~/.cache/megatron"),
+    ("--object-storage-cache-path", "leave it out: each node caches .idx files in ~/.cache/megatron"),
     ("--ckpt-convert-", "use tools/checkpoint/convert.py"),
     ("--non-persistent-", _LOCAL_COPIES),
     ("--replication", _LOCAL_COPIES),
@@ -291,18 +288,18 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 
 def refusal_reason(flag: str) -> str:
-    """Return what to do in place of a flag that is not supported; empty where nothing is known of it."""
+    """Return the alternative to an unsupported flag; empty if none is known."""
     return next((reason for beginning, reason in REASONS if flag.startswith(beginning)), "")
 
 
 TABLE_PREFIX = "flag:"
-"""Begins the name under which the parser keeps the words of a flag that is no field."""
+"""Prefix of the name under which the parser stores the words of a flag without a field."""
 
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
 
 
 def table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the notes and the problems that the given flags of the two tables make."""
+    """Return the notes and problems for the given flags of the two tables."""
     notes, problems = [], []
     for name, note in NO_EFFECT.items():
         words: list[str] | None = given.get(TABLE_PREFIX + name)
@@ -326,9 +323,9 @@ def table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def cut_at_documents(given: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """Keep attention within documents where the flags are those that do so in Pai-Megatron-Patch.
+    """Keep attention within documents for flags with this meaning in Pai-Megatron-Patch.
 
-    Its scripts are known by --patch-tokenizer-type.
+    --patch-tokenizer-type identifies its scripts.
     """
     if not (_is_packed_by_patch(given, config) and config.data.reset_position_ids):
         return config
@@ -341,7 +338,7 @@ def _is_packed_by_patch(given: Mapping[str, Any], config: RunConfig) -> bool:
 
 
 def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Say what becomes of attention between documents, where Megatron-LM and Pai-Megatron-Patch differ in it."""
+    """Return notes on attention between documents if Megatron-LM and Pai-Megatron-Patch differ."""
     data = config.data
     if TABLE_PREFIX + _NO_MASK not in given:
         return []
@@ -354,14 +351,14 @@ def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
         return [f"--reset-attention-mask keeps documents apart; in Megatron-LM it would not, with {_NO_MASK}"]
     if data.reset_position_ids:
         return [
-            "--reset-position-ids begins positions anew at each document, but attention goes across documents, as in "
+            "--reset-position-ids restarts positions at each document, but attention crosses documents, as in "
             "Megatron-LM; add --reset-attention-mask to keep them apart, as Pai-Megatron-Patch does"
         ]
     return []
 
 
 def _is_among(word: str, values: Sequence[str]) -> bool:
-    """Tell whether a word is one of the values, as text or as the same number."""
+    """Return whether a word equals one of the values, as text or as a number."""
     return word in values or _number(word) in [_number(value) for value in values if _number(value) is not None]
 
 
@@ -378,11 +375,11 @@ _SEVERAL_TRAINERS = "several trainers"
 
 @dataclasses.dataclass(frozen=True)
 class ForeignFlag:
-    """Describe a flag of another trainer.
+    """Flag of another trainer.
 
-    ``becomes`` are the flags that stand for it, ``{}`` its values, nothing where it is left out. Of several, the
-    first is meant and the others are what it needs unless the command has them. ``needs_decision`` tells that
-    what is computed changes in a way that its user must agree to.
+    ``becomes`` has the equivalent flags, with ``{}`` for the values; it is empty if the flag is dropped. The first flag
+    is the equivalent, and the others are flags that it requires, unless the command has them. ``needs_decision``: the
+    results change in a way that the user must accept.
     """
 
     flag: str
@@ -404,7 +401,7 @@ def foreign_flags() -> Mapping[str, ForeignFlag]:
 
 
 def foreign_flag(name: str, values: tuple[str, ...] = ()) -> ForeignFlag | None:
-    """Return what is known of a flag with these values; the line of the value goes before the flag's."""
+    """Return the entry of a flag with these values; an entry for the value precedes the flag's entry."""
     table = foreign_flags()
     for key in (" ".join((name, *values)), name):
         if key in table:
@@ -416,13 +413,13 @@ def foreign_flag(name: str, values: tuple[str, ...] = ()) -> ForeignFlag | None:
 _STRAY = "unexpected value {!r}; a value must follow its flag"
 _SHORT = 7
 _CLOSE, _CLOSE_WHERE_SHORT = 0.8, 0.85
-"""Share of the letters that must agree: ``hiden-size`` is 0.95 of ``hidden-size``, ``deepspeed`` 0.62 of ``seed``."""
+"""Minimum similarity of names: ``hiden-size`` has 0.95 to ``hidden-size``, ``deepspeed`` 0.62 to ``seed``."""
 
 
 def unknown_flags(words: Sequence[str], known: Collection[str], argv: Sequence[str]) -> Iterator[str]:
-    """Yield one line for each word of a command line that the parser did not know.
+    """Yield a problem for each unknown word of a command line.
 
-    Words behind an unknown flag are its values, and a word right behind a known one is a switch's, which takes none.
+    Words after an unknown flag are its values. An unknown word right after a known flag is a value of a switch.
     """
     before = {word: flag for flag, word in itertools.pairwise(argv) if flag in known}
     place = 0
@@ -442,12 +439,12 @@ def unknown_flags(words: Sequence[str], known: Collection[str], argv: Sequence[s
 
 
 def switch_with_value(name: str) -> str:
-    """Refuse a value behind a switch."""
+    """Return the error message for a value after a switch."""
     return f"{name} is a switch and takes no value; give {name} alone, or leave it out"
 
 
 def foreign_answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> str:
-    """Say what stands for another trainer's flag, or its value, here, or why nothing does."""
+    """Return the message with the equivalent of another trainer's flag or value, or why there is none."""
     typed = " ".join((name, *values))
     if foreign.trainer != _SEVERAL_TRAINERS:
         typed += f" (of {foreign.trainer})"

@@ -14,7 +14,7 @@ _DOTS_END = 48
 
 
 def format_arguments(config: RunConfig) -> str:
-    """Return the block that opens every run's log: one line an argument, sorted by name.
+    """Return the list of arguments at the start of every log: one line per argument, sorted by name.
 
     Dots fill each line up to column 51, where the value follows.
     """
@@ -27,7 +27,7 @@ def format_arguments(config: RunConfig) -> str:
 
 
 def summarize(config: RunConfig) -> str:
-    """Return the lines that stand for the block on a terminal."""
+    """Return the summary that a terminal shows instead of the full list."""
     model, training, checkpoint = config.model, config.training, config.checkpoint
     saved = "nowhere" if checkpoint.save is None else checkpoint.save
     if checkpoint.save is not None and checkpoint.save_interval is not None:
@@ -45,7 +45,7 @@ def summarize(config: RunConfig) -> str:
 
 
 def argument_values(config: RunConfig) -> dict[str, Any]:
-    """Return every argument of a run by Megatron's name, with those that follow from others."""
+    """Return every argument of a run by Megatron's name, including derived arguments."""
     values = {spec.name: list(value) if isinstance(value, tuple) else value for spec, value in config.flags()}
     values["world_size"] = config.world_size
     values["data_parallel_size"] = config.data_parallel_size
@@ -55,15 +55,15 @@ def argument_values(config: RunConfig) -> dict[str, Any]:
 
 _WIDTH = 118
 _ALWAYS = ("tokenizer_type",)
-"""Fields that are chosen where they are not given: their default says something too."""
+"""Fields whose default depends on other fields, so that an explicit default has a meaning."""
 _NEVER = ("config", "model_preset", "print_config", "explain", "use_checkpoint_args")
-"""Fields that say where other values come from, which are all here, or what to do in place of training."""
+"""Fields that name sources of other values, which are resolved here, or an action instead of training."""
 
 
 def format_config(config: RunConfig, heading: Sequence[str] = (), with_help: bool = True) -> str:
-    """Return TOML: each flag that is not at its default, and as a comment each one that is, below what it does.
+    """Return TOML with every flag below its help text; flags at their defaults are comments.
 
-    Read back for the same number of processes it resolves to the same configuration.
+    Read back for the same world size, it resolves to the same configuration.
     """
     lines = [f"# {line}" for line in heading]
     for part, config_class in config_parts().items():
@@ -78,7 +78,7 @@ def format_config(config: RunConfig, heading: Sequence[str] = (), with_help: boo
 
 
 def _entry(spec: FieldSpec, value: Any, doc: str | None) -> Iterator[str]:
-    """Yield the lines of one field; without its documentation, none where it has its default."""
+    """Yield the lines of one field; without ``doc``, no lines for a field at its default."""
     is_given = value is not None and (value != spec.default or spec.is_required or spec.name in _ALWAYS)
     if doc is not None:
         yield from ("", *textwrap.wrap(doc, _WIDTH, initial_indent="# ", subsequent_indent="# "))

@@ -1,4 +1,4 @@
-"""Resolution of a configuration: values that follow from others, and the notes about flags without effect."""
+"""Resolution of a configuration: derived values, and notes about flags without effect."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PREDICTED_MS: Mapping[str, Mapping[str, float]] = {
     "H100": {BF16: 260, "delayed": 216, "tensorwise": 234, "rowwise": 458, "blockwise": 490},
     "B200": {BF16: 120, "delayed": 100, "tensorwise": 110, "rowwise": 210, "blockwise": 223, "mxfp8": 230},
 }
-"""Milliseconds of a step by GPU type and recipe: 4 layers of Llama 3.1 8B, TP 1 and DP 8 on 8 GPUs, two micro-batches
-of 8,192 tokens, by the dry run (tests/unit/planner/simulation/test_dry_run.py predicts them again)."""
+"""Step time in milliseconds by GPU type and recipe: 4 layers of Llama 3.1 8B, TP 1, DP 8, two micro-batches of 8,192
+tokens, by the dry run (tests/unit/planner/simulation/test_dry_run.py predicts them again)."""
 
 
 def float8_speed_line(recipe: str) -> str | None:
-    """Return a line that says that a recipe is predicted slower than bf16, None if it is not."""
+    """Return a note if a recipe is predicted to be slower than bf16, else None."""
     slower = [
         f"{times[recipe]:g} ms per step instead of {times[BF16]:g} on 8 {gpu}"
         for gpu, times in PREDICTED_MS.items()
@@ -50,7 +50,7 @@ def float8_speed_line(recipe: str) -> str | None:
 
 
 def float8_notes(config: RunConfig) -> Iterator[str]:
-    """Yield the line of the recipe that a run takes."""
+    """Yield the note about the run's FP8 recipe."""
     line = None if config.model.fp8.fp8_format is None else float8_speed_line(config.model.fp8.fp8_recipe)
     if line is not None:
         yield line
@@ -92,7 +92,7 @@ def _window_notes(config: RunConfig) -> list[str]:
     try:
         is_idle = model.window_size is not None and not any(model.layer_windows)
     except ValueError:
-        return []  # The checks say what is wrong.
+        return []  # The checks report the problem.
     if not is_idle:
         return []
     pattern = model.window_attn_skip_freq
@@ -110,9 +110,9 @@ def _routing_notes(config: RunConfig) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Idle:
-    """Fields that have no effect under a condition of several fields; ``reason`` completes "has no effect".
+    """Fields without effect under a condition on several fields; ``reason`` completes "has no effect".
 
-    A condition of one other field, or on none of some being given, is at the field: see `idle_with`.
+    Conditions on one other field, or on the absence of several, are options of the field: see `idle_with`.
     """
 
     fields: tuple[str, ...]
@@ -179,7 +179,7 @@ _IDLE = (
     ),
     _Idle(
         ("no_rope_freq",),
-        # Before the checks it may be anything.
+        # The value is not checked yet.
         lambda config: (
             (number := config.model.no_rope_freq or "").isdecimal() and int(number) > config.model.num_layers
         ),
@@ -224,7 +224,7 @@ _IDLE = (
 
 
 def idle_flags(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each flag that is given and counts for nothing, because another one is, or is not, given."""
+    """Yield a note for each given flag that has no effect because of other flags."""
     fields = {spec.name: (spec, value) for spec, value in config.flags()}
     given = {name: spec for name, (spec, value) in fields.items() if value != spec.default}
     reasons: list[tuple[FieldSpec, str | None]] = []
@@ -244,9 +244,9 @@ def idle_flags(config: RunConfig) -> Iterator[str]:
 
 
 def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool) -> Iterator[str]:
-    """Yield a line for each given flag that changes nothing in this process.
+    """Yield a note for each given flag that has no effect in this process.
 
-    ``has_launcher_rank`` tells that the environment says which device is this process's.
+    ``has_launcher_rank``: the environment (LOCAL_RANK) selects this process's device.
     """
     local_rank = config.initialization.local_rank
     if local_rank is not None and has_launcher_rank:
@@ -299,7 +299,7 @@ _FLAGS_OF_TOKENIZERS = {
 
 
 def unused_tokenizer_flags(tokenizer_type: str, given: Collection[str]) -> list[str]:
-    """Name the flags that are given and that this kind does not use, one line each; ``given`` has keywords."""
+    """Return a note for each given flag that this tokenizer type does not use; ``given`` has field names."""
     return [
         f"--{name.replace('_', '-')} has no effect: the tokenizer is {tokenizer_type}"
         for name, kinds in _FLAGS_OF_TOKENIZERS.items()
@@ -308,9 +308,9 @@ def unused_tokenizer_flags(tokenizer_type: str, given: Collection[str]) -> list[
 
 
 def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], problems: list[str]) -> RunConfig:
-    """Take the tokenizer from --tokenizer-model or --load where its folder has one and no kind or vocabulary is given.
+    """Take the tokenizer from the folder of --tokenizer-model or --load if no type or vocabulary is given.
 
-    With --patch-tokenizer-type it must be there.
+    With --patch-tokenizer-type the folder must have a tokenizer.
     """
     tokenizer = config.tokenizer
     patch = tokenizer.patch_tokenizer_type
@@ -344,7 +344,7 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
             f"--patch-tokenizer-type {patch}: {source} {folder} has no {_HUGGING_FACE}; save the fast tokenizer there, "
             "or name its folder with --tokenizer-model (a tokenizer that is Python code is never run)"
         )
-    # What is missing has been said: no check asks for GPT-2's files too.
+    # The problem is reported: prevent another one about the missing files of GPT-2.
     chosen = dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer", vocab_size=tokenizer.vocab_size or 1)
     return dataclasses.replace(config, tokenizer=chosen)
 
@@ -360,12 +360,12 @@ def _tokenizer_in(folder: Path, tokenizer: TokenizerConfig) -> TokenizerConfig |
 
 DEFAULT_SPLIT = "969, 30, 1"
 _GIVEN_ANYWAY = ("max_position_embeddings",)
-"""Fields that Megatron asks for whatever kind of positions a model has."""
+"""Fields that Megatron requires for every type of position embedding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """Hold a resolved configuration, the lines that tell the user of it, and what went wrong."""
+    """Resolved configuration, with notes for the user and problems."""
 
     config: RunConfig
     notes: tuple[str, ...]
@@ -373,7 +373,7 @@ class Resolution:
 
 
 def resolve(config: RunConfig) -> Resolution:
-    """Fill in every value that follows from another part; idempotent."""
+    """Set every value that is derived from another part; idempotent."""
     notes: list[str] = []
     problems: list[str] = []
     config = _resolve_data(config, problems)
@@ -422,7 +422,7 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
     except ConfigurationError as error:
         problems.extend(error.problems)
     if data.split is not None:
-        # A quotation inside a quotation, as in NVIDIA's Llama script: Megatron looks only for the numbers.
+        # NVIDIA's Llama script has nested quotes: Megatron parses only the numbers.
         data = dataclasses.replace(data, split=data.split.strip("'\" "))
     elif not data.has_data_per_split:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
@@ -432,7 +432,7 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
 
 
 def _resolve_fine_tuning(config: RunConfig, notes: list[str]) -> RunConfig:
-    """Let conversations be kept apart where they share a sample, and each token of an answer count alike."""
+    """Separate packed conversations, and weight all answer tokens equally."""
     data = config.data
     if not data.sft:
         return config
@@ -524,7 +524,7 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
 
 
 def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
-    """Turn off what cannot have an effect in this pipeline, with a line each."""
+    """Turn off options without effect in this pipeline, with a note for each."""
     model = config.model
     alone = "with --pipeline-model-parallel-size 1" if model.pipeline_model_parallel_size == 1 else ""
     splits = "with --pipeline-schedule zero-bubble, which defers weight gradients itself"
@@ -551,7 +551,7 @@ def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
 
 
 def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems: list[str]) -> CheckpointConfig:
-    """Let --pretrained-checkpoint be what is loaded where --load has no checkpoint yet."""
+    """Load --pretrained-checkpoint if --load has no checkpoint yet."""
     pretrained, load = checkpoint.pretrained_checkpoint, checkpoint.load
     if pretrained is None or pretrained == load:
         return checkpoint
@@ -568,7 +568,7 @@ def _holds_weights(folder: Path) -> bool:
     try:
         return bool(candidate_folders(folder)) or any(folder.glob("*.safetensors"))
     except CheckpointError:
-        return True  # something is there: loading it says what is wrong with it
+        return True  # something exists: loading reports what is wrong
 
 
 def _resolve_batch(config: RunConfig, problems: list[str]) -> RunConfig:
@@ -669,7 +669,7 @@ def _float8_notes(config: RunConfig) -> list[str]:
 
 
 def _condition_notes(config: RunConfig) -> list[str]:
-    """Say which flags count for nothing because another one does not have the value that they go with."""
+    """Add a note for each flag without effect because another flag lacks the required value."""
     fields = {spec.name: (spec, value) for spec, value in config.flags()}
     notes = []
     for spec, value in fields.values():

@@ -1,4 +1,4 @@
-"""The configuration of a run as frozen values: training, checkpoints, logging, data, resilience, and the whole."""
+"""Frozen configuration of a run: training, checkpoints, logging, data, fault tolerance, and all parts together."""
 
 from __future__ import annotations
 
@@ -41,31 +41,29 @@ _WITHOUT_LOGGERS = idle_without("tensorboard_dir", "wandb_project", "mlflow_expe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig(Config, role="run"):
-    """Hold the watch on losses and gradients, the examination of bad steps, and the policy."""
+    """Monitoring of losses and gradients, validation of suspicious results, and policy for spikes."""
 
     rerun_mode: str = flag("validate_results", choices=("validate_results", "report_stats", "disabled"))
-    """What is computed twice: validate_results each step whose loss or gradient looks wrong, to tell data, weights and
-    devices apart; report_stats every step, to report how much results vary; disabled nothing."""
+    """Compute twice: validate_results steps with a suspicious loss or gradient, to find a cause in data, weights or
+    device; report_stats all steps, to report the variation; disabled none."""
     error_injection_rate: int = flag(0, bounds=NOT_NEGATIVE)
-    """Spoil the result of one iteration in about this number, on a rank drawn by the seed, to see the examination work;
-    0 for none."""
+    """Inject an error into about one of N iterations, on a rank chosen by the seed; 0 for none."""
     error_injection_type: str = flag(
         "transient_error",
         choices=("correct_result", "transient_error", "persistent_error"),
         needs="error_injection_rate",
     )
-    """What is injected: correct_result suspects a right result, transient_error spoils one computation of a rank,
-    persistent_error all that the rank computes from then on."""
+    """Error to inject: correct_result suspects a correct result, transient_error corrupts one computation of a rank,
+    persistent_error all from then on."""
     result_rejected_tracker_filename: str | None = flag(None, metavar="FILE", idle=idle_with("rerun_mode", "disabled"))
-    """File that a line is appended to for each result that was examined, on the reporting rank."""
+    """File to which the reporting rank appends a line for each examined result."""
     spike_policy: str | None = flag(None, choices=("stop", "skip", "rewind"))
-    """What follows a step whose loss or gradient norm is not finite or a spike: stop ends the run, skip leaves its
-    samples out, rewind also goes back to the newest checkpoint that is known to train. By default what is not finite
-    ends the run, and spikes are not looked for."""
+    """Action on a spike or non-finite value of the loss or gradient norm: stop ends the run, skip drops the samples,
+    rewind also returns to the newest checkpoint known to train. By default only non-finite values end the run."""
     spike_window: int = flag(64, bounds=POSITIVE, needs="spike_policy")
-    """Number of iterations before that a loss and a gradient norm are compared with; half of it must be there."""
+    """Previous iterations to compare with; half of them are required."""
     spike_threshold: float = flag(6.0, bounds=POSITIVE, needs="spike_policy")
-    """Standard deviations above the mean of the window (of the logarithm of gradient norms) that make a spike."""
+    """Standard deviations above the window's mean that make a spike (gradient norms: of the logarithm)."""
     max_spikes: int = flag(
         10,
         deprecated=("--spike-budget",),
@@ -73,19 +71,17 @@ class FaultConfig(Config, role="run"):
         needs="spike_policy",
         idle=idle_with("spike_policy", "stop", because=": the first spike ends the run"),
     )
-    """Steps that --spike-policy may leave out or rewind in the whole run; one more ends it."""
+    """Maximum steps that --spike-policy skips or rewinds per run; one more ends it."""
     iterations_to_skip: tuple[int, ...] = flag((), nargs="+", metavar="N")
-    """Pass over the samples that come when this many iterations are done, as in Megatron: 7 is the one that the log
-    calls 8."""
+    """Skip the samples after N completed iterations, as in Megatron: 7 skips iteration 8 of the log."""
     check_for_spiky_loss: bool = False
-    """Examine and report a loss ten times as large as the largest of the run's first hundred iterations."""
+    """Examine and report a loss ten times the maximum of the first hundred iterations."""
     check_for_large_grads: bool = False
-    """Examine and report a gradient norm ten times as large as the largest of the run's first hundred iterations."""
+    """Examine and report a gradient norm ten times the maximum of the first hundred iterations."""
     checkpoint_validation_steps: int = flag(2, deprecated=("--known-to-train-after",), bounds=POSITIVE, needs="save")
-    """Finite iterations in a row after a checkpoint that make it known to train: retention keeps the newest such."""
+    """Consecutive finite iterations after which a checkpoint is known to train; retention keeps the newest such one."""
     check_gradient_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
-    """Compare the reduced gradients of the data-parallel copies, bit for bit, in each of this number of iterations, and
-    end the run where they differ."""
+    """Compare reduced gradients of data-parallel replicas bitwise every N iterations; a difference ends the run."""
 
     @property
     def watches(self) -> bool:
@@ -94,128 +90,120 @@ class FaultConfig(Config, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartConfig(Config, role="run"):
-    """Hold what is done about ranks that die: nothing, or a replacement of theirs in new process groups."""
+    """In-process restart: replacement of failed ranks in new process groups."""
 
     inprocess_restart: bool = False
-    """Replace a rank that dies by a new process, and go on in new process groups: the other ranks keep theirs."""
+    """Replace a failed rank with a new process, in new process groups; other ranks keep theirs."""
     inprocess_max_iterations: int | None = flag(None, bounds=POSITIVE, needs="inprocess_restart")
-    """End the run at the next failure after this many restarts; by default they are not limited."""
+    """Maximum number of restarts; unlimited by default."""
     inprocess_monitor_thread_interval: float = flag(1.0, bounds=POSITIVE, needs="inprocess_restart")
-    """Seconds between two looks of a rank at whether the others restart."""
+    """Seconds between a rank's checks for a restart of other ranks."""
     inprocess_barrier_timeout: float = flag(120.0, bounds=POSITIVE, needs="inprocess_restart")
-    """Seconds that ranks wait for the others before they train, at the start and at each restart."""
+    """Seconds that ranks wait for the others at the start and at each restart."""
     inprocess_hard_timeout: float = flag(90.0, bounds=POSITIVE, needs="inprocess_restart")
-    """Seconds that a rank may take to leave the step of a failed run; then it is replaced as well."""
+    """Seconds that a rank may take to leave the step of a failed run before it is replaced too."""
     inprocess_empty_cuda_cache: bool = flag(False, needs="inprocess_restart")
-    """Give unused CUDA memory back at each restart."""
+    """Release unused CUDA memory at each restart."""
     non_persistent_save_interval: int | None = flag(None, bounds=POSITIVE, needs="inprocess_restart")
-    """Copy what a checkpoint holds into the machines' memory every so many iterations, for restarts: two copies of all
-    that a rank holds."""
+    """Iterations between checkpoints in host memory for restarts; each rank keeps two copies."""
     non_persistent_local_ckpt_dir: str = flag("/dev/shm", metavar="DIR", needs="non_persistent_save_interval")
-    """Folder of each machine that its copies are kept in, in a folder that goes when the launcher ends."""
+    """Folder on each node for in-memory checkpoints; the launcher deletes its subfolder at the end."""
     replication: bool = flag(False, needs="non_persistent_save_interval")
-    """Send each copy to another rank, which keeps it too: the machine of a rank may then be lost."""
+    """Replicate each copy to another rank, so that a node may be lost."""
     replication_jump: int | None = flag(None, bounds=POSITIVE, needs="replication")
-    """Ranks between a rank and the one that keeps its copy too; by default those of a machine, or 1 where there is
-    one."""
+    """Distance in ranks to the replica; by default the ranks per node, or 1 on a single node."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Config, role="run"):
-    """Hold batch sizes, the run's length and the reasons to end it early."""
+    """Batch sizes, length of the run, and conditions for an early exit."""
 
     micro_batch_size: int = flag(1, bounds=POSITIVE, most=2**24, in_args=True)
-    """Number of samples of one forward pass on one data-parallel rank."""
+    """Samples per forward pass on one data-parallel rank."""
     global_batch_size: int = flag(0, bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
-    """Number of samples of one iteration over all ranks; by default micro batch size x data-parallel
-    size."""
+    """Samples per iteration over all ranks; by default micro batch size x data-parallel size."""
     rampup_batch_size: tuple[int, ...] = flag((), nargs="+", metavar="N", in_args=True)
-    """Ramp the global batch size up: first size, increment, samples over which it grows."""
+    """Ramp up the global batch size: initial size, increment, samples over which it grows."""
     step_batch_size_schedule: str | None = flag(None, metavar="'TOKENS:SIZE ...'", excludes=("rampup_batch_size",))
-    """Give the global batch size in steps, such as '0:16 2.4B:320': 16 at first, 320 from 2.4 billion tokens on (K, M,
-    B and T are thousands to trillions)."""
+    """Global batch size in steps, such as '0:16 2.4B:320': 16 at first, 320 from 2.4 billion tokens on (K, M, B, T)."""
     batch_size_steps: tuple[int, ...] = flag((), cli=False)
-    """What --step-batch-size-schedule comes to: each size but the last, and the samples at which it ends."""
+    """Each size of --step-batch-size-schedule but the last, and the number of samples at which it ends."""
     train_iters: int = flag(0, bounds=NOT_NEGATIVE, in_args=True, excludes=("train_samples",))
-    """Number of iterations of the whole run."""
+    """Iterations of the whole run."""
     train_samples: int = flag(0, bounds=NOT_NEGATIVE, in_args=True)
-    """Number of samples of the whole run, in place of --train-iters."""
+    """Samples of the whole run, instead of --train-iters."""
     exit_interval: int | None = flag(None, bounds=POSITIVE)
-    """Stop, and save where --save is given, after the first iteration that this number divides."""
+    """Exit (and save, with --save) at the first iteration divisible by N."""
     exit_duration_in_mins: int | None = flag(None, bounds=POSITIVE)
-    """Stop, and save where --save is given, once the run has lasted this many minutes."""
+    """Exit (and save, with --save) after N minutes."""
     exit_signal_handler: bool = flag(
         False, idle=idle_with("exit_signal", "SIGTERM", because=": a checkpoint is always saved on it")
     )
-    """Save a checkpoint and end on a signal (SIGTERM is always handled so)."""
+    """Save a checkpoint and exit on --exit-signal (always on SIGTERM)."""
     exit_signal: str = flag(
         "SIGTERM", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"), where=("exit_signal_handler", True)
     )
-    """Signal that --exit-signal-handler waits for."""
+    """Signal that --exit-signal-handler handles."""
     skip_train: bool = False
-    """Do not train: only evaluate, then end."""
+    """Do not train: only evaluate, then exit."""
     calculate_per_token_loss: bool = flag(False, in_args=True)
-    """Divide gradients by the number of tokens of the global batch in place of each micro-batch's own
-    mean."""
+    """Divide gradients by the tokens of the global batch instead of averaging per micro-batch."""
     empty_unused_memory_level: int = flag(0, choices=("0", "1", "2"))
-    """When unused GPU memory is given back: 0 never, 1 after each iteration, 2 also between its backward pass and the
-    optimizer's step."""
+    """Release unused GPU memory: 0 never, 1 after each iteration, 2 also before the optimizer step."""
     check_weight_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
-    """Compare the weights of the data-parallel copies, bit for bit, after each of this number of iterations, and end
-    the run where they differ."""
+    """Compare weights of data-parallel replicas bitwise every N iterations; a difference ends the run."""
     compile: bool = False
-    """Compile norms and activations by torch.compile: it takes some seconds at the start, and last bits differ. One
-    line says how long it took."""
+    """Compile norms and activations with torch.compile; takes seconds at the start (logged), changes last bits."""
     cuda_graph_impl: str = flag("none", choices=("none", "local"), not_built=("transformer_engine",))
-    """Record each layer's forward and backward pass as CUDA graphs (local), which cost the host next to nothing to
-    launch, at the price of memory that stays in use between micro-batches."""
+    """Capture each layer's forward and backward pass as CUDA graphs (local): almost no launch cost, but memory stays in
+    use between micro-batches."""
     enable_cuda_graph: bool = False
     """Same as --cuda-graph-impl local."""
     cuda_graph_warmup_steps: int = flag(3, bounds=POSITIVE, where=("cuda_graph_impl", "local"))
-    """Iterations without graphs before they are recorded, at least 2 with --fp8-recipe delayed."""
+    """Iterations before CUDA graphs are captured; at least 2 with --fp8-recipe delayed."""
     manual_gc: bool = False
-    """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
+    """Run Python's garbage collector only at fixed iterations, on all ranks at once."""
     manual_gc_interval: int = flag(0, bounds=NOT_NEGATIVE, needs="manual_gc")
-    """With --manual-gc: iterations from one collection to the next; 0 for never."""
+    """Iterations between garbage collections with --manual-gc; 0 for never."""
 
     def __post_init__(self) -> None:
-        """Fill in the value that follows from another."""
+        """Set the fields that follow from others."""
         if self.enable_cuda_graph:
             object.__setattr__(self, "cuda_graph_impl", "local")
 
     @property
     def batch_sizes(self) -> BatchSizeRampup:
-        """Return the global batch size over the run."""
+        """Return the schedule of the global batch size."""
         steps = tuple(zip(self.batch_size_steps[::2], self.batch_size_steps[1::2]))
         return BatchSizeRampup(self.global_batch_size, self.rampup_batch_size, steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Config, role="run", in_args=True):
-    """Hold the schedule as it was given; `RunConfig.schedule_lengths` turns it into samples."""
+    """Schedules as given on the command line; `RunConfig.schedule_lengths` converts them to samples."""
 
     lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
     """Shape of the learning rate after the warm-up."""
     lr_decay_iters: int | None = flag(None, bounds=NOT_NEGATIVE)
-    """Iterations over which the learning rate falls; by default --train-iters."""
+    """Iterations of the learning rate decay; by default --train-iters."""
     lr_decay_samples: int | None = flag(None, bounds=NOT_NEGATIVE)
-    """Samples over which the learning rate falls; by default --train-samples."""
+    """Samples of the learning rate decay; by default --train-samples."""
     lr_wsd_decay_style: str = flag(
         "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         idle=idle_without("lr_decay_style", value="WSD"),
     )
-    """Shape of the last part of the WSD schedule."""
+    """Shape of the annealing phase of the WSD schedule."""
     lr_wsd_decay_iters: int | None = flag(None, bounds=NOT_NEGATIVE, idle=idle_without("lr_decay_style", value="WSD"))
-    """Iterations of the last part of the WSD schedule."""
+    """Iterations of the annealing phase of the WSD schedule."""
     lr_wsd_decay_samples: int | None = flag(None, bounds=NOT_NEGATIVE, idle=idle_without("lr_decay_style", value="WSD"))
-    """Samples of the last part of the WSD schedule."""
+    """Samples of the annealing phase of the WSD schedule."""
     lr_warmup_fraction: float | None = flag(None, bounds=BELOW_ONE)
-    """Share of the decay's length over which the learning rate rises."""
+    """Fraction of the decay length for the warm-up."""
     lr_warmup_iters: int = flag(0, bounds=NOT_NEGATIVE)
-    """Iterations over which the learning rate rises."""
+    """Iterations of the warm-up."""
     lr_warmup_samples: int = flag(0, bounds=NOT_NEGATIVE)
-    """Samples over which the learning rate rises."""
+    """Samples of the warm-up."""
     lr_warmup_init: float = flag(0.0, bounds=NOT_NEGATIVE)
     """Learning rate at the start of the warm-up."""
     start_weight_decay: float | None = flag(None, bounds=NOT_NEGATIVE)
@@ -231,105 +219,100 @@ class SchedulerConfig(Config, role="run", in_args=True):
         excludes=("use_checkpoint_opt_param_scheduler",),
         idle=idle_without("load"),
     )
-    """On resume, take the schedule from the command line where it differs from the checkpoint's."""
+    """On resume, use the command line's schedule."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, aliases=("--use-checkpoint-opt_param-scheduler",), in_args=False, needs="load"
     )
-    """On resume, take the schedule from the checkpoint and ignore the command line's."""
+    """On resume, use the checkpoint's schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Config, role="run"):
-    """Hold the evaluation's interval, its length and its further data sets."""
+    """Interval and length of evaluations, additional validation sets, and evaluation tasks."""
 
     eval_interval: int = flag(1000, bounds=NOT_NEGATIVE, in_args=True)
-    """Iterations from one evaluation on the validation set to the next; 0 for never."""
+    """Iterations between validations; 0 for never."""
     eval_iters: int = flag(100, bounds=NOT_NEGATIVE, in_args=True)
-    """Number of iterations of one evaluation; 0 for none."""
+    """Iterations per evaluation; 0 for none."""
     full_validation: bool = False
-    """Evaluate on all of each validation set, every sample once, in place of --eval-iters iterations."""
+    """Evaluate every sample of each validation set once, instead of --eval-iters iterations."""
     extra_valid_datalist: tuple[str, ...] = flag((), append=True, metavar="FILE")
-    """File with a list of data prefixes, or of weights and prefixes, that makes one more validation set (or a prefix
-    itself); may be repeated."""
+    """Additional validation set: a data prefix, or a file with prefixes or weights and prefixes; may be repeated."""
     extra_valid_data_samples: tuple[int, ...] = flag((), append=True, metavar="N")
-    """Number of samples of one more validation set, the same in every evaluation; one for each
-    --extra-valid-datalist, or none: all of each set."""
+    """Samples of an additional validation set, the same in every evaluation: one number per --extra-valid-datalist; by
+    default all."""
     extra_valid_data_names: tuple[str, ...] = flag((), append=True, metavar="NAME")
-    """Name under which one more validation set is reported; one for each --extra-valid-datalist, or none: the names
-    of the files."""
+    """Name of an additional validation set in reports: one per --extra-valid-datalist; by default the file names."""
     eval_tasks: tuple[str, ...] = flag((), nargs="+", metavar="TASK")
-    """Tasks of lm-evaluation-harness, by name or file, that the model is asked at intervals; needs the package
-    lm-eval."""
+    """Tasks of lm-evaluation-harness, by name or file; requires the package lm-eval."""
     eval_tasks_interval: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
-    """Iterations from one time to the next; by default those of --eval-interval."""
+    """Iterations between evaluations of the tasks; by default --eval-interval."""
     eval_tasks_include_path: str | None = flag(None, metavar="DIR", needs="eval_tasks")
-    """Folder with further task files."""
+    """Folder with additional task files."""
     eval_tasks_num_fewshot: int | None = flag(None, bounds=NOT_NEGATIVE, needs="eval_tasks")
-    """Solved examples before each question; by default as the task says."""
+    """Few-shot examples; by default the task's own."""
     eval_tasks_limit: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
-    """Ask the first N questions of each task only."""
+    """Evaluate only the first N questions of each task."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitializationConfig(Config, role="run"):
-    """Hold the seed and the process groups' backend."""
+    """Seed, determinism, and backend and timeouts of the process groups."""
 
     seed: int = flag(1234, bounds=NOT_NEGATIVE, in_args=True)
     """Seed of initial weights, data order and dropout."""
     deterministic_mode: bool = False
-    """Use only algorithms that give the same bits again."""
+    """Use only deterministic algorithms."""
     disable_bf16_reduced_precision_matmul: bool = False
-    """Keep sums within bfloat16 matrix products in float32 to the end, on CUDA, where partial sums may be rounded."""
+    """Keep the partial sums of bfloat16 matmuls on CUDA in float32."""
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"), not_built=("ccl", "mpi", "ucc"))
-    """Backend of the process groups; nccl becomes gloo where there is no CUDA."""
+    """Backend of the process groups; without CUDA, nccl becomes gloo."""
     distributed_timeout_minutes: int = flag(10, bounds=POSITIVE, most=10**8)
-    """Minutes after which a collective that does not end is an error."""
+    """Timeout of collectives in minutes."""
     hang_timeout_seconds: int | None = flag(None, deprecated=("--hang-report-seconds",), bounds=NOT_NEGATIVE)
-    """Report who holds up the others, and end the run with status 1, where nothing has got done for this many seconds,
-    or for five times the longest iteration where that is more; by default 60 (20 where a process is stopped or gone);
-    0 to wait for --distributed-timeout-minutes. Loading, saving and first iterations may take longer."""
+    """Report which rank blocks the others, and exit with status 1, after N seconds without progress (or five times the
+    longest iteration, if longer); by default 60, or 20 if a process is stopped or gone; 0 for
+    --distributed-timeout-minutes. Loading, saving and first iterations get more time."""
     local_rank: int | None = flag(None, aliases=("--local_rank",), bounds=NOT_NEGATIVE)
-    """Device of this process on its node; the environment's LOCAL_RANK is used where it is set."""
+    """Device of this process on its node, unless LOCAL_RANK is set."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config, role="output"):
-    """Hold the log's interval and contents, and where metrics go."""
+    """Interval and contents of the log, and destinations of metrics."""
 
     log_interval: int = flag(100, bounds=POSITIVE)
-    """Iterations from one log line to the next."""
+    """Iterations between log lines."""
     log_arguments: bool = False
-    """Print all arguments on a terminal too, where a summary stands for them; files and pipes always get them all."""
+    """Print all arguments on a terminal too, not a summary; files and pipes always get all."""
     log_throughput: bool = False
-    """Log the floating-point throughput of each GPU."""
+    """Log the throughput in TFLOP/s per GPU."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
     log_megatron_lines: bool = False
-    """Print Megatron's long start-up lines too: the parameters of each gradient bucket, each data set of a blend, the
-    files of its index, and those of compilers, which have nothing to do here."""
+    """Print Megatron's long start-up lines too: gradient buckets, data sets of a blend, index files, compilation."""
     log_layer_norms: int | None = flag(None, bounds=POSITIVE)
-    """Log the norms of each layer's parameters and gradients every N iterations, and write them to TensorBoard."""
+    """Log norms of each layer's parameters and gradients every N iterations, also to TensorBoard."""
     log_max_attention_logit: bool = False
-    """Log the largest attention logit of the iterations that have a line, which computes their logits once more."""
+    """Log the maximum attention logit, which recomputes logits."""
     log_straggler: bool = False
-    """Log every --log-interval iterations which rank takes longer than its like, at what part of an iteration, and
-    since when."""
+    """Log every --log-interval iterations which rank is slower than its peers, where and since when."""
     straggler_minmax_count: int = flag(1, bounds=POSITIVE, needs="log_straggler")
-    """How many of the slowest and of the fastest ranks the line of --log-straggler shows."""
+    """Number of slowest and of fastest ranks to log."""
     log_progress: bool = flag(False, needs="save")
-    """Append each start of a job and each checkpoint, with throughputs, to progress.txt in the folder of --save."""
+    """Append job starts and checkpoints, with throughputs, to progress.txt in the folder of --save."""
     timing_log_level: int = flag(0, choices=("0", "1", "2"))
-    """How much is timed: 0 the iteration, 1 its large parts, 2 each operation."""
+    """Detail of timers: 0 the iteration, 1 its main parts, 2 each operation."""
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
-    """Times over the ranks: the longest, shortest and longest, or all."""
+    """Times over the ranks to log: maximum, minimum and maximum, or all."""
     tensorboard_dir: str | None = flag(None, metavar="DIR")
     """Folder of the TensorBoard files."""
     tensorboard_log_interval: int = flag(1, bounds=POSITIVE, idle=_WITHOUT_LOGGERS)
-    """Iterations from one TensorBoard point to the next."""
+    """Iterations between TensorBoard points."""
     tensorboard_queue_size: int = flag(1000, bounds=POSITIVE, idle=idle_without("tensorboard_dir"))
-    """Number of TensorBoard events that may wait before they are written."""
+    """Maximum number of pending TensorBoard events."""
     log_timers_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
-    """Write the times to TensorBoard."""
+    """Write timers to TensorBoard."""
     log_batch_size_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
     """Write the global batch size to TensorBoard."""
     log_learning_rate_to_tensorboard: bool = flag(
@@ -341,62 +324,61 @@ class LoggingConfig(Config, role="output"):
     )
     """Write the loss scale to TensorBoard. Off: do not write the loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
-    """Write the perplexity of evaluations to TensorBoard."""
+    """Write the validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
-    """Write memory figures to TensorBoard."""
+    """Write memory statistics to TensorBoard."""
     log_memory_interval: int | None = flag(None, bounds=POSITIVE)
-    """Print the memory line every N iterations too, which otherwise comes once, with the first report."""
+    """Log memory every N iterations; by default once, with the first report."""
     log_device_memory_used: bool = False
-    """Add to the memory line what is used of the device by all processes: of the machine's memory, on a CPU."""
+    """Log the memory that all processes use on the device (on CPU: of the host)."""
     log_world_size_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
     """Write the world size to TensorBoard."""
     wandb_project: str = flag("", metavar="NAME")
-    """Project of Weights & Biases that receives the figures that TensorBoard would, the configuration and texts."""
+    """Weights & Biases project for the TensorBoard metrics, the configuration and texts."""
     wandb_exp_name: str = flag("", metavar="NAME", idle=idle_without("wandb_project"))
-    """Name of the run there; by default that of the folder of --save."""
+    """Name of the W&B run; by default the folder name of --save."""
     wandb_save_dir: str = flag("", metavar="DIR", idle=idle_without("wandb_project"))
-    """Folder of the run's own files; by default wandb in the folder of --save, or else here."""
+    """Folder of the W&B run's files; by default wandb in --save or the current folder."""
     wandb_entity: str = flag("", metavar="NAME", idle=idle_without("wandb_project"))
-    """User or team that the project belongs to."""
+    """User or team that owns the project."""
     mlflow_experiment: str = flag("", metavar="NAME")
-    """Experiment of MLflow that receives the figures that TensorBoard would, the flags and texts."""
+    """MLflow experiment for the TensorBoard metrics, the flags and texts."""
     mlflow_run_name: str = flag("", metavar="NAME", idle=idle_without("mlflow_experiment"))
-    """Name of the run there; by default that of the folder of --save."""
+    """Name of the MLflow run; by default the folder name of --save."""
     mlflow_tracking_uri: str = flag("", metavar="URI", idle=idle_without("mlflow_experiment"))
-    """Server, data base or folder of MLflow; by default what MLFLOW_TRACKING_URI says, or else mlflow.db here."""
+    """MLflow server, database or folder; by default MLFLOW_TRACKING_URI, or mlflow.db here."""
     metrics_jsonl: str | None = flag(None, metavar="FILE")
-    """File that receives one JSON object an iteration; by default metrics.jsonl in the folder of --save."""
+    """File for one JSON object per iteration; by default metrics.jsonl in the folder of --save."""
     profile: bool = False
-    """Profile some iterations: NVTX ranges and the start and stop that nsys waits for, or --use-pytorch-profiler."""
+    """Profile with NVTX ranges and start/stop calls for nsys, or with --use-pytorch-profiler."""
     profile_step_start: int = flag(10, bounds=NOT_NEGATIVE, where=("profile", True))
     """Profile the iterations after this one."""
     profile_step_end: int = flag(12, bounds=POSITIVE, where=("profile", True))
-    """Last iteration that is profiled."""
+    """Last iteration to profile."""
     profile_ranks: tuple[int, ...] = flag((0,), nargs="+")
-    """Ranks that --profile and --record-memory-history are about."""
+    """Ranks of --profile and --record-memory-history."""
     use_pytorch_profiler: bool = flag(False, where=("profile", True))
-    """Profile with torch's profiler, which writes a Chrome trace for each rank into the folder of --tensorboard-dir, or
-    else of --save. On a CPU --profile always does."""
+    """Profile with torch's profiler (always on CPU): a Chrome trace per rank in the folder of --tensorboard-dir or
+    --save."""
     generate_interval: int | None = flag(None, deprecated=("--sample-interval",), bounds=POSITIVE)
-    """Let the model continue --generate-prompts every N iterations, into the log, the metrics file and TensorBoard."""
+    """Continue --generate-prompts every N iterations, in the log, the metrics file and TensorBoard."""
     generate_prompts: tuple[str, ...] = flag(
         (), deprecated=("--sample-prompts",), nargs="+", metavar="TEXT", needs="generate_interval"
     )
-    """Texts to continue, or one file with a text a line."""
+    """Prompts, or one file with a prompt per line."""
     sample_tokens: int = flag(32, bounds=POSITIVE, needs="generate_interval")
-    """Most tokens that follow each text."""
+    """Maximum number of generated tokens per prompt."""
     record_schedule: str | None = flag(None, metavar="FILE")
-    """File of when each pass of the second iteration that this job trains ran on each pipeline rank, which
-    tools/visualize_pipeline.py --recorded draws."""
+    """File for the measured pipeline schedule of the second iteration (tools/visualize_pipeline.py --recorded)."""
     record_memory_history: bool = False
-    """Record every allocation of CUDA memory, and write --memory-snapshot-path when the run ends, in an error too."""
+    """Record all CUDA memory allocations, written to --memory-snapshot-path at the end of the run, even on errors."""
     memory_snapshot_path: str = flag("snapshot.pickle", metavar="FILE", where=("record_memory_history", True))
-    """File of the memory history, which pytorch.org/memory_viz draws; where several ranks write, NAME-rankN."""
+    """File of the memory history for pytorch.org/memory_viz; NAME-rankN for several ranks."""
     print_config: bool = False
-    """Print the resolved configuration as a file that --config reads back, in TOML with comments, and end."""
+    """Print the resolved configuration as commented TOML for --config, and exit."""
     explain: bool = False
-    """Print what the configuration does, needs and costs, and end; the flags of tools/explain.py say where it would run
-    (--world-size N, --gpu TYPE) and what is written (--json, --html FILE)."""
+    """Print what the configuration does, needs and costs, and exit; also accepts flags of tools/explain.py:
+    --world-size N, --gpu TYPE, --json, --html FILE."""
 
 
 NATIVE_FORMAT = "safetensors"
@@ -405,53 +387,51 @@ NATIVE_FORMAT = "safetensors"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Config, role="output"):
-    """Hold what saving, retention and loading need."""
+    """Saving, retention and loading of checkpoints."""
 
     save: str | None = flag(None, metavar="DIR")
-    """Folder that checkpoints are written to, also s3://, gs:// or az://."""
+    """Folder for checkpoints to write, also s3://, gs:// or az://."""
     save_interval: int | None = flag(None, bounds=POSITIVE, idle=idle_without("save"))
-    """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
+    """Iterations between checkpoints; by default only the end of the run is saved."""
     no_save_optim: bool = flag(False, idle=idle_without("save"))
-    """Do not save the optimizer's state."""
+    """Do not save the optimizer state."""
     no_save_rng: bool = flag(False, idle=idle_without("save"))
-    """Do not save the state of the random number generators."""
+    """Do not save the RNG state."""
     load: str | None = flag(None, metavar="DIR")
-    """Folder that a checkpoint is read from, also s3://, gs:// or az://."""
+    """Folder of the checkpoint to load, also s3://, gs:// or az://."""
     pretrained_checkpoint: str | None = flag(None, metavar="DIR")
-    """Folder whose weights a run begins with while the folder of --load holds no checkpoint: --load DIR --finetune."""
+    """Folder of the initial weights while --load holds no checkpoint; same as --load DIR --finetune."""
     no_load_optim: bool = flag(False, idle=idle_without("load"))
-    """Do not load the optimizer's state."""
+    """Do not load the optimizer state."""
     no_load_rng: bool = flag(False, idle=idle_without("load"))
-    """Do not load the state of the random number generators."""
+    """Do not load the RNG state."""
     finetune: bool = flag(False, needs="load")
-    """Load the weights alone and begin at iteration 0."""
+    """Load only the weights and start at iteration 0."""
     ckpt_step: int | None = flag(None, bounds=NOT_NEGATIVE, needs="load")
-    """Iteration to load, in place of the newest."""
+    """Iteration to load instead of the newest."""
     ckpt_format: str = flag(
         NATIVE_FORMAT, choices=(NATIVE_FORMAT, "torch_dist", "torch"), not_built=("zarr", "torch_dcp", "fsdp_dtensor")
     )
-    """Format of the checkpoints written; safetensors is the native one, torch_dist and torch are Megatron's."""
+    """Format to write: safetensors is native, torch_dist and torch are Megatron's."""
     async_save: bool = flag(False, needs="save")
-    """Write checkpoints while training goes on."""
+    """Write checkpoints in the background."""
     preemption_grace_seconds: int | None = flag(
         None, deprecated=("--exit-warning-seconds",), bounds=POSITIVE, needs="save"
     )
-    """Seconds from SIGTERM, or --exit-signal, to the kill that follows: the run says so when a checkpoint does not fit,
-    and leaves out an evaluation that would come before it."""
+    """Seconds from SIGTERM or --exit-signal to the kill: warn if a checkpoint takes longer, and omit an evaluation
+    before it."""
     keep_last: int | None = flag(None, bounds=POSITIVE, needs="save")
-    """Number of newest checkpoints that are kept; by default all."""
+    """Number of newest checkpoints to keep; by default all."""
     keep_every: int | None = flag(None, bounds=POSITIVE, needs="save", idle=idle_without("keep_last"))
-    """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
+    """Also keep checkpoints whose iteration is a multiple of this number."""
     save_retain_interval: int | None = flag(None, bounds=POSITIVE, needs="save", excludes=("keep_last", "keep_every"))
-    """Keep the newest checkpoint, and each whose iteration is a multiple of this number: --keep-last 1 --keep-every
-    N."""
+    """Keep the newest checkpoint and multiples of N: --keep-last 1 --keep-every N."""
     use_checkpoint_args: bool = flag(False, needs="load")
-    """Take what shapes the model, the sequence length, the precision and the tokenizer from the checkpoint where no
-    flag gives it."""
+    """Take model shape, sequence length, precision and tokenizer from the checkpoint unless set by flags."""
     verify_checkpoint: bool = flag(True, negative="--no-verify-checkpoint", idle=idle_without("load"))
-    """Compare checksums while loading. Off: load without comparing checksums."""
+    """Verify checksums while loading. Off: do not verify checksums while loading."""
     exit_on_missing_checkpoint: bool = flag(False, needs="load")
-    """End with an error when --load holds no checkpoint, in place of starting from random weights."""
+    """Exit with an error if --load holds no checkpoint."""
     dist_ckpt_strictness: str = flag(
         "raise_all",
         choices=(
@@ -466,19 +446,19 @@ class CheckpointConfig(Config, role="output"):
         ),
         idle=idle_without("load"),
     )
-    """What tensors mean that the checkpoint lacks (to Megatron, unexpected ones) or has too many. raise_all: both are
-    refused. raise_unexpected, assume_ok_unexpected: what it lacks is refused. All others leave what it lacks at its
-    initial value and list it; log_all and return_all also list what it has too many."""
+    """Missing (Megatron: unexpected) and additional tensors in a checkpoint: raise_all rejects both, raise_unexpected
+    and assume_ok_unexpected missing ones. The others list missing tensors and keep their initial values; log_all and
+    return_all also list additional ones."""
 
     @property
     def local_save(self) -> str | None:
-        """Return the folder of --save where it is on a file system: what a run reports goes there too."""
+        """Return the folder of --save if it is on a file system: metrics and other reports are written there too."""
         return None if self.save is None or "://" in self.save else self.save
 
     def resumed(self, iteration: int | None = None) -> CheckpointConfig:
-        """Return the configuration that loads what the run itself saves: the newest checkpoint, or an iteration's.
+        """Return the configuration for resuming from the run's own checkpoints: the newest one, or an iteration's.
 
-        What the run began without is loaded too, unless it does not save it either.
+        Optimizer and RNG state are loaded unless the run does not save them.
         """
         return dataclasses.replace(
             self,
@@ -492,122 +472,120 @@ class CheckpointConfig(Config, role="output"):
 
     @property
     def num_newest_kept(self) -> int | None:
-        """Return how many of the newest checkpoints are kept; None is all."""
+        """Return the number of newest checkpoints to keep; None is all."""
         return self.keep_last if self.save_retain_interval is None else 1
 
     @property
     def kept_multiple(self) -> int | None:
-        """Return the number of whose multiples checkpoints are kept beside the newest ones, if there is one."""
+        """Return the number whose multiples are kept in addition to the newest checkpoints, or None."""
         return self.keep_every if self.save_retain_interval is None else self.save_retain_interval
 
 
 RAW_DATASETS = ("LLama-SFT-Raw", "LLama-SFT", "JSON-SFT")
-"""What Pai-Megatron-Patch calls conversations in jsonl."""
+"""Pai-Megatron-Patch's names of conversations in jsonl."""
 _SFT_TOKENIZER = "SFTTokenizer"
 INDEXED_DATASETS = ("MMAP", "LLama-Pretrain-Idxmap", "LLama-SFT-Idxmap")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(Config, role="run"):
-    """Hold whether conversations are learned, and how they become samples."""
+    """Supervised fine-tuning, and conversion of conversations to samples."""
 
     sft: bool = flag(False, in_args=True)
-    """Learn the answers of conversations: jsonl, or what tools/preprocess_data.py --sft makes of it. The loss is the
-    mean over all tokens of answers in a global batch (as with --calculate-per-token-loss)."""
+    """Supervised fine-tuning on the answers of conversations, in jsonl or from tools/preprocess_data.py --sft, with the
+    mean loss over all answer tokens of a global batch (as --calculate-per-token-loss)."""
     train_mode: str = flag("pretrain", choices=("pretrain", "finetune"))
-    """What Pai-Megatron-Patch calls --sft: finetune."""
+    """Pai-Megatron-Patch's flag for --sft (finetune)."""
     dataset: str | None = flag(
         None, choices=(*INDEXED_DATASETS, *RAW_DATASETS), not_built=("LLama-Pretrain-Raw", "ChatGLM-Pretrain-Raw")
     )
-    """What the data paths name, as Pai-Megatron-Patch calls it: the three that hold SFT without Idxmap are jsonl, one
-    conversation a sample unless --reset-position-ids is given; the others are token files."""
+    """Kind of data (Pai-Megatron-Patch): the SFT kinds without Idxmap are jsonl, one conversation per sample unless
+    --reset-position-ids is given; the others are token files."""
     chat_template: str | None = flag(None, metavar="FILE|NAME", where=("sft", True))
-    """Chat template that makes text of jsonl: a Jinja file, a name among the tokenizer's templates, or chatml, plain
-    (the contents, each answer ended by the end-of-document token) or identity (the contents); by default the
-    tokenizer's own."""
+    """Chat template for jsonl: a Jinja file, a template name of the tokenizer, chatml, plain (contents, with an
+    end-of-document token after answers) or identity (contents); by default the tokenizer's own."""
     sft_tokenizer_prompt_format: str = flag(
         "default",
         choices=("default", "identity"),
         not_built=("nemotron-h-aligned", "nemotron-nano-v2"),
         where=("sft", True),
     )
-    """What Megatron calls --chat-template: the tokenizer's own (default), or identity."""
+    """Megatron's --chat-template: the tokenizer's own (default), or identity."""
     sft_packing: bool = flag(True, negative="--no-sft-packing", where=("sft", True))
-    """Put as many conversations as fit into a sample, each with positions and attention of its own. Off: make each
-    conversation a sample, padded at its end."""
+    """Pack conversations into samples, with separate positions and attention. Off: make each conversation a padded
+    sample."""
     max_padding_length: int | None = flag(None, bounds=POSITIVE, most=2**31 - 1, where=("sft", True))
-    """Number of tokens at which a conversation is cut; by default --seq-length."""
+    """Maximum tokens of a conversation; by default --seq-length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FillInTheMiddleConfig(Config, role="run"):
-    """Hold which documents become tasks of filling in their middle, and the tokens that say so."""
+    """Fill-in-the-middle: the fraction of rearranged documents, and the special tokens."""
 
     fim_data: bool = False
     """Same as --fim-rate 0.5."""
     fim_rate: float = flag(0.0, bounds=FRACTION)
-    """Share of the documents of a sample that are rearranged, so that their middle comes last."""
+    """Fraction of documents rearranged for fill-in-the-middle, with the middle last."""
     fim_spm_rate: float = flag(0.5, bounds=FRACTION, needs="fim_rate")
-    """Share of these that begin with the suffix in place of the prefix."""
+    """Fraction of these documents with the suffix first, instead of the prefix."""
     fim_split_sample: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
-    """Token that cuts a document into fragments, which are rearranged one by one."""
+    """Token that splits documents into fragments, which are rearranged separately."""
     fim_fragment_rate: float = flag(0.5, bounds=FRACTION, needs="fim_split_sample")
-    """Share of the fragments of a chosen document that are rearranged."""
+    """Fraction of a document's fragments to rearrange."""
     fim_no_prefix: str | None = flag(None, metavar="TEXT", needs="fim_rate")
-    """Leave documents as they are that begin with this text."""
+    """Do not rearrange documents that start with this text."""
     fim_prefix_token: str = flag("<fim_prefix>", metavar="TOKEN", needs="fim_rate")
-    """Token that begins a prefix."""
+    """Token that starts a prefix."""
     fim_middle_token: str = flag("<fim_middle>", metavar="TOKEN", needs="fim_rate")
-    """Token that begins a middle."""
+    """Token that starts a middle."""
     fim_suffix_token: str = flag("<fim_suffix>", metavar="TOKEN", needs="fim_rate")
-    """Token that begins a suffix."""
+    """Token that starts a suffix."""
     fim_pad_token: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
-    """Token that fills a sample which became shorter, left out of the loss; by default token 0."""
+    """Token that pads a shortened sample, ignored by the loss; by default token 0."""
     fim_eod_token: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
     """Token that ends a document; by default the tokenizer's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
-    """Hold the data paths, the split and what becomes of document boundaries."""
+    """Data paths, split, and handling of document boundaries."""
 
     seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
-    """Number of tokens of one sample; by default --max-position-embeddings, where it is given."""
+    """Tokens per sample; by default --max-position-embeddings."""
     data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX", in_args=True)
-    """Data prefixes, also s3://, gs:// or az://, or weight and prefix in turn; cut into the three sets by --split."""
+    """Data prefixes, or alternating weights and prefixes, also s3://, gs:// or az://; divided by --split."""
     train_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
-    """Data of the training set alone; excludes --data-path and --split."""
+    """Training data; excludes --data-path and --split."""
     valid_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
-    """Data of the validation set alone; excludes --data-path and --split."""
+    """Validation data; excludes --data-path and --split."""
     test_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
-    """Data of the test set alone; excludes --data-path and --split."""
+    """Test data; excludes --data-path and --split."""
     data_args_path: str | None = flag(None, metavar="FILE")
-    """File that holds what --data-path would."""
+    """File with the value of --data-path."""
     per_split_data_args_path: str | None = flag(None, metavar="FILE")
-    """JSON file with the lists train, valid and test, each as in --train-data-path."""
+    """JSON file with lists train, valid and test, each as in --train-data-path."""
     split: str | None = flag(None, in_args=True)
-    """Shares of the training, validation and test set, such as 969,30,1 (which is the default)."""
+    """Weights of training, validation and test set; by default 969,30,1."""
     mock_data: bool = False
-    """Train on made-up data."""
+    """Train on synthetic data."""
     data_cache_path: str | None = flag(None, metavar="DIR")
-    """Folder of the index cache, also s3://, gs:// or az://; by default beside the data."""
+    """Folder of the index cache, also s3://, gs:// or az://; by default next to the data."""
     mmap_bin_files: bool = flag(True, negative="--no-mmap-bin-files")
-    """Map the token files into memory. Off: read the token files with ordinary reads in place of a memory map."""
+    """Memory-map the token files. Off: read token files without memory mapping."""
     num_workers: int = flag(2, bounds=NOT_NEGATIVE, most=2**16)
-    """Number of threads that read micro-batches ahead, on the first rank of each tensor-parallel group; 0: none.
-    More than one may read a data set of your own at the same time."""
+    """Threads that prefetch micro-batches, on the first rank of a tensor-parallel group; 0 for none. More than one may
+    read a custom data set concurrently."""
     dataloader_type: str = flag("single", choices=("single", "cyclic", "external"), in_args=True)
-    """Order of samples: as the data set has them (single), a fresh permutation an epoch (cyclic), or
-    the caller's."""
+    """Order of samples: the data set's, a new permutation per epoch (cyclic), or the caller's (external)."""
     reset_position_ids: bool = flag(False, in_args=True)
-    """Begin the positions anew after each end-of-document token."""
+    """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = flag(False, in_args=True)
-    """Let no token attend across an end-of-document token."""
+    """Do not attend across end-of-document tokens."""
     eod_mask_loss: bool = flag(False, in_args=True)
-    """Leave the end-of-document token's loss out."""
+    """Exclude end-of-document tokens from the loss."""
 
     def __post_init__(self) -> None:
-        """Fill in the values that follow from others."""
+        """Set the fields that follow from others."""
         if self.train_mode == "finetune":
             object.__setattr__(self, "sft", True)
         if self.fim_data and not self.fim_rate:
@@ -620,7 +598,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
 
     @property
     def has_data_per_split(self) -> bool:
-        """Tell whether the three sets come from lists of their own."""
+        """Return whether the training, validation and test sets have separate data paths."""
         return bool(
             self.train_data_path or self.valid_data_path or self.test_data_path or self.per_split_data_args_path
         )
@@ -628,7 +606,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config, role="run", in_args=True):
-    """Hold the tokenizer's kind and its files."""
+    """Type, files and vocabulary size of the tokenizer."""
 
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
@@ -640,52 +618,51 @@ class TokenizerConfig(Config, role="run", in_args=True):
             "NullMultimodalTokenizer",
         ),
     )
-    """Kind of tokenizer; SFTTokenizer is what Megatron calls HuggingFaceTokenizer with --sft."""
+    """Type of tokenizer; SFTTokenizer is the same as HuggingFaceTokenizer with --sft."""
     vocab_file: str | None = flag(None, metavar="FILE")
     """Vocabulary file."""
     merge_file: str | None = flag(None, metavar="FILE")
-    """File of the byte-pair merges."""
+    """File of the BPE merges."""
     patch_tokenizer_type: str | None = flag(
         None, choices=PATCH_TOKENIZER_TYPES, not_built=CODE_TOKENIZER_TYPES, in_args=False
     )
-    """Kind of tokenizer as Pai-Megatron-Patch names it: the one in the folder of --load, unless --tokenizer-type is
-    given, with a vocabulary of the size that it has there."""
+    """Type of tokenizer of Pai-Megatron-Patch, with its vocabulary size: that in the folder of --load, unless
+    --tokenizer-type is given."""
     tokenizer_model: str | None = flag(None, metavar="PATH")
     """Model file, or folder with tokenizer.json."""
     vocab_size: int | None = flag(None, bounds=POSITIVE, most=2**31 - 2)
-    """Size of the vocabulary, for NullTokenizer; with any other tokenizer it must be the tokenizer's
-    own."""
+    """Vocabulary size for NullTokenizer; otherwise it must equal the tokenizer's."""
     vocab_extra_ids: int = flag(0, bounds=NOT_NEGATIVE, most=2**24)
-    """Number of extra ids that are added to the vocabulary."""
+    """Additional ids in the vocabulary."""
     extra_vocab_size: int = flag(0, bounds=NOT_NEGATIVE, most=2**24, in_args=False)
-    """Number of rows beyond the tokenizer's own vocabulary; with --patch-tokenizer-type, beyond the vocabulary without
-    added tokens."""
+    """Rows beyond the tokenizer's vocabulary; with --patch-tokenizer-type, beyond the vocabulary without added
+    tokens."""
     padded_vocab_size: int | None = flag(
         None, bounds=POSITIVE, most=2**31 - 1, in_args=False, excludes=("extra_vocab_size",)
     )
-    """Number of rows in all, in place of --extra-vocab-size."""
+    """Total number of rows, instead of --extra-vocab-size."""
     tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
-    """Pattern that splits the text before tiktoken merges it."""
+    """Pattern that splits text before tiktoken merges it."""
     tiktoken_num_special_tokens: int = flag(1000, bounds=NOT_NEGATIVE, most=2**20)
-    """Number of special tokens that tiktoken's vocabulary leaves room for."""
+    """Ids that tiktoken reserves for special tokens."""
     tiktoken_special_tokens: tuple[str, ...] = flag((), nargs="+", metavar="TOKEN", in_args=False)
     """Special tokens of tiktoken's vocabulary."""
 
     def __post_init__(self) -> None:
-        """Know a tokenizer by one name."""
+        """Resolve the alias SFTTokenizer."""
         if self.tokenizer_type == _SFT_TOKENIZER:
             object.__setattr__(self, "tokenizer_type", "HuggingFaceTokenizer")
 
 
 PER_SPLIT_KEYS = ("train", "valid", "test")
 RESERVED_NAMES = ("train", "validation", "valid", "test")
-"""What evaluations are called without being named."""
+"""Names of the evaluations without --extra-valid-data-names."""
 
 _DATALIST = "--extra-valid-datalist"
 
 
 def read_data_list(path: str, flag: str) -> tuple[str, ...]:
-    """Read the words of a list file (weights and prefixes, on any number of lines).
+    """Read a list file of weights and prefixes, separated by any white space.
 
     Raises:
         ConfigurationError: if the file cannot be read or is empty.
@@ -715,13 +692,13 @@ def read_per_split_lists(path: str, flag: str) -> dict[str, tuple[str, ...]]:
 
 
 def extra_validation_sets(validation: ValidationConfig) -> tuple[ValidationSet, ...]:
-    """Return the validation sets of ``--extra-valid-datalist``, by name; without a number, or in full, all of each.
+    """Return the validation sets of ``--extra-valid-datalist``.
 
-    A value that is no file but the prefix of a data set stands for itself. A set without a name is called after its
-    list.
+    A value may be the prefix of a data set instead of a list file. A set without a name has the name of its file.
+    Without a number of samples, or with ``--full-validation``, a set is evaluated completely.
 
     Raises:
-        ConfigurationError: a list cannot be used, or the flags do not fit together.
+        ConfigurationError: a list is unusable, or the flags do not match.
     """
     lists = validation.extra_valid_datalist
     samples, names = validation.extra_valid_data_samples, validation.extra_valid_data_names
@@ -767,7 +744,7 @@ def _find_misfits(lists: tuple[str, ...], samples: tuple[int, ...], names: tuple
 
 def _read_text(path: str, flag: str) -> str:
     try:
-        # Not only of a file: the shell's <(...) is a pipe.
+        # The path may be a pipe: the shell's <(...).
         with open(path, "rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)
         if len(content) > MAX_TEXT_BYTES:
@@ -781,20 +758,20 @@ def _read_text(path: str, flag: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig(Config, role="output"):
-    """Name the files that give values where the command line gives none; they are part of the others' values then."""
+    """Preset and configuration files, whose values apply to flags that the command line does not set."""
 
     model_preset: str | None = flag(None, metavar="NAME")
-    """Model whose shape is taken from a file of this project; --config and flags win over it."""
+    """Preset of the model shape; --config and flags override it."""
     config: tuple[str, ...] = flag((), append=True, metavar="FILE")
-    """TOML or YAML file of flags and their values, or its URL, as --print-config writes it; may be repeated: later
-    files win over earlier ones, and the command line over all."""
+    """TOML or YAML file of flag values, as --print-config writes, or its URL; may be repeated: later files override
+    earlier ones, the command line overrides all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleLengths:
-    """Hold the lengths of a schedule in samples (one step of the scheduler is one sample).
+    """Lengths of the schedules in samples (one scheduler step is one sample).
 
-    A warm-up that is given as a share of the decay need not be a whole number of samples.
+    A warm-up given as a fraction of the decay need not be a whole number of samples.
     """
 
     lr_warmup_steps: float
@@ -805,7 +782,7 @@ class ScheduleLengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Hold every part of a run's configuration, and the world size that it was resolved for."""
+    """All parts of a run's configuration, and the world size for which it is resolved."""
 
     model: GPTConfig
     training: TrainingConfig
@@ -825,7 +802,7 @@ class RunConfig:
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
-        """Return the grid of the run's ranks; it has fewer than there are where they are not whole model copies."""
+        """Return the rank grid; it is smaller than the world size if the model-parallel size does not divide it."""
         return self.model.parallel_sizes.in_world(self.world_size)
 
     @property
@@ -837,13 +814,13 @@ class RunConfig:
         """Return which layers are on which pipeline stage.
 
         Raises:
-            ConfigurationError: they cannot be spread as the flags say; a validated configuration can.
+            ConfigurationError: the layers cannot be split as configured; does not happen after validation.
         """
         return plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
 
     @property
     def pipeline_schedule(self) -> str:
-        """Return the name of the schedule that training runs."""
+        """Return the name of the pipeline schedule of training."""
         pp = self.model.pipeline_model_parallel_size
         return self.model.pipeline_schedule or default_schedule(pp, self.stage_layout.num_chunks)
 
@@ -865,7 +842,7 @@ class RunConfig:
     def schedule_lengths(self) -> ScheduleLengths:
         """Return the lengths of the learning-rate and weight-decay schedules in samples.
 
-        As in Megatron: lengths given in iterations count full global batches, ramp-up or not.
+        As in Megatron, lengths in iterations count full global batches, even during the ramp-up.
         """
         schedule, batch = self.scheduler, self.training.global_batch_size
         wsd_decay: int | None
@@ -887,7 +864,7 @@ class RunConfig:
 
     @property
     def metrics_jsonl(self) -> str | None:
-        """Return the file of the metrics, or None where neither it nor --save is given."""
+        """Return the metrics file, or None without --metrics-jsonl and --save."""
         save = self.checkpoint.local_save
         if self.logging.metrics_jsonl is not None or save is None:
             return self.logging.metrics_jsonl
@@ -895,17 +872,17 @@ class RunConfig:
 
     @property
     def profile_folder(self) -> str | None:
-        """Return the folder of the traces of torch's profiler, or None where none is given."""
+        """Return the folder for traces of torch's profiler, or None if no folder is given."""
         return self.logging.tensorboard_dir or self.checkpoint.local_save
 
     def flags(self, option: str | None = None) -> Iterator[tuple[FieldSpec, Any]]:
-        """Yield every field that a flag sets, with its value; or those alone of which this option says something."""
+        """Yield every field with a flag, and its value; with ``option``, only fields for which this option is set."""
         parts = vars(self)
         for part, spec in command_line_fields(option):
             yield spec, field_value(parts[part], spec.name)
 
     def flag(self, name: str) -> tuple[FieldSpec, Any] | None:
-        """Return the field of this name and its value, None where no flag sets it."""
+        """Return the field of this name and its value, or None if the field has no flag."""
         part, spec = _fields_by_name(tuple(RunConfig.__annotations__.items())).get(name, ("", None))
         return None if spec is None else (spec, field_value(vars(self)[part], name))
 
@@ -914,18 +891,18 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Read back what `to_dict` returned; raise ConfigurationError for anything else."""
+        """Rebuild the configuration from the output of `to_dict`; raise ConfigurationError for anything else."""
         return config_from_dict(cls, values)
 
 
 def config_parts() -> dict[str, type]:
-    """Return the configuration classes of a run by the name of the part."""
+    """Return the configuration classes by the name of the part."""
     hints = typing.get_type_hints(RunConfig)
     return {name: hint for name, hint in hints.items() if hint is not int}
 
 
 def command_line_fields(option: str | None = None) -> tuple[tuple[str, FieldSpec], ...]:
-    """Return (part, field) for every field that a flag sets, or for those of which this option says something."""
+    """Return (part, field) for every field with a flag; with ``option``, only fields for which this option is set."""
     return _fields_of(tuple(RunConfig.__annotations__.items()), option)
 
 
@@ -936,7 +913,7 @@ def _fields_by_name(annotations: tuple[tuple[str, Any], ...]) -> dict[str, tuple
 
 @functools.cache
 def _fields_of(annotations: tuple[tuple[str, Any], ...], option: str | None) -> tuple[tuple[str, FieldSpec], ...]:
-    """Return what `command_line_fields` does while `RunConfig` has these annotations."""
+    """Return the result of `command_line_fields` for these annotations of `RunConfig`."""
     return tuple(
         (part, spec)
         for part, config_class in config_parts().items()

@@ -212,70 +212,64 @@ class ModelParallelConfig(Config, in_args=True):
     """
 
     tensor_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
-    """Number of processes over which each layer's matrices are sharded."""
+    """Number of tensor-parallel ranks, over which each layer's matrices are sharded."""
     pipeline_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
-    """Number of pipeline stages over which the layers are spread."""
+    """Number of pipeline stages, over which the layers are split."""
     context_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
-    """Number of processes over which each sequence is split."""
+    """Number of context-parallel ranks, over which each sequence is sharded."""
     expert_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE, needs="num_experts", in_args=False)
-    """Number of processes over which the experts of a layer are spread; they may be data-, context- and tensor-parallel
-    ranks of one another."""
+    """Number of data-, context- and tensor-parallel ranks over which a layer's experts are distributed."""
     expert_tensor_parallel_size: int | None = flag(
         None, role="layout", bounds=POSITIVE, needs="num_experts", in_args=False
     )
-    """Number of processes over which each expert's matrices are sharded; by default the tensor-parallel size."""
+    """Ranks over which each expert is sharded; by default the tensor-parallel size."""
     sequence_parallel: bool = flag(False, role="layout")
-    """Shard the activations outside the matrix products along the sequence over the tensor-parallel ranks."""
+    """Shard activations outside the matmuls along the sequence over tensor-parallel ranks."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, role="layout")
-    """Number of layers in one virtual pipeline stage; turns the interleaved schedule on."""
+    """Layers per virtual pipeline stage; enables the interleaved schedule."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, role="layout")
-    """Number of virtual stages that each pipeline rank holds; turns the interleaved schedule on."""
+    """Virtual stages per pipeline rank; enables the interleaved schedule."""
     decoder_first_pipeline_num_layers: int | None = flag(None, role="layout")
-    """Number of layers on the first pipeline stage, where the split is uneven."""
+    """Layers on the first pipeline stage, for an uneven split."""
     decoder_last_pipeline_num_layers: int | None = flag(None, role="layout")
-    """Number of layers on the last pipeline stage, where the split is uneven."""
+    """Layers on the last pipeline stage, for an uneven split."""
     account_for_embedding_in_pipeline_split: bool = flag(
         False, role="layout", idle=idle_with("pipeline_model_parallel_size", 1)
     )
-    """Count the embedding as one layer when the layers are spread over the pipeline stages."""
+    """Count the embedding as a layer in the pipeline split."""
     account_for_loss_in_pipeline_split: bool = flag(
         False, role="layout", idle=idle_with("pipeline_model_parallel_size", 1)
     )
-    """Count the output layer and the loss as one layer when the layers are spread over the pipeline
-    stages."""
+    """Count the output layer and the loss as a layer in the pipeline split."""
     pipeline_model_parallel_layout: str | None = flag(None, metavar="LAYOUT", role="layout")
-    """Which layers are on which pipeline stage: E embedding, t layer, L loss, | between stages: Et*3|(tt|)*2tL."""
+    """Layers per pipeline stage: E embedding, t layer, L loss, | between stages: Et*3|(tt|)*2tL."""
     pipeline_schedule: str | None = flag(
         None, choices=("1f1b", "interleaved", "zero-bubble"), role="layout", in_args=False
     )
-    """Order of forward and backward passes: 1F1B, interleaved with virtual stages, or zero-bubble (ZB-H1), which
-    splits the backward pass; by default what fits the stages."""
+    """Schedule: 1F1B, interleaved with virtual stages, or zero-bubble (ZB-H1, splits the backward pass); by default set
+    by the stages."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None, role="layout", in_args=False, idle=idle_with("pipeline_model_parallel_size", 1)
     )
-    """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
+    """Consecutive micro-batches per virtual stage."""
     overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run", in_args=False)
-    """Let messages between pipeline stages travel while passes are computed. Off: wait until each message between
-    pipeline stages has gone before the next pass."""
+    """Overlap messages between pipeline stages with compute. Off: wait for each message between pipeline stages."""
     delay_wgrad_compute: bool = flag(False, role="run", in_args=False)
-    """Compute each micro-batch's weight gradients after its input gradient has left for the stage before."""
+    """Compute a micro-batch's weight gradients after its input gradient is sent to the previous stage."""
     defer_embedding_wgrad_compute: bool = flag(False, role="run", in_args=False)
-    """Compute the output layer's weight gradients after the last stage's passes, while the other stages run theirs."""
+    """Compute the output layer's weight gradients after the last stage's passes."""
     wgrad_deferral_limit: int = flag(
         0, role="run", in_args=False, bounds=NOT_NEGATIVE, where=("defer_embedding_wgrad_compute", True)
     )
-    """How many micro-batches' weight gradients of the output layer are deferred, the last ones; 0: all."""
+    """Last micro-batches to defer the output layer's weight gradients for; 0: all."""
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",), nargs="+", role="layout", in_args=False, idle=idle_with("context_parallel_size", 1)
     )
-    """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
-    one a layer."""
+    """Exchange of keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or one per layer."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout", in_args=False)
-    """For --cp-comm-type a2a+p2p: how many neighboring ranks share heads by all-to-all, and how many such groups
-    form a ring."""
+    """For a2a+p2p: number of neighboring ranks that share heads by all-to-all, and number of such groups in a ring."""
     tp_comm_overlap: bool = flag(False, role="run", in_args=False)
-    """Under sequence parallelism, send what enters and leaves the layers' matrix products in chunks, one under way
-    while another is multiplied."""
+    """With sequence parallelism, overlap the communication of linear layers with their GEMMs in chunks."""
     tp_comm_overlap_ag: bool = flag(
         True,
         negative="--disable-tp-comm-overlap-ag",
@@ -284,8 +278,8 @@ class ModelParallelConfig(Config, in_args=True):
         in_args=False,
         where=("tp_comm_overlap", True),
     )
-    """Gather the inputs of column-parallel layers, and the output gradients of row-parallel ones, in chunks. Off:
-    gather the inputs of column-parallel layers, and the output gradients of row-parallel ones, before the product."""
+    """All-gather inputs of column-parallel layers, and output gradients of row-parallel layers, in chunks. Off:
+    all-gather column-parallel inputs, and row-parallel output gradients, before the GEMM."""
     tp_comm_overlap_rs: bool = flag(
         True,
         negative="--disable-tp-comm-overlap-rs",
@@ -294,36 +288,36 @@ class ModelParallelConfig(Config, in_args=True):
         in_args=False,
         where=("tp_comm_overlap", True),
     )
-    """Reduce-scatter the outputs of row-parallel layers in chunks. Off: reduce-scatter the outputs of row-parallel
-    layers after the product."""
+    """Reduce-scatter the outputs of row-parallel layers in chunks. Off: reduce-scatter row-parallel outputs after the
+    GEMM."""
     tp_comm_overlap_rs_dgrad: bool = flag(False, role="run", in_args=False, where=("tp_comm_overlap", True))
-    """Reduce-scatter the input gradients of column-parallel layers in chunks beside their own product, in place of the
-    whole beside the weight gradient's."""
+    """Reduce-scatter column-parallel input gradients in chunks during the dgrad GEMM, not as a whole during the wgrad
+    GEMM."""
     tp_comm_bulk_dgrad: bool = flag(
         True, negative="--disable-tp-comm-bulk-dgrad", role="run", in_args=False, where=("tp_comm_overlap", True)
     )
-    """Gather the inputs of column-parallel layers once more beside the input gradient's product. Off: gather the inputs
-    of column-parallel layers before the backward pass's products."""
+    """All-gather inputs of column-parallel layers again during the dgrad GEMM. Off: all-gather column-parallel inputs
+    before the backward GEMMs."""
     tp_comm_bulk_wgrad: bool = flag(
         True, negative="--disable-tp-comm-bulk-wgrad", role="run", in_args=False, where=("tp_comm_overlap", True)
     )
-    """Reduce-scatter the input gradients of column-parallel layers beside the weight gradient's product. Off:
-    reduce-scatter the input gradients of column-parallel layers before the weight gradient's product."""
+    """Reduce-scatter input gradients of column-parallel layers during the wgrad GEMM. Off: reduce-scatter
+    column-parallel input gradients before the wgrad GEMM."""
     tp_comm_overlap_cfg: str | None = flag(
         None, metavar="FILE", role="run", in_args=False, where=("tp_comm_overlap", True)
     )
-    """YAML file that gives the products of layers (qkv_fprop, fc2_dgrad, ...) a method: ring_exchange and pipeline are
-    chunks, bulk is the whole."""
+    """YAML file with an overlap method per GEMM (qkv_fprop, fc2_dgrad, ...): ring_exchange and pipeline for chunks,
+    bulk for the whole."""
     tp_comm_overlap_methods: tuple[str, ...] = flag((), cli=False, role="run", in_args=False)
-    """What the file of --tp-comm-overlap-cfg says, as PRODUCT=METHOD."""
+    """Contents of the file of --tp-comm-overlap-cfg, as GEMM=METHOD."""
     tp_comm_overlap_impl: str = flag(
         "auto",
         choices=("auto", "ring", "symmetric-memory", "whole"),
         role="run",
         where=("tp_comm_overlap", True),
     )
-    """How chunks travel: round a ring of sends and receives, or by torch's symmetric memory on CUDA; or whole, in none.
-    auto takes symmetric memory where devices have it; on CPU it measures, and takes the whole unless chunks gain."""
+    """Transport of chunks: a ring of sends and receives, torch's symmetric memory (CUDA), or whole (none). auto:
+    symmetric memory if available; on CPU whole, unless chunks are measured faster."""
     fp16: bool = flag(False, role="run", excludes=("bf16",))
     """Train in float16 with float32 main parameters and dynamic loss scaling."""
     bf16: bool = flag(False, role="run")
@@ -335,9 +329,8 @@ class ModelParallelConfig(Config, in_args=True):
         role="run",
         in_args=("cpu_matmul",),
     )
-    """Library of the linear layers' GEMMs on CPU: oneDNN, mkl for what torch itself calls (MKL in float32),
-    or mixed: oneDNN, and mkl for weight gradients. auto measures them at the start of a run and keeps the choice with
-    its checkpoints."""
+    """GEMM library of linear layers on CPU: oneDNN, mkl (torch's own, MKL in float32), or mixed: oneDNN, mkl for weight
+    gradients. auto measures, and stores the choice in checkpoints."""
     params_dtype: str = flag("", cli=False, role="run", in_args=False)
     """Type of the model's parameters: float32, bfloat16, float16 or float64."""
 
@@ -377,8 +370,7 @@ class Fp8Config(Config, role="run", in_args=False):
     """FP8 options; FP8 is off without ``fp8_format``. Every scale is a power of two."""
 
     fp8_format: str | None = flag(None, choices=("hybrid", "e4m3"))
-    """Compute the linear layers' products in fp8, with --bf16 or --fp16: E4M3 throughout (e4m3), or E5M2 for the
-    gradients of outputs (hybrid)."""
+    """Run linear layers in FP8, with --bf16 or --fp16: E4M3 only, or E5M2 for output gradients (hybrid)."""
     fp8_hybrid: bool = flag(False, excludes=("fp8_e4m3",), seen_as="fp8_format")
     """Same as --fp8-format hybrid."""
     fp8_e4m3: bool = flag(False, seen_as="fp8_format")
@@ -386,27 +378,27 @@ class Fp8Config(Config, role="run", in_args=False):
     fp8_recipe: str = flag(
         "delayed", choices=("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"), not_built=("custom",)
     )
-    """What shares a scale: a tensor, scaled by the amax of earlier steps (delayed) or by its own (tensorwise), a row,
-    a block (1 x 128, of weights 128 x 128), or 32 numbers of a row (mxfp8)."""
+    """Scope of a scale: a tensor, from the amax of earlier steps (delayed) or its own (tensorwise), a row, a block (1 x
+    128, weights 128 x 128), or 32 elements of a row (mxfp8)."""
     # E4M3 spans 17 powers of two between its smallest and largest number: a larger margin would leave no range.
     fp8_margin: int = flag(0, bounds=NOT_NEGATIVE, most=17, where=_DELAYED)
-    """Powers of two that delayed scaling leaves free above the largest value that it expects, 17 at most."""
+    """Powers of two that delayed scaling leaves free above the expected amax, 17 at most."""
     fp8_interval: int = flag(1, bounds=POSITIVE, where=_DELAYED)
-    """Number of iterations after which delayed scaling takes new scales."""
+    """Iterations between updates of delayed scaling factors."""
     fp8_amax_history_len: int = flag(1, bounds=POSITIVE, most=2**20, where=_DELAYED)
-    """Number of iterations whose amax (largest absolute value) delayed scaling remembers."""
+    """Iterations in the amax history of delayed scaling."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"), where=_DELAYED)
-    """Which amax of the history delayed scaling expects: the last, or the largest."""
+    """Amax that delayed scaling expects: the most recent, or the maximum of the history."""
     fp8_wgrad: bool = flag(True, negative="--no-fp8-wgrad")
-    """Compute weight gradients in fp8. Off: compute weight gradients in the model's own precision."""
+    """Compute weight gradients in FP8. Off: compute weight gradients in the model's precision."""
     fp8_param_gather: bool = flag(False, needs="fp8_format")
-    """Let weights of fp8 products travel in fp8 when the distributed optimizer gathers them."""
+    """All-gather weights of FP8 GEMMs in FP8 with the distributed optimizer."""
     first_last_layers_bf16: bool = flag(False, needs="fp8_format")
-    """Keep the first and the last layers in the model's own precision."""
+    """Keep the first and last layers in the model's precision."""
     num_layers_at_start_in_bf16: int = flag(1, bounds=NOT_NEGATIVE, where=("first_last_layers_bf16", True))
-    """Number of layers at the start that stay in the model's own precision."""
+    """First layers that stay in the model's precision."""
     num_layers_at_end_in_bf16: int = flag(1, bounds=NOT_NEGATIVE, where=("first_last_layers_bf16", True))
-    """Number of layers at the end that stay in the model's own precision."""
+    """Last layers that stay in the model's precision."""
 
     def __post_init__(self) -> None:
         """Set the format from the older flags."""

@@ -68,7 +68,7 @@ WRONG = [
     ("--split 7,x", 1, "--split"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file absent.json --merge-file absent.txt", 1, "absent.json"),
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-model is missing"),
-    ("--fp8-format hybrid --kv-channels 8 --seq-length 32", 1, "--fp8-format hybrid needs --bf16 or --fp16"),
+    ("--fp8-format hybrid --kv-channels 8 --seq-length 32", 1, "--fp8-format hybrid: FP8 requires --bf16 or --fp16"),
     ("--bf16 --fp8-format hybrid --seq-length 28", 1, "to be a multiple of 16; use --seq-length 32"),
     ("--optimizer cpu_adam", 1, "--optimizer cpu_adam is not supported yet"),
     ("--use-precision-aware-optimizer --main-params-dtype fp16", 1, "give --bf16, or --main-params-dtype fp32"),

@@ -96,7 +96,7 @@ def store_tracker(store: Path) -> Path:
         ("--save https://host/x", "--save: https:// is not a store that can be used; those are s3://, gs:// and az://"),
         ("--save memory:/x", "--save: memory:/x lacks a slash; write memory://"),
         ("--save memory://x --ckpt-format torch", "--ckpt-format torch is written to a file system only"),
-        ("--save memory://x --log-progress", "--log-progress appends to a file beside checkpoints"),
+        ("--save memory://x --log-progress", "--log-progress appends to a file next to checkpoints"),
         ("--tensorboard-dir memory://x", "--tensorboard-dir memory://...: no object store can be used here"),
         ("--load memory://x --finetune", "--load memory://x does not exist, and --finetune is given"),
     ],

@@ -1,4 +1,4 @@
-"""Checks of a configuration: what cannot run is rejected before anything starts."""
+"""Checks that reject an invalid configuration before a run starts."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_ar
 from megatron.core.transformer import GATED_ACTIVATIONS, adapted_parts
 
 _MOST_VALUES = 10**13
-"""More than a rank can hold of anything: the memory of twenty GPUs of 2 TB."""
+"""Upper bound of the memory of a rank in bytes: twenty GPUs of 2 TB."""
 
 
 def _check_head_width(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.num_attention_heads <= 0 or model.mla.multi_latent_attention:
-        # Heads of latent attention have widths of their own.
+        # MLA heads have separate dimensions.
         return
     is_derived = model.kv_channels == model.hidden_size // model.num_attention_heads
     if is_derived and model.hidden_size % model.num_attention_heads != 0:
@@ -129,8 +129,8 @@ def _check_format(config: RunConfig) -> Iterator[str]:
     sizes = config.parallel_sizes
     if wanted == "torch" and config.model.moe.num_experts is not None and not _has_files_of_experts(config.model):
         yield (
-            f"--ckpt-format torch of a run has no place for --expert-tensor-parallel-size {sizes.expert_tp} beside "
-            f"--tensor-model-parallel-size {sizes.tp}, --expert-model-parallel-size {sizes.ep} and "
+            "--ckpt-format torch does not support this combination of --expert-tensor-parallel-size "
+            f"{sizes.expert_tp}, --tensor-model-parallel-size {sizes.tp}, --expert-model-parallel-size {sizes.ep} and "
             f"--num-query-groups {config.model.num_query_groups}; use --ckpt-format torch_dist or {NATIVE_FORMAT}"
         )
     if wanted != NATIVE_FORMAT and flags:
@@ -141,7 +141,7 @@ def _check_format(config: RunConfig) -> Iterator[str]:
 
 
 def _has_files_of_experts(model: GPTConfig) -> bool:
-    """Tell whether the ranks with the first copy of the experts have a file each, and all of what goes into it."""
+    """Return whether each rank of the first expert replica writes one file, and holds all of its contents."""
     tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
     shares_groups = model.num_query_groups % tp != 0
     return etp == tp or (tp % etp == 0 and ep * etp % tp == 0 and not shares_groups)
@@ -190,7 +190,7 @@ def _check_adapted_stages(config: RunConfig) -> Iterator[str]:
     try:
         stages = config.stage_layout
     except ConfigurationError:
-        return  # Said by the check of the layout.
+        return  # The check of the layout reports it.
     chunks = [chunk for rank in range(model.pipeline_model_parallel_size) for chunk in stages.chunks(rank)]
     if not all(chunk.layer_numbers for chunk in chunks):
         yield (
@@ -204,16 +204,16 @@ def _check_beside_adapters(config: RunConfig) -> Iterator[str]:
         return
     refused = f"--lora-rank {config.model.lora_rank}:"
     if config.training.cuda_graph_impl == "local":
-        yield f"{refused} --cuda-graph-impl local records layers behind trained ones; use --cuda-graph-impl none"
+        yield f"{refused} --cuda-graph-impl local does not support LoRA; use --cuda-graph-impl none"
     if config.checkpoint.save is not None and config.checkpoint.ckpt_format != NATIVE_FORMAT:
         yield (
-            f"{refused} --ckpt-format {config.checkpoint.ckpt_format} has no place for adapters; use --ckpt-format "
+            f"{refused} --ckpt-format {config.checkpoint.ckpt_format} cannot store LoRA adapters; use --ckpt-format "
             f"{NATIVE_FORMAT}, and merge or export its checkpoints with tools/checkpoint/convert.py"
         )
     if config.optimizer.decoupled_lr is not None:
         yield (
-            f"{refused} --decoupled-lr is of the word embedding and the output layer, which are not trained; leave it "
-            "out"
+            f"{refused} --decoupled-lr {config.optimizer.decoupled_lr} has no effect under LoRA, because embeddings "
+            "and output layer are frozen; omit it"
         )
 
 
@@ -430,7 +430,7 @@ def _check_mtp_conflicts(config: RunConfig) -> Iterator[str]:
     if model.lora_rank:
         yield f"{given} LoRA is not supported with it; omit --lora-rank or --mtp-num-layers"
     if config.training.cuda_graph_impl == "local":
-        yield f"{given} its layers are not recorded by --cuda-graph-impl local; use --cuda-graph-impl none"
+        yield f"{given} --cuda-graph-impl local does not support MTP; use --cuda-graph-impl none"
 
 
 MTP_CHECKS = (
@@ -537,8 +537,8 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
     again = model.recompute_granularity == "full" or "moe" in model.recomputed_modules
     if model.moe.num_experts is not None and model.moe.moe_aux_losses.get("global_aux_loss") and again:
         yield (
-            "--moe-router-load-balancing-type global_aux_loss counts the micro-batches so far, which recompute of "
-            "layers of experts would count again; use aux_loss, or --recompute-granularity selective without moe"
+            "--moe-router-load-balancing-type global_aux_loss is incompatible with recomputed MoE layers; use "
+            "aux_loss, or --recompute-granularity selective without moe"
         )
 
 
@@ -591,12 +591,12 @@ def _check_moe_recompute(config: RunConfig) -> Iterator[str]:
 
 
 def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
-    """Refuse adapters of experts that drop or are cut otherwise, and a bias that moves while the rest stays."""
+    """Reject LoRA of experts with dropout or unsupported sharding, and LoRA with an expert bias that is updated."""
     model = config.model
     try:
         parts = model.adapted_parts
     except ValueError:
-        return  # Said by the check of the names.
+        return  # The check of the names reports it.
     adapted = " ".join(linear for linear in parts if linear in ("linear_fc1", "linear_fc2"))
     if adapted and model.lora_dropout:
         yield (
@@ -606,7 +606,7 @@ def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
     tp, etp = model.tensor_model_parallel_size, model.parallel_sizes.expert_tp
     if adapted and etp not in (1, tp):
         yield (
-            f"{given} adapters of experts ({adapted}) with --expert-tensor-parallel-size {etp} beside "
+            f"{given} LoRA of experts ({adapted}) does not support --expert-tensor-parallel-size {etp} with "
             f"--tensor-model-parallel-size {tp}; use --expert-tensor-parallel-size 1 or {tp}, or "
             "--lora-target-modules linear_qkv linear_proj"
         )
@@ -629,8 +629,8 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
         yield from _check_adapters(config, given)
     if config.training.cuda_graph_impl == "local":
         yield (
-            f"{given} --cuda-graph-impl local cannot record layers whose experts are given another number of tokens "
-            "each time; use --cuda-graph-impl none"
+            f"{given} --cuda-graph-impl local is not supported, because CUDA graphs do not support dynamic expert "
+            "shapes; use --cuda-graph-impl none"
         )
     if model.cpu_offloading:
         yield f"{given} --cpu-offloading is not supported for MoE layers; omit it"
@@ -686,7 +686,7 @@ _SHAPE = (
 
 
 def _asked(config: RunConfig) -> str:
-    """Return the flag that asks for fp8, as it was typed."""
+    """Return the flag that enables FP8, as typed."""
     fp8 = config.model.fp8
     return "--fp8-hybrid" if fp8.fp8_hybrid else "--fp8-e4m3" if fp8.fp8_e4m3 else f"--fp8-format {fp8.fp8_format}"
 
@@ -694,7 +694,7 @@ def _asked(config: RunConfig) -> str:
 def _check_precision(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.fp8.fp8_format is not None and not (model.bf16 or model.fp16):
-        yield f"{_asked(config)} needs --bf16 or --fp16 for all that is not a product; add --bf16"
+        yield f"{_asked(config)}: FP8 requires --bf16 or --fp16; add --bf16"
 
 
 def _check_formats(config: RunConfig) -> Iterator[str]:

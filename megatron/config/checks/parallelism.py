@@ -15,9 +15,9 @@ from megatron.core.pipeline_parallel import default_schedule, layout_problems, s
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Pair a pure function that yields problems, one line each, with the fields that it reads.
+    """Pure function that yields problems, one line each, and the fields that it reads.
 
-    A check is left out where one of its fields has no usable value: its problem is already known.
+    A check is skipped if one of its fields has no usable value, whose problem is already reported.
     """
 
     reads: tuple[str, ...]
@@ -25,12 +25,12 @@ class Check:
 
 
 def divisors(number: int, limit: int) -> str:
-    """Return the divisors of a number up to a limit as text, for messages that say what would work."""
+    """Format the divisors of a number up to a limit, for messages."""
     return choices(size for size in divisors_of(abs(number)) if size <= limit)
 
 
 def divisors_of(number: int) -> list[int]:
-    """Return the divisors of a number above 0, the smallest first; of any other number none."""
+    """Return the divisors of a positive number in ascending order; empty for other numbers."""
     small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 
@@ -39,7 +39,7 @@ _MAX_SEED = 2**32 - 1
 
 
 def _check_bounds(config: RunConfig) -> Iterator[str]:
-    """Report each value outside its bounds."""
+    """Yield a problem for each value outside its bounds."""
     for spec, value in config.flags("bounds"):
         bounds = spec.options.bounds
         if bounds is not None and value is not None and not bounds.hold(value):
@@ -47,7 +47,7 @@ def _check_bounds(config: RunConfig) -> Iterator[str]:
 
 
 def _check_exclusions(config: RunConfig) -> Iterator[str]:
-    """Report fields that are given together and cannot be, each group once."""
+    """Yield a problem for each group of mutually exclusive fields that are given together."""
     reported: set[str] = set()
     for spec, value in config.flags("excludes"):
         if value == spec.default or spec.name in reported:
@@ -60,7 +60,7 @@ def _check_exclusions(config: RunConfig) -> Iterator[str]:
 
 
 def _check_needs(config: RunConfig) -> Iterator[str]:
-    """Report each field that is given without the one that it needs."""
+    """Yield a problem for each given field without the field that it requires."""
     for spec, value in config.flags("needs"):
         found = None if value == spec.default else config.flag(spec.options.needs or "")
         if found is not None and found[1] == found[0].default:
@@ -95,7 +95,7 @@ FIELD_CHECKS = (
 
 
 def has_whole_copies(config: RunConfig) -> bool:
-    """Tell whether the ranks divide into copies of the model, so that a data-parallel size exists."""
+    """Return whether the world size is a multiple of the model-parallel size, so that a data-parallel size exists."""
     return not config.parallel_sizes.problems(config.world_size)
 
 
@@ -136,7 +136,7 @@ def _check_feed_forward(config: RunConfig) -> Iterator[str]:
 
 def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
     length, tensor = config.data.seq_length, config.model.tensor_model_parallel_size
-    if config.model.context_parallel_size > 1:  # Its own check knows both.
+    if config.model.context_parallel_size > 1:  # A separate check covers both.
         return
     if config.model.sequence_parallel and tensor > 0 and length % tensor != 0:
         yield (
@@ -161,7 +161,7 @@ def _instance_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _check_sharding(config: RunConfig) -> Iterator[str]:
-    """Refuse what sharded weights cannot go with."""
+    """Reject options that FSDP (sharded weights) does not support."""
     model, ddp = config.model, config.ddp
     strategy = f"--data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}"
     if ddp.use_torch_fsdp2 and not ddp.shards_weights and config.parallel_sizes.num_replicas > 1:
@@ -188,7 +188,7 @@ DATA_PARALLEL_CHECKS = (
         _check_sharding,
     ),
 )
-"""Of how a run is trained, which a model that is generated from or converted need not be."""
+"""Checks of training only, not of generation and conversion."""
 LAYOUT_CHECKS = (
     Check(MODEL_SIZE_NAMES, _check_world_size),
     Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads_of_tensor_ranks),
@@ -232,10 +232,10 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     try:
         num_chunks = config.stage_layout.num_chunks
     except ConfigurationError:
-        return  # Said by the check of the layout.
+        return  # The check of the layout reports it.
     group_size = model.microbatch_group_size_per_virtual_pipeline_stage
     if pp == num_chunks == 1 and model.pipeline_schedule is None and group_size is None:
-        return  # One stage runs its micro-batches one after the other.
+        return  # A single stage runs its micro-batches sequentially.
     name = model.pipeline_schedule or default_schedule(pp, num_chunks)
     yield from schedule_problems(name, pp, training.global_batch_size // per_step, num_chunks, group_size)
 
@@ -249,7 +249,7 @@ LAYOUT_FIELDS = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
 )
-"""What decides which layers are on which stage."""
+"""Fields that determine which layers are on which stage."""
 
 PIPELINE_CHECKS = (
     Check(LAYOUT_FIELDS, _check_layout),
@@ -289,7 +289,7 @@ def _check_sequence(config: RunConfig) -> Iterator[str]:
 
 
 def _unit(context: int, tensor: int) -> int:
-    """Return what a sequence length must be a multiple of."""
+    """Return the number that must divide the sequence length."""
     return math.lcm(2 * context if context > 1 else 1, context * tensor)
 
 
@@ -391,13 +391,13 @@ def _check_modules(config: RunConfig) -> Iterator[str]:
         others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
         if model.norm_placement == "post":
             yield (
-                "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
-                f"--norm-placement post has none; use --recompute-modules {others}"
+                "--recompute-modules layernorm requires pre-norm (--norm-placement pre or sandwich), not post; use "
+                f"--recompute-modules {others}"
             )
         if model.apply_residual_connection_post_layernorm:
             yield (
-                "--recompute-modules layernorm computes norms again from a residual stream that goes around them, and "
-                f"--apply-residual-connection-post-layernorm leads it through; use --recompute-modules {others}"
+                "--recompute-modules layernorm requires pre-norm residuals and does not support "
+                f"--apply-residual-connection-post-layernorm; use --recompute-modules {others}"
             )
 
 
@@ -459,9 +459,9 @@ def _check_graphs(config: RunConfig) -> Iterator[str]:
         return
     refused = "--cuda-graph-impl local:"
     if config.model.cpu_offloading:
-        yield f"{refused} --cpu-offloading moves memory that graphs need where it is; leave one of them out"
+        yield f"{refused} CUDA graphs do not support --cpu-offloading; omit one of them"
     if config.model.distribute_saved_activations:
-        yield f"{refused} --distribute-saved-activations is not recorded; leave one of them out"
+        yield f"{refused} CUDA graphs do not support --distribute-saved-activations; omit one of them"
 
 
 ACTIVATION_CHECKS = (
@@ -514,23 +514,23 @@ def _check_dropout(config: RunConfig) -> Iterator[str]:
         return
     if model.attention_backend not in ("unfused", "local"):
         yield (
-            f"{_REFUSED} --attention-dropout {model.attention_dropout} by the kernels of --attention-backend "
-            f"{model.attention_backend} takes a seed from the host in each micro-batch; give --attention-dropout 0, or "
-            "--attention-backend unfused"
+            f"{_REFUSED} CUDA graphs do not support fused attention dropout (--attention-dropout "
+            f"{model.attention_dropout} with --attention-backend {model.attention_backend}); set --attention-dropout 0 "
+            "or --attention-backend unfused"
         )
 
 
 def _check_gradients(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl == "local" and config.ddp.shards_gradients:
         yield (
-            f"{_REFUSED} with --data-parallel-sharding-strategy {config.ddp.data_parallel_sharding_strategy} gradients "
-            "have no memory of their own between micro-batches; use optim"
+            f"{_REFUSED} CUDA graphs do not support --data-parallel-sharding-strategy "
+            f"{config.ddp.data_parallel_sharding_strategy}; use optim"
         )
 
 
 def _check_chunked_logits(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl == "local" and config.logging.log_max_attention_logit:
-        yield f"{_REFUSED} --log-max-attention-logit computes more in some iterations only; leave one of them out"
+        yield f"{_REFUSED} CUDA graphs do not support --log-max-attention-logit; omit one of them"
 
 
 CUDA_GRAPH_CHECKS = (

@@ -116,7 +116,7 @@ def _check_average(config: RunConfig) -> Iterator[str]:
 
 
 def _check_units(config: RunConfig) -> Iterator[str]:
-    """Let the schedule be counted as the run is: in iterations or in samples."""
+    """Require that the schedule is given in the unit of the run's length: iterations or samples."""
     schedule = config.scheduler
     by_samples = config.training.train_samples > 0
     wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
@@ -143,7 +143,7 @@ def _check_warmup(config: RunConfig) -> Iterator[str]:
         )
         return
     if schedule.lr_warmup_fraction is not None and not BELOW_ONE.hold(schedule.lr_warmup_fraction):
-        return  # its bounds are checked
+        return  # the bounds are checked elsewhere
     lengths = config.schedule_lengths
     if lengths.lr_decay_steps and lengths.lr_warmup_steps >= lengths.lr_decay_steps:
         unit, size = ("samples", 1) if config.training.train_samples else ("iters", config.training.global_batch_size)
@@ -206,13 +206,13 @@ def _check_types(config: RunConfig) -> Iterator[str]:
     if optimizer.main_params_dtype == "fp16":
         if dtype != "bfloat16":
             yield (
-                "--main-params-dtype fp16 keeps what bfloat16 weights lack of float32, and the model is "
-                f"{dtype}; give --bf16, or --main-params-dtype fp32"
+                f"--main-params-dtype fp16 requires a bfloat16 model, but the model is {dtype}; use --bf16 or "
+                "--main-params-dtype fp32"
             )
         elif optimizer.offload_fraction:
             yield (
-                "--main-params-dtype fp16 keeps a part of each main parameter in the weights of the device, where the "
-                "host has none; give --main-params-dtype fp32, or leave the optimizer's offload out"
+                "--main-params-dtype fp16 cannot be combined with optimizer offload (--optimizer-cpu-offload); use "
+                "--main-params-dtype fp32, or omit the offload"
             )
     if optimizer.elementwise != "adam":
         for name in ("exp_avg", "exp_avg_sq"):
@@ -225,8 +225,8 @@ def _check_types(config: RunConfig) -> Iterator[str]:
 def _check_float8_gather(config: RunConfig) -> Iterator[str]:
     if config.model.fp8.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
         yield (
-            "--main-params-dtype fp16 keeps what the weights lack of float32, and --fp8-param-gather rounds the "
-            "weights; give --main-params-dtype fp32, or leave --fp8-param-gather out"
+            "--main-params-dtype fp16 cannot be combined with --fp8-param-gather, which rounds the weights; use "
+            "--main-params-dtype fp32, or omit --fp8-param-gather"
         )
 
 
@@ -239,15 +239,15 @@ def _check_gather(config: RunConfig) -> Iterator[str]:
 
 
 def _check_rule(config: RunConfig) -> Iterator[str]:
-    """Let what only AdamW and SGD can do be asked of these alone."""
+    """Reject options that only AdamW and SGD support with another optimizer."""
     rule = config.optimizer.optimizer
     if rule in ("adam", "sgd"):
         return
     form = config.checkpoint.ckpt_format
     if form in ("torch", "torch_dist") and config.checkpoint.save and not config.checkpoint.no_save_optim:
         yield (
-            f"--ckpt-format {form} has no place for the state of --optimizer {rule}; leave it out for the native "
-            "format, which converts later, or give --no-save-optim"
+            f"--ckpt-format {form} cannot store the state of --optimizer {rule}; use the native format and convert "
+            "later, or add --no-save-optim"
         )
     if rule == "muon":
         if config.optimizer.offload_fraction:
@@ -311,8 +311,7 @@ _BATCH = ("micro_batch_size", "global_batch_size", *MODEL_SIZE_NAMES)
 
 
 def _slice(config: RunConfig) -> int:
-    """Return the samples that all data-parallel ranks take in one micro-batch, or 0 where there is no
-    such number."""
+    """Return the samples of one micro-batch over all data-parallel ranks, or 0 if the layout is invalid."""
     if not has_whole_copies(config):
         return 0
     return max(config.training.micro_batch_size, 0) * config.data_parallel_size
@@ -357,7 +356,7 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
 
 
 def _increments(way: int, one: int) -> str:
-    """Return the divisors of the way from the first to the full batch size that are whole slices, as text."""
+    """Format the valid increments from the initial to the full batch size."""
     return choices(size for size in divisors_of(way) if size % one == 0)
 
 
@@ -416,7 +415,7 @@ def _check_microbatches(config: RunConfig) -> Iterator[str]:
 def _check_batch_sizes(config: RunConfig) -> Iterator[str]:
     given, batch = config.training.rampup_batch_size, config.training.global_batch_size
     if len(given) != 3 or min(given) <= 0:
-        return  # Said by the check of the ramp-up.
+        return  # The check of the ramp-up reports it.
     count = (batch - given[0]) // given[1]
     if count > _MOST_BATCH_SIZES:
         yield (
@@ -435,7 +434,7 @@ BATCH_CHECKS = (
     Check(("train_iters", "train_samples", "global_batch_size", "micro_batch_size"), _check_length),
 )
 LENGTH_CHECKS = (Check(("train_iters", "train_samples"), _check_end),)
-"""What a run needs, and a step of it does not."""
+"""Checks of a whole run, which a single step does not need."""
 
 
 NO_PROFILE_FOLDER = (
@@ -607,7 +606,7 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
 
 def _check_urls(config: RunConfig) -> Iterator[str]:
     for spec, value in config.flags():
-        if spec.options.metavar in _TEXTS or spec.name in _OPENED:  # opening says what is wrong
+        if spec.options.metavar in _TEXTS or spec.name in _OPENED:  # opening the data reports the problem
             continue
         for text in value if isinstance(value, tuple) else (value,):
             if not isinstance(text, str) or ":" not in text:
@@ -632,7 +631,7 @@ def _check_saving(config: RunConfig) -> Iterator[str]:
             f"store; give --ckpt-format {NATIVE_FORMAT}, or a folder"
         )
     if config.logging.log_progress:
-        yield f"--log-progress appends to a file beside checkpoints, and {given} is in an object store; leave it out"
+        yield f"--log-progress appends to a file next to checkpoints, but {given} is in an object store; omit it"
 
 
 FILE_CHECKS = (
@@ -649,7 +648,7 @@ _SET_NAMES = ("training", "validation", "test")
 
 
 def _check_sources(config: RunConfig) -> Iterator[str]:
-    """Let the data come from exactly one place."""
+    """Require exactly one data source."""
     data = config.data
     sources = {
         "--data-path": bool(data.data_path) and data.data_args_path is None,
@@ -725,9 +724,9 @@ def _check_full_validation(config: RunConfig) -> Iterator[str]:
 
 
 def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
-    """Report a data set whose files cannot be used, or that leaves a wanted set empty.
+    """Yield a problem for each data set with unusable files, or with too few sequences for a required set.
 
-    An empty test set is no problem, and building the data reports it: small data sets have one with everyday splits.
+    An empty test set is allowed, since usual splits of small data sets produce one. Building the data reports it.
     """
     try:
         data_set = _open(config, prefix)
@@ -749,7 +748,7 @@ def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
 
 
 def _open(config: RunConfig, prefix: str) -> IndexedDataset | None:
-    """Open a data set; return None for jsonl of conversations, which the tokenizer has yet to read."""
+    """Open a data set; return None for jsonl conversations, which are not tokenized yet."""
     if not config.data.sft:
         return IndexedDataset(prefix)
     return None if is_raw(prefix) else ConversationFile(prefix)
@@ -768,7 +767,7 @@ def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
 
 
 def _check_kind(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
-    """Compare a path with what --dataset says that it is."""
+    """Check a path against the kind of --dataset."""
     dataset = config.data.dataset
     if config.data.sft and dataset is not None and is_raw(prefix) != (dataset in RAW_DATASETS):
         kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("no file", INDEXED_DATASETS)
@@ -780,7 +779,7 @@ def _is_external(config: RunConfig) -> bool:
 
 
 def _wanted_sets(config: RunConfig, num_sequences: int) -> list[tuple[str, int | None]]:
-    """Return (name, number of sequences) of each set that the run would read; None where its share is 0."""
+    """Return (name, number of sequences) of each set that the run reads; None if its share is 0."""
     shares = _shares(config)
     if shares is None:
         return []
@@ -794,7 +793,7 @@ def _wanted_sets(config: RunConfig, num_sequences: int) -> list[tuple[str, int |
 
 
 def _shares(config: RunConfig) -> tuple[float, float, float] | None:
-    """Return the shares of the three sets, or None where no readable split makes them."""
+    """Return the shares of the three sets, or None if --split is malformed."""
     if config.data.has_data_per_split or config.data.split is None:
         return None
     try:
@@ -855,8 +854,8 @@ _RUN_CHECKS = (*LENGTH_CHECKS, *DATA_FILE_CHECKS, *FILE_CHECKS)
 def find_problems(config: RunConfig, broken: frozenset[str] = frozenset(), *, needs_files: bool = True) -> list[str]:
     """Return every problem of a resolved configuration, one line each.
 
-    ``broken`` names fields whose value could not be read; no check that reads one of them is made. Without
-    ``needs_files`` the run's data, its tokenizer and its length need not be there.
+    ``broken`` names fields without a usable value; checks that read one of them are skipped. Without ``needs_files``,
+    the run's data, tokenizer and length are not required.
     """
     problems: list[str] = []
     for check in (*_CHECKS, *(_RUN_CHECKS if needs_files else ())):

@@ -15,46 +15,43 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     """
 
     use_distributed_optimizer: bool = False
-    """Cut the optimizer's state over the data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass still runs."""
+    """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather the distributed optimizer's parameters while the forward pass runs."""
+    """Overlap the distributed optimizer's all-gather with the forward pass."""
     overlap_param_gather_with_optimizer_step: bool = flag(
         False, role="run", in_args=False, where=("overlap_param_gather", True)
     )
-    """Begin to gather each bucket of parameters as soon as it is updated, while the next one is."""
+    """Start the all-gather of each bucket as soon as it is updated."""
     data_parallel_sharding_strategy: str = flag(
         "no_shard", choices=("no_shard", "optim", "optim_grads", "optim_grads_params"), in_args=False
     )
-    """What the data-parallel ranks share among them in place of holding copies: nothing, the optimizer's state
-    (the same as --use-distributed-optimizer), that and the gradients, or these and the weights, which are gathered
-    layer by layer as passes need them."""
+    """Shard over data-parallel ranks: nothing, the optimizer state (as --use-distributed-optimizer), also gradients
+    (ZeRO-2), or also weights (FSDP, ZeRO-3), all-gathered per layer."""
     use_torch_fsdp2: bool = flag(False, in_args=False)
-    """The same as --data-parallel-sharding-strategy optim_grads_params, in the spelling of Megatron-LM."""
+    """Same as --data-parallel-sharding-strategy optim_grads_params (Megatron-LM's flag)."""
     use_megatron_fsdp: bool = flag(False, aliases=("--use-custom-fsdp",), in_args=False)
-    """Shard as --data-parallel-sharding-strategy says, in the spelling of Megatron-LM, or optim_grads_params where that
-    is not given."""
+    """Shard by --data-parallel-sharding-strategy, by default optim_grads_params (Megatron-LM's flag)."""
     num_distributed_optimizer_instances: int = flag(1, bounds=POSITIVE, in_args=False)
-    """Number of copies of what the data-parallel ranks share among them: neighbors shard it, and the ranks in the same
-    place of other neighborhoods hold copies, whose gradients are summed when a step's passes have ended."""
+    """Replicas of the sharded state (HSDP): neighboring ranks shard it; corresponding ranks of other groups hold
+    replicas and sum gradients after a step's passes."""
     ddp_bucket_size: int | None = flag(None, bounds=POSITIVE)
-    """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
-    size)."""
+    """Parameters per gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel size)."""
     ddp_average_in_collective: bool = flag(False, excludes=("calculate_per_token_loss",))
-    """Average gradients in the collective instead of dividing the loss by the number of replicas, or the gradients
-    before the sum. NCCL cannot use NVLS for it."""
+    """Average gradients in the collective, instead of dividing the loss or the gradients before the sum; without NCCL's
+    NVLS."""
     grad_reduce_in_bf16: bool = flag(False, role="run", needs="bf16")
     """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
     gradient_accumulation_fusion: bool = flag(
         True, negative="--no-gradient-accumulation-fusion", role="run", in_args=False
     )
-    """Add the gradients of 16-bit weights to their float32 sums within the matrix product, on CUDA. Off: round the
-    gradients of 16-bit weights to 16 bits before they are added to their float32 sums, as a CPU does."""
+    """Accumulate gradients of 16-bit weights in float32 within the GEMM, on CUDA. Off: round gradients of 16-bit
+    weights to 16 bits before the float32 sum, as on CPU."""
     check_for_nan_in_loss_and_grad: bool = flag(
         True, negative="--no-check-for-nan-in-loss-and-grad", role="run", in_args=False
     )
-    """Stop when a loss or a gradient is not finite. Off: do not stop when a loss or a gradient is not finite."""
+    """Stop if a loss or a gradient is not finite. Off: continue if a loss or a gradient is not finite."""
 
     @property
     def shards_optimizer(self) -> bool:

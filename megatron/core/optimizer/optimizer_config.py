@@ -59,98 +59,94 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     optimizer: str = flag(
         "adam", choices=("adam", "sgd", "hybridadam", "muon", "dist_muon", "lion"), not_built=("cpu_adam",)
     )
-    """Optimizer; hybridadam (of Pai) is adam with --optimizer-cpu-offload, by default of half of it. muon updates the
-    matrices between the embeddings and the output layer, and --muon-scalar-optimizer everything else; dist_muon is
-    muon, whose work and state are spread over the ranks at any rate (the state with --use-distributed-optimizer)."""
+    """Optimizer; hybridadam (Pai-Megatron-Patch) is adam with --optimizer-cpu-offload, by default of half. muon updates
+    the matrices between embeddings and output layer, --muon-scalar-optimizer the rest; dist_muon is muon, which always
+    shards its work (its state with --use-distributed-optimizer)."""
     optimizer_cpu_offload: bool = flag(False, in_args=False)
-    """Keep a part of the main parameters and of the optimizer's state in the machine's memory, and update it there."""
+    """Keep and update a part of the main parameters and optimizer state in host memory."""
     optimizer_offload_policy: str = flag(
         "static", choices=("static", "auto"), where=("optimizer_cpu_offload", True), in_args=False
     )
-    """How much is offloaded: static --optimizer-offload-fraction, auto what the device has no memory for."""
+    """Part to offload: --optimizer-offload-fraction (static), or what does not fit the device (auto)."""
     optimizer_offload_fraction: float | None = flag(
         None, bounds=FRACTION, where=("optimizer_offload_policy", "static"), in_args=False
     )
-    """Fraction of the parameters whose main parameters and state are offloaded; by default 1, and 0.5 with
-    hybridadam."""
+    """Fraction of the main parameters and state to offload; by default 1, 0.5 with hybridadam."""
     optimizer_offload_auto_threshold: int = flag(
         2**31, bounds=NOT_NEGATIVE, where=("optimizer_offload_policy", "auto"), in_args=False
     )
-    """Bytes of the device's memory that --optimizer-offload-policy auto leaves free."""
+    """Bytes of device memory that policy auto leaves free."""
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False, where=("optimizer_cpu_offload", True), in_args=False)
-    """Copy the gradients and parameters of other buckets while the host updates one."""
+    """Copy gradients and parameters of other buckets during a CPU update."""
     use_torch_optimizer_for_cpu_offload: bool = flag(False, where=("optimizer_cpu_offload", True), in_args=False)
-    """Update with torch's optimizer on the device too, and never with apex's."""
+    """Use torch's optimizer on the device too, never apex's."""
     pin_cpu_grads: bool = flag(
         True, negative="--no-pin-cpu-grads", where=("optimizer_cpu_offload", True), in_args=False
     )
-    """Fetch offloaded gradients into pinned memory. Off: fetch offloaded gradients into memory that is not pinned;
-    each copy is then waited for."""
+    """Copy offloaded gradients into pinned memory. Off: copy offloaded gradients into unpinned memory,
+    synchronously."""
     pin_cpu_params: bool = flag(
         True, negative="--no-pin-cpu-params", where=("optimizer_cpu_offload", True), in_args=False
     )
-    """Send updated parameters from pinned memory. Off: send updated parameters from memory that is not pinned; each
-    copy is then waited for."""
+    """Copy updated parameters from pinned memory. Off: copy updated parameters from unpinned memory, synchronously."""
     use_precision_aware_optimizer: bool = flag(False, in_args=False)
-    """Keep gradients, main parameters and Adam's moments in the types that are given, and update in float32."""
+    """Keep gradients, main parameters and Adam's moments in the types given; update in float32."""
     main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs="use_precision_aware_optimizer", in_args=False)
     """Type of the accumulated gradients; bf16 is the same as --grad-reduce-in-bf16."""
     main_params_dtype: str = flag(
         "fp32", choices=("fp32", "fp16"), needs="use_precision_aware_optimizer", in_args=False
     )
-    """Type of the main parameters of a bfloat16 model; fp16 keeps the 16 bits that its weights lack of float32."""
+    """Type of a bfloat16 model's main parameters; fp16 stores the 16 bits of float32 that the weights lack."""
     exp_avg_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), needs="use_precision_aware_optimizer", in_args=False
     )
-    """Type of Adam's first moment; fp16 and fp8 with a scale for every 128 elements."""
+    """Type of Adam's first moment; fp16 and fp8 with a scale per 128 elements."""
     exp_avg_sq_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), needs="use_precision_aware_optimizer", in_args=False
     )
-    """Type of Adam's second moment; fp16 and fp8 with a scale for every 128 elements, fp8 of its root and rounded by
-    chance, and so is bf16 where --adam-beta2 is above 0.996."""
+    """Type of Adam's second moment; fp16 and fp8 with a scale per 128 elements; fp8 stores the root. Stochastic
+    rounding for fp8, and for bf16 if --adam-beta2 is above 0.996."""
     lr: float = flag(0.0, bounds=NOT_NEGATIVE)
-    """Highest learning rate."""
+    """Maximum learning rate."""
     min_lr: float = flag(0.0, bounds=NOT_NEGATIVE)
-    """Lowest learning rate after the warm-up."""
+    """Minimum learning rate after the warm-up."""
     decoupled_lr: float | None = flag(None, bounds=POSITIVE)
-    """Highest learning rate of the word embedding and the output layer, where it is another than --lr."""
+    """Maximum learning rate of word embedding and output layer; by default --lr."""
     decoupled_min_lr: float | None = flag(None, bounds=NOT_NEGATIVE, needs="decoupled_lr")
-    """Lowest learning rate of the word embedding and the output layer; by default --min-lr."""
+    """Minimum learning rate of word embedding and output layer; by default --min-lr."""
     weight_decay: float = flag(0.01, bounds=NOT_NEGATIVE)
     """Weight decay of the parameters with two or more dimensions."""
     param_group_overrides: tuple[str, ...] = flag((), nargs="+", metavar="PATTERN:lr_mult=X,wd_mult=Y", in_args=False)
-    """Multiply the learning rate of the parameters whose names match a pattern, with * for any characters, and give
-    them a multiple of --weight-decay; of several the first that matches counts."""
+    """Multiply learning rate and weight decay of parameters by name pattern (* for any characters); the first match
+    counts."""
     clip_grad: float = flag(1.0, bounds=NOT_NEGATIVE)
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 disables clipping."""
     clip_grad_matrices: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
-    """Largest norm of the gradients of all matrices between the embeddings and the output layer, before the norm of all
-    gradients is clipped; 0 for none."""
+    """Maximum gradient norm of matrices between embeddings and output layer, before --clip-grad."""
     clip_grad_embeddings: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
-    """Largest norm of the gradients of the embeddings and the output layer, before that of all; 0 for none."""
+    """Maximum gradient norm of embeddings and output layer, before --clip-grad."""
     clip_grad_vectors: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
-    """Largest norm of the gradients of biases and norms' weights, before that of all; 0 for none."""
+    """Maximum gradient norm of biases and norm weights, before --clip-grad."""
     ema_decay: float | None = flag(None, bounds=BELOW_ONE, in_args=False)
-    """Keep an exponential moving average of the weights in float32, which keeps this share of itself at each update;
-    evaluations measure it too."""
+    """Decay of an exponential moving average (EMA) of the weights in float32; evaluated too."""
     adam_beta1: float = flag(0.9, bounds=BELOW_ONE)
     """Decay of Adam's first moment."""
     adam_beta2: float = flag(0.999, bounds=BELOW_ONE)
     """Decay of Adam's second moment."""
     adam_eps: float = flag(1e-8, bounds=POSITIVE)
-    """Added to the root of Adam's second moment."""
+    """Epsilon added to the square root of Adam's second moment."""
     sgd_momentum: float = flag(0.9, bounds=NOT_NEGATIVE, idle=idle_without("optimizer", value="sgd"))
     """Momentum of SGD."""
     lion_beta1: float = flag(0.95, bounds=BELOW_ONE, in_args=False)
-    """Share of the momentum in Lion's update, whose sign is taken."""
+    """Weight of the momentum in Lion's update, before the sign."""
     lion_beta2: float = flag(0.98, bounds=BELOW_ONE, in_args=False)
     """Decay of Lion's momentum."""
     muon_momentum: float = flag(0.95, bounds=BELOW_ONE, where=("optimizer", "muon"), in_args=False)
     """Momentum of Muon."""
     muon_nesterov: bool = flag(False, where=("optimizer", "muon"), in_args=False)
-    """Look ahead by Nesterov's momentum."""
+    """Use Nesterov momentum in Muon."""
     muon_num_ns_steps: int = flag(5, bounds=POSITIVE, where=("optimizer", "muon"), in_args=False)
-    """Newton-Schulz iterations of an update."""
+    """Newton-Schulz iterations per update."""
     muon_coefficient_type: str = flag(
         "quintic",
         choices=("simple", "quintic"),
@@ -158,42 +154,41 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
         where=("optimizer", "muon"),
         in_args=False,
     )
-    """Coefficients of the Newton-Schulz iterations: the same in each (simple), or other ones in each (quintic)."""
+    """Newton-Schulz coefficients: the same in each iteration (simple), or not (quintic)."""
     muon_scale_mode: str = flag(
         "spectral",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
         where=("optimizer", "muon"),
         in_args=False,
     )
-    """Factor of an update, a root of: the larger side (spectral), rows / columns (unit_rms_norm), the same and at
-    least 1 (shape_scaling)."""
+    """Scale of updates, square root of: larger side (spectral), rows / columns (unit_rms_norm), the same but at least 1
+    (shape_scaling)."""
     muon_extra_scale_factor: float = flag(1.0, bounds=POSITIVE, where=("optimizer", "muon"), in_args=False)
-    """Another factor of an update; 0.2 with spectral makes updates as large as AdamW's, so that its learning rate and
-    weight decay serve."""
+    """Extra scale of updates; 0.2 with spectral matches AdamW's learning rate and weight decay."""
     muon_fp32_matmul_prec: str = flag(
         "medium", choices=("low", "medium", "high", "highest"), where=("optimizer", "muon"), in_args=False
     )
-    """Type of the Newton-Schulz products: bfloat16 (low, medium) or float32 (high, highest)."""
+    """Type of the Newton-Schulz matmuls: bfloat16 (low, medium) or float32 (high, highest)."""
     muon_split_qkv: bool = flag(True, negative="--muon-no-split-qkv", where=("optimizer", "muon"), in_args=False)
-    """Make query, key and value orthogonal each by itself. Off: make query, key and value orthogonal as one matrix.
-    Gate and up always are two."""
+    """Orthogonalize query, key and value separately. Off: orthogonalize query, key and value as one matrix. Gate and up
+    are always separate."""
     muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), where=("optimizer", "muon"), in_args=False)
-    """Optimizer of what Muon does not update: embeddings, the output layer, norms and biases."""
+    """Optimizer of embeddings, output layer, norms and biases."""
     log_num_zeros_in_grad: bool = flag(False, in_args=False)
-    """Count the zeros in the gradients and log the number."""
+    """Log the number of zeros in the gradients."""
     loss_scale: float | None = flag(None, bounds=POSITIVE, idle=idle_without("fp16"))
-    """Constant loss scale for float16; without it the scale is dynamic."""
+    """Constant loss scale for float16; by default the scale is dynamic."""
     initial_loss_scale: float = flag(2.0**32, bounds=POSITIVE, idle=idle_without("fp16"))
-    """First value of the dynamic loss scale."""
+    """Initial dynamic loss scale."""
     min_loss_scale: float = flag(1.0, bounds=POSITIVE, idle=idle_without("fp16"))
-    """Lowest value of the dynamic loss scale."""
+    """Minimum dynamic loss scale."""
     loss_scale_window: int = flag(1000, bounds=POSITIVE, idle=idle_without("fp16"))
     """Iterations without overflow after which the dynamic loss scale is doubled."""
     hysteresis: int = flag(2, bounds=POSITIVE, idle=idle_without("fp16"))
-    """Overflows after which the dynamic loss scale is halved."""
+    """Number of overflows after which the dynamic loss scale is halved."""
     max_consecutive_skipped_iterations: int = flag(100, bounds=NOT_NEGATIVE, in_args=False)
-    """Iterations in a row that may be skipped because a gradient is not finite before the run ends; 0 for any number.
-    float16 at its lowest loss scale, and a weight that is not finite, end it at once."""
+    """Maximum consecutive iterations skipped for non-finite gradients; 0 for no limit. float16 at the minimum loss
+    scale, or non-finite weights, end the run at once."""
     params_dtype: str = flag("float32", cli=False, in_args=False)
     """Type of the model's parameters: float32, bfloat16, float16 or float64 (follows the model)."""
 

@@ -244,8 +244,8 @@ def _spread_evenly(pp: int, num_layers: int, counted: int, extras: str) -> tuple
     below = total // pp * pp - counted
     numbers = [number for number in (below, below + pp) if number > 0]
     return [], [
-        f"{num_layers} layers{extras} do not spread evenly over --pipeline-model-parallel-size {pp}; use a pipeline "
-        f"size of {_listed(_divisors(total))}, --num-layers {_listed(numbers)}, or say the split with "
+        f"cannot split {num_layers} layers{extras} evenly over --pipeline-model-parallel-size {pp} stages; use a "
+        f"pipeline size of {_listed(_divisors(total))}, --num-layers {_listed(numbers)}, or set the split with "
         "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
     ]
 
@@ -279,9 +279,9 @@ def _spread_unevenly(pp: int, num_layers: int, first: int | None, last: int | No
         other = (first or 0) if last is not None else 0
         lowest = max(middle, 1) if middle else 0
         values = [v for v in range(1, num_layers - other + 1) if _leaves_even_rest(num_layers - other - v, middle)]
+        rule = f"minimum {lowest}, and a multiple of {middle}" if middle else "0 required"
         return [], [
-            f"{said} of {num_layers} layers leave {rest} for {middle} stages, which cannot be spread evenly "
-            f"(at least {lowest}, a multiple); "
+            f"{said}: cannot split the remaining {rest} of {num_layers} layers over {middle} other stages ({rule}); "
             + (f"use {flag} {_listed(values)}" if values else "lower the pipeline size or raise --num-layers")
         ]
     each = rest // middle if middle else 0

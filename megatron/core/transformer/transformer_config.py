@@ -37,17 +37,17 @@ class MLAConfig(Config):
     """Widths of multi-head latent attention (MLA), which ``multi_latent_attention`` enables."""
 
     multi_latent_attention: bool = flag(False, role="shape")
-    """Make keys and values of one narrow latent vector a token, which all heads share (DeepSeek-V2)."""
+    """Use multi-head latent attention (MLA): all heads' keys and values from one latent vector per token."""
     q_lora_rank: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Width of the queries' own latent vector; by default queries are made of the hidden states."""
+    """Rank of the latent query vector; by default queries are computed from hidden states."""
     kv_lora_rank: int = flag(32, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Width of the latent vector of keys and values."""
+    """Rank of the latent vector of keys and values."""
     qk_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Width of a head's query and key without their rotary part."""
+    """Query and key dimension per head without the rotary part."""
     qk_pos_emb_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Width of the rotary part of queries and keys; that of the key is one for all heads."""
+    """Dimension of the rotary part of queries and keys; all heads share the key's."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Width of a head's value."""
+    """Value dimension per head."""
 
     @property
     def latent_query_width(self) -> int:
@@ -81,25 +81,25 @@ class RotaryConfig(Config):
     """Kind of rotary position embedding, and its YaRN scaling."""
 
     rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
-    """Kind of rotary positions: plain (rope), or stretched by --rotary-scaling-factor (yarn); yarn is the default of
-    latent attention, rope that of any other."""
+    """Type of rotary embedding: plain (rope), or scaled by --rotary-scaling-factor (yarn); by default yarn with MLA,
+    else rope."""
     rotary_scaling_factor: float = flag(1.0, role="meaning", bounds=POSITIVE)
-    """YaRN: how many times as many positions as the model was first trained with."""
+    """YaRN: factor of the number of positions."""
     original_max_position_embeddings: int = flag(4096, role="meaning", bounds=POSITIVE)
-    """YaRN: number of positions that the model was first trained with."""
+    """YaRN: number of positions in the original training."""
     beta_fast: float = flag(32.0, role="meaning", bounds=POSITIVE)
-    """YaRN: frequencies that turn more often than this over the original positions are kept."""
+    """YaRN: keep frequencies with more rotations than this over the original positions."""
     beta_slow: float = flag(1.0, role="meaning", bounds=POSITIVE)
-    """YaRN: frequencies that turn less often than this over the original positions are divided by the factor."""
+    """YaRN: divide frequencies with fewer rotations than this over the original positions by the factor."""
     yarn_correction_range_round_to_int: bool = flag(
         True, negative="--no-yarn-correction-range-round-to-int", role="meaning"
     )
-    """YaRN: blend frequencies between whole channels. Off: blend frequencies between the exact places of --beta-fast
-    and --beta-slow."""
+    """YaRN: round the blended range to whole channels. Off: YaRN: blend between the exact positions of --beta-fast and
+    --beta-slow."""
     mscale: float = flag(1.0, role="meaning", bounds=NOT_NEGATIVE)
-    """YaRN: how much the rotary part of queries and keys grows with the logarithm of the factor."""
+    """YaRN: growth of the rotary part of queries and keys with the logarithm of the factor."""
     mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
-    """YaRN: how much attention scores grow with the logarithm of the factor, in place of the rotary part."""
+    """YaRN: growth of attention scores with the logarithm of the factor, instead of the rotary part."""
 
     def yarn_mscale(self, scale: float) -> float:
         """Return YaRN's mscale: 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1, or 1 for a factor of at most 1."""
@@ -112,9 +112,9 @@ class MTPConfig(Config):
     """Multi-token prediction (MTP); without ``mtp_num_layers`` the model predicts only the next token."""
 
     mtp_num_layers: int | None = flag(None, role="weights", bounds=POSITIVE, most=1000)
-    """Number of layers behind the last one, each of which predicts one token further in training; by default none."""
+    """Multi-token prediction (MTP) modules, each predicting one more token in training."""
     mtp_loss_scaling_factor: float = flag(0.1, role="recipe", bounds=NOT_NEGATIVE, needs="mtp_num_layers")
-    """Weight of the mean loss of the layers of --mtp-num-layers beside the model's own loss."""
+    """Weight of the mean MTP loss."""
 
     @property
     def mtp_depth(self) -> int:
@@ -131,8 +131,8 @@ class MupConfig(Config):
     """Multipliers of maximal update parametrization (muP); without ``use_mup`` none applies."""
 
     use_mup: bool = flag(False, role="meaning", in_args=False)
-    """Scale initial values, learning rates and logits with the width, so that the best learning rate of a narrow model
-    is that of a wide one."""
+    """Scale initial values, learning rates and logits with the width (muP), so that the best learning rate does not
+    depend on it."""
     mup_base_hidden_size: int | None = flag(
         None,
         role="meaning",
@@ -142,7 +142,7 @@ class MupConfig(Config):
         seen_as="width_multiplier",
         in_args=False,
     )
-    """Width of the model whose learning rates and --init-method-std are given."""
+    """Hidden size of the base model, to which learning rates and --init-method-std refer."""
     mup_width_mult: float | None = flag(
         None,
         role="meaning",
@@ -153,7 +153,7 @@ class MupConfig(Config):
         in_args=False,
         excludes=("mup_base_hidden_size",),
     )
-    """How many times wider the model is; by default --hidden-size / --mup-base-hidden-size."""
+    """Ratio of the width to the base model's; by default --hidden-size / --mup-base-hidden-size."""
     mup_embedding_mult: float = flag(
         1.0, role="meaning", bounds=POSITIVE, where=("use_mup", True), needs="use_mup", in_args=False
     )
@@ -161,7 +161,7 @@ class MupConfig(Config):
     mup_output_mult: float = flag(
         1.0, role="meaning", bounds=POSITIVE, where=("use_mup", True), needs="use_mup", in_args=False
     )
-    """Multiplier of the logits, which are divided by the width's multiplier too."""
+    """Multiplier of the logits, which are also divided by the width ratio."""
     mup_base_head_dim: float | None = flag(
         None,
         role="meaning",
@@ -171,12 +171,12 @@ class MupConfig(Config):
         needs="use_mup",
         in_args=False,
     )
-    """Width of the base model's heads, where it is another: attention scores are then divided by a power of the heads'
-    width, and at this width by its root."""
+    """Head dimension of the base model, if different: attention scores are divided by a power of the head dimension,
+    and at this value by its root."""
     mup_attn_scale_power: float = flag(
         1.0, role="meaning", bounds=POSITIVE, where=("use_mup", True), needs="mup_base_head_dim", in_args=False
     )
-    """Power of the heads' width by which attention scores are divided with --mup-base-head-dim."""
+    """Power of the head dimension with --mup-base-head-dim."""
 
     def width_multiplier_of(self, hidden_size: int) -> float:
         """Return the ratio of this width to the width of the muP base model."""
@@ -195,43 +195,43 @@ class MoEConfig(Config, in_args=False):
     """Mixture of experts (MoE); without ``num_experts`` every feed-forward layer is dense."""
 
     num_experts: int | None = flag(None, role="shape", bounds=POSITIVE)
-    """Number of experts of a layer; by default every feed-forward is dense."""
+    """Number of experts per MoE layer."""
     moe_layer_freq: str = flag("1", metavar="N", role="shape", needs="num_experts", seen_as="moe_layers")
-    """Which layers have experts: every Nth from the first on, or a list with a 1 or 0 for each: ([0]+[1]*3)*4."""
+    """Layers with experts: every Nth from the first on, or a list of 1 or 0 per layer: ([0]+[1]*3)*4."""
     moe_ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE, needs="num_experts")
-    """Width of one expert; by default that of a dense feed-forward layer."""
+    """Hidden size of an expert; by default --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
-    """Width of the shared expert, through which every token goes; by default there is none."""
+    """Hidden size of the shared expert, for all tokens."""
     moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
-    """Multiply the shared expert's output by a gate, one number a token."""
+    """Gate the shared expert's output by one number per token."""
     moe_shared_expert_overlap: bool = flag(False, role="run", needs="moe_shared_expert_intermediate_size")
-    """Compute the shared expert while tokens travel to their experts."""
+    """Compute the shared expert during token dispatch."""
 
     moe_router_topk: int = flag(2, role="meaning", bounds=POSITIVE, needs="num_experts")
-    """Number of experts that each token goes to."""
+    """Number of experts per token."""
     moe_router_pre_softmax: bool = flag(False, role="meaning", needs="num_experts")
-    """Take the softmax over all experts, before the top ones are chosen, in place of over the chosen ones."""
+    """Apply the softmax over all experts, before the top-k, instead of over the selected experts."""
     moe_router_score_function: str = flag(
         "softmax", choices=("softmax", "sigmoid"), not_built=("sqrtsoftplus",), role="meaning", needs="num_experts"
     )
-    """What makes an expert's score of its logit; scores by sigmoid are divided by their sum over the chosen experts."""
+    """Function from logits to scores; sigmoid scores are normalized over the selected experts."""
     moe_router_num_groups: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk")
-    """Number of equal groups of experts, of which each token goes to a few only."""
+    """Equal groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
-    """Number of groups that each token goes to: those whose best experts have the largest sum of scores."""
+    """Groups per token: those whose best experts have the largest sum of scores."""
     moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
-    """Multiply the chosen experts' weights by this factor."""
+    """Multiply the weights of the selected experts by this factor."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
-    """Type in which the router multiplies, and that the weights of the experts' outputs keep until these are summed; by
-    default the model's own. Scores are computed in float32 at least."""
+    """Type of the router's GEMM and of expert weights until outputs are summed; by default the model's. Scores use
+    float32 at least."""
     moe_router_enable_expert_bias: bool = flag(False, role="shape", needs="num_experts")
-    """Choose experts by their scores plus a bias, which moves after each step towards an even load."""
+    """Select experts by scores plus a bias, updated after each step to balance the load."""
     moe_router_bias_update_rate: float = flag(1e-3, role="recipe", bounds=NOT_NEGATIVE, where=_BIASED)
-    """How far the experts' bias moves in a step."""
+    """Step size of the expert bias."""
 
     moe_router_force_load_balancing: bool = flag(False, role="recipe", needs="num_experts")
-    """Choose experts in training by random numbers in place of logits, for measurements under an even load: the same
-    numbers at any layout. Evaluation and generation choose by logits."""
+    """Route at random in training, for benchmarks under balanced load, the same at any layout; evaluation and
+    generation use logits."""
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
         nargs="+",
@@ -240,32 +240,31 @@ class MoEConfig(Config, in_args=False):
         role="recipe",
         needs="num_experts",
     )
-    """What evens the load of experts: an auxiliary loss of each micro-batch, of each sequence or of the global batch so
-    far, or several of these; or none."""
+    """Auxiliary load balancing loss: per micro-batch, per sequence, over the global batch so far, several of these, or
+    none."""
     moe_aux_loss_coeff: tuple[float, ...] = flag(
         (0.0,), nargs="+", role="recipe", bounds=None, needs="num_experts", metavar="X"
     )
-    """Weight of the auxiliary loss; one for each of --moe-router-load-balancing-type."""
+    """Coefficient of the auxiliary loss; one, or one per --moe-router-load-balancing-type."""
     moe_z_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, needs="num_experts")
-    """Weight of the router's z-loss, the squared logarithm of the sum of its exponentials; by default there is none."""
+    """Coefficient of the router z-loss (squared log-sum-exp of logits)."""
 
     moe_expert_capacity_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
-    """Drop what an expert is given beyond this factor x its even share of a micro-batch; by default nothing is
-    dropped."""
+    """Drop an expert's tokens beyond this factor x balanced load per micro-batch; by default none."""
     moe_token_drop_policy: str = flag(
         "probs", choices=("probs", "position"), role="meaning", needs="moe_expert_capacity_factor"
     )
-    """Which tokens a full expert keeps: those with the largest weights, or the first."""
+    """Tokens that a full expert keeps: the largest weights, or the first."""
     moe_pad_expert_input_to_capacity: bool = flag(False, role="run", needs="moe_expert_capacity_factor", in_args=False)
-    """Give every expert as many rows as its capacity, some of them empty."""
+    """Pad the input of every expert to its capacity."""
     moe_token_dispatcher_type: str = flag(
         "allgather",
         choices=("allgather", "alltoall", "flex"),
         role="run",
         needs="num_experts",
     )
-    """How tokens reach experts on other ranks: all tokens are gathered, or each goes to its experts' ranks only.
-    flex is alltoall: DeepEP's and HybridEP's kernels are not used."""
+    """Dispatch of tokens to other ranks' experts: all-gather or all-to-all. flex is alltoall: no DeepEP or HybridEP
+    kernels."""
 
     @property
     def moe_aux_losses(self) -> dict[str, float]:
@@ -296,7 +295,7 @@ def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu")
 _PLAIN_ACTIVATIONS = ("squared_relu",)
-"""Activations that have a flag of their name; without any of these flags the activation is a GELU."""
+"""Activations with a flag of the same name; without any of these flags the activation is GELU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,13 +307,12 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """
 
     softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", listed_first=True)
-    """What attention scores are divided by: the sum of their exponentials (vanilla), that and 1 (off-by-one), or that
-    and the exponential of a number that each head learns, its sink (learnable)."""
+    """Denominator of the attention softmax: the sum of exponentials, plus 1 (off-by-one), or plus the exponential of a
+    learned sink per head (learnable)."""
     no_rope_freq: str | None = flag(
         None, metavar="N", role="meaning", seen_as="layers_without_rotary", in_args=False, listed_first=True
     )
-    """Which layers leave queries and keys as they are where positions are rotary: every Nth, or a list with a 1 for
-    each that does and a 0 for the others: ([0]*3+[1])*4; by default none."""
+    """Layers without rotary embedding: every Nth, or a list with 1 for such layers, else 0: ([0]*3+[1])*4."""
 
     mup: MupConfig = group(MupConfig)
     mla: MLAConfig = group(MLAConfig)
@@ -326,26 +324,24 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
     hidden_size: int = flag(role="shape", bounds=POSITIVE)
-    """Width of the model."""
+    """Hidden size of the model."""
     num_attention_heads: int = flag(role="shape", bounds=POSITIVE)
     """Number of attention heads."""
     ffn_hidden_size: int = flag(0, aliases=("--intermediate-size",), role="shape", bounds=NOT_NEGATIVE)
-    """Width of the feed-forward layer; by default 4 x hidden size, or two thirds of it, in steps of 64,
-    with SwiGLU."""
+    """Feed-forward hidden size; by default 4 x hidden size, or 2/3 of that, in steps of 64, with SwiGLU."""
     kv_channels: int = flag(0, role="shape", bounds=NOT_NEGATIVE)
-    """Width of one attention head; by default hidden size / number of heads."""
+    """Dimension of an attention head; by default hidden size / number of heads."""
     group_query_attention: bool = flag(False, role="meaning", seen_as="num_query_groups")
-    """Share keys and values among groups of attention heads."""
+    """Use grouped-query attention (GQA)."""
     num_query_groups: int = flag(0, role="shape", bounds=POSITIVE)
-    """Number of key/value heads with grouped-query attention (1 where only --group-query-attention is
-    given)."""
+    """Number of key/value heads with GQA (1 if only --group-query-attention is given)."""
     attention_head_type: str = flag(
         "multihead", choices=("multihead", "multiquery"), role="meaning", in_args=False, seen_as="num_query_groups"
     )
-    """Whether each head has its own key and value, or all share one (same as --group-query-attention alone)."""
+    """Separate keys and values per head, or shared (same as --group-query-attention alone)."""
 
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), role="shape")
-    """Kind of normalization."""
+    """Type of normalization."""
     norm_epsilon: float = flag(
         1e-5,
         aliases=("--layernorm-epsilon",),
@@ -353,15 +349,15 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         bounds=POSITIVE,
         in_args=("layernorm_epsilon", "norm_epsilon"),
     )
-    """Added to the variance by the normalization."""
+    """Epsilon added to the variance in normalization."""
     apply_layernorm_1p: bool = flag(
         False, role="shape", in_args=("layernorm_zero_centered_gamma", "apply_layernorm_1p")
     )
-    """Store the normalization's weight as its difference from one."""
+    """Store the normalization weight minus one (zero-centered gamma)."""
     qk_layernorm: bool = flag(False, role="weights")
-    """Normalize queries and keys, each head on its own."""
+    """Normalize queries and keys, per head."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
-    """Normalize all query heads of a token together, and all key heads."""
+    """Normalize all query heads together, and all key heads."""
     norm_placement: str = flag(
         "pre",
         deprecated_values=(("before", "pre"), ("after", "post"), ("both", "sandwich")),
@@ -369,69 +365,64 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         role="shape",
         in_args=False,
     )
-    """Where a layer normalizes: pre = before attention and feed-forward, post = after them (before the residual sum),
-    sandwich = both."""
+    """Norms before attention and feed-forward (pre), after them, before the residual sum (post), or both (sandwich)."""
 
     apply_residual_connection_post_layernorm: bool = flag(False, role="meaning", excludes=("use_parallel_residual",))
-    """Carry the output of each layer's norms on as the residual stream, in place of what they normalize."""
+    """Use the norms' output as the residual, instead of their input."""
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
-    """Add attention and feed-forward to the same hidden states, in place of one after the other."""
+    """Add attention and feed-forward to the same hidden states, in parallel."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
-    """Keep attention scores within this number of 0, by a tanh; of the fused kernels only flash-attn and
-    FlexAttention on CUDA do it."""
+    """Soft-cap attention scores at this value with tanh; fused kernels: only flash-attn and FlexAttention on CUDA."""
     query_pre_attn_scalar: int | None = flag(
         None, role="meaning", bounds=POSITIVE, seen_as="score_scalar", in_args=False
     )
-    """Divide attention scores by the root of this number; by default by that of the head's width."""
+    """Divide attention scores by the square root of this number; by default of the head dimension."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
-    """Let a query attend to its own position and the N before it, and to no others."""
+    """Sliding window: a query attends to its own position and the N before it only."""
     window_attn_skip_freq: str | None = flag(
         None, role="meaning", needs="window_size", seen_as="layer_windows", in_args=False
     )
-    """Which layers have the window: N leaves out every Nth one, a list has a 1 or 0 for each: ([1]*5+[0])*4; by
-    default all have it."""
+    """Layers with the window: N excludes every Nth, a list has 1 or 0 per layer: ([1]*5+[0])*4; by default all."""
 
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
-    """Use the SwiGLU feed-forward layer."""
+    """Use the SwiGLU activation."""
     geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
-    """Use a feed-forward layer gated by the tanh form of GELU."""
+    """Use the GEGLU activation (tanh form of GELU)."""
     quick_geglu: bool = flag(
         False, role="shape", excludes=("swiglu", "geglu", "squared_relu", "openai_gelu"), seen_as="activation"
     )
-    """Use a feed-forward layer gated by x * sigmoid(1.702 x)."""
+    """Use the gated activation with x * sigmoid(1.702 x)."""
     glu_linear_offset: float = flag(0.0, role="meaning")
-    """Added to what a gated feed-forward layer lets through."""
+    """Offset added to the linear part of a gated activation."""
     activation_func_clamp_value: float | None = flag(None, role="meaning", bounds=POSITIVE)
-    """Keep what goes into a gated feed-forward layer's activation at or below this number, and what is let through
-    within this number of 0."""
+    """Clamp a gated activation's gate input from above, and its linear part on both sides, at this value."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
-    """Use the squared ReLU as activation."""
+    """Use the squared ReLU activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
     """Use the tanh form of GELU."""
     bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion", role="meaning", seen_as="activation")
-    """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU in place of the
-    tanh form, unless --openai-gelu is given."""
+    """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU, not the tanh form, unless
+    --openai-gelu is given."""
     add_bias_linear: bool = flag(True, negative="--disable-bias-linear", role="weights")
-    """Give the linear layers biases. Off: leave the biases out of the linear layers."""
+    """Add biases to the linear layers. Off: use linear layers without biases."""
     add_qkv_bias: bool = flag(False, role="weights", seen_as="has_qkv_bias")
-    """Give the query/key/value projection a bias even where the other linear layers have none."""
+    """Add a bias to the QKV projection even if the other linear layers have none."""
     disable_qkv_bias: bool = flag(
         False, role="weights", excludes=("add_qkv_bias",), seen_as="has_qkv_bias", in_args=False
     )
-    """Leave the bias of the query/key/value projection out where the other linear layers have theirs."""
+    """Use no bias in the QKV projection even if the other linear layers have one."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
-    """Dropout probability of the hidden states."""
+    """Dropout of the hidden states."""
     attention_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
-    """Dropout probability of the attention weights."""
+    """Dropout of the attention weights."""
     attention_backend: str = flag(
         "auto", choices=("auto", "flash", "fused", "unfused", "local"), role="run", in_args=False
     )
-    """Attention kernel: auto takes the fastest at hand, flash-attn first; fused keeps to torch's own; unfused
-    and local take the plain reference. One line at the start names the kernel."""
+    """Attention kernel: auto uses the fastest available, flash-attn first; fused only torch's; unfused and local the
+    reference (logged)."""
     use_flash_attn: bool = flag(False, role="run", in_args=False)
-    """Same as --attention-backend flash: take what auto takes, and say in one line where flash-attn is not
-    used."""
+    """Same as --attention-backend flash: auto, but logs if flash-attn is not used."""
 
     transformer_impl: str = flag(
         "local",
@@ -440,18 +431,17 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         role="run",
         in_args=False,
     )
-    """Whose kernels the layers use: local is this project's own choice; transformer_engine takes attention (with
-    --attention-backend auto) and norms from that package, with --bf16 or --fp16 on CUDA, and says in one line
-    where it cannot. Linear layers, in fp8 too, are this project's own with both."""
+    """Kernels: local is this project's choice; transformer_engine takes that package's attention (with
+    --attention-backend auto) and norms, with --bf16 or --fp16 on CUDA, and logs if it cannot. Linear layers, FP8 too,
+    are this project's."""
 
     init_method_std: float = flag(0.02, role="run", bounds=NOT_NEGATIVE)
-    """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x
-    layers)."""
+    """Standard deviation of initial weights; / sqrt(2 x layers) at the end of residual branches."""
 
     recompute_activations: bool = flag(False, role="run", in_args=False)
-    """Recompute the attention in the backward pass (same as --recompute-granularity selective)."""
+    """Recompute attention (same as --recompute-granularity selective)."""
     recompute_granularity: str | None = flag(None, choices=("selective", "full"), role="run")
-    """What the backward pass recomputes: chosen parts of a layer (selective) or whole layers (full)."""
+    """Activation recomputation (gradient checkpointing): modules of a layer (selective) or whole layers (full)."""
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
         nargs="+",
@@ -459,41 +449,37 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         role="run",
         in_args=False,
     )
-    """With selective recompute: any of core_attn (the attention core, the default), layernorm (the outputs of the
-    norms in front of attention and feed-forward), mlp (a dense feed-forward), moe (one of experts), moe_act (the
-    experts' activation), shared_experts and mla_up_proj (latent attention's queries, keys and values)."""
+    """Modules of selective recomputation: core_attn (the default), layernorm (norms before attention and feed-forward),
+    mlp (dense), moe (expert feed-forward), moe_act (expert activation), shared_experts, mla_up_proj (MLA queries, keys,
+    values)."""
     moe_layer_recompute: bool = flag(False, role="run", needs="num_experts", in_args=False)
-    """Recompute layers of experts in the backward pass too (same as --recompute-granularity selective with moe added to
-    --recompute-modules)."""
+    """Add moe to --recompute-modules, with --recompute-granularity selective."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"), role="run")
-    """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
-    (block)."""
+    """Full recomputation: layers in groups (uniform), or the first layers of a stage (block)."""
     recompute_num_layers: int | None = flag(None, role="run", bounds=POSITIVE, most=100_000)
-    """With full recompute: layers in a group (uniform), or layers recomputed on each stage (block)."""
+    """Full recomputation: layers per group (uniform), or per stage (block)."""
     distribute_saved_activations: bool = flag(False, role="run", in_args=False)
-    """With full recompute: keep on each tensor-parallel rank its part of what is saved, and gather it in the backward
-    pass."""
+    """Full recomputation: shard saved activations over tensor-parallel ranks."""
     cpu_offloading: bool = flag(False, role="run", in_args=False)
-    """Keep what the first layers of each stage save for the backward pass in the machine's memory meanwhile."""
+    """Offload saved activations of each stage's first layers to host memory."""
     cpu_offloading_num_layers: int = flag(0, role="run", bounds=NOT_NEGATIVE, in_args=False)
-    """With --cpu-offloading: of how many layers of each stage, the first ones."""
+    """Layers to offload per stage, the first ones."""
     cpu_offloading_activations: bool = flag(True, negative="--no-cpu-offloading-activations", role="run", in_args=False)
-    """Offload activations with --cpu-offloading. Off: leave activations on the device."""
+    """Offload activations with --cpu-offloading. Off: keep activations on the device."""
     cpu_offloading_weights: bool = flag(False, role="run", needs="cpu_offloading", in_args=False)
-    """With --cpu-offloading: keep the weights of these layers in the machine's memory too, while no pass uses them."""
+    """Offload the weights of these layers too, while unused."""
 
     lora_rank: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**24, in_args=False)
-    """Train low-rank adapters of this rank, and no other weights; 0 trains the model itself."""
+    """Train only low-rank adapters of this rank (LoRA); 0 trains the model."""
     lora_alpha: float = flag(16.0, role="recipe", bounds=POSITIVE, needs="lora_rank", in_args=False)
-    """With --lora-rank: the adapters' product is multiplied by this number / rank."""
+    """Multiply the LoRA adapters' output by this number / rank."""
     lora_target_modules: tuple[str, ...] = flag(
         (), nargs="+", metavar="NAME", role="recipe", needs="lora_rank", in_args=False, seen_as="adapted_parts"
     )
-    """With --lora-rank: the linear layers that have adapters, by our names (linear_qkv linear_proj linear_fc1
-    linear_fc2, the default) or Hugging Face's (q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; c_attn c_proj
-    c_fc)."""
+    """Layers with LoRA adapters: linear_qkv linear_proj linear_fc1 linear_fc2 (the default), or Hugging Face's q_proj
+    k_proj v_proj o_proj gate_proj up_proj down_proj, c_attn c_proj c_fc."""
     lora_dropout: float = flag(0.0, role="recipe", bounds=BELOW_ONE, needs="lora_rank", in_args=False)
-    """With --lora-rank: dropout probability of the adapters' inputs."""
+    """Dropout of the LoRA adapters' inputs."""
 
     def __post_init__(self) -> None:
         """Derive the fields that depend on others."""

@@ -155,7 +155,7 @@ def test_print_config_writes_a_file_with_the_help_of_every_flag(tmp_path: Path) 
         [*command[:2], "--config", str(path), "--print-config"], capture_output=True, text=True, check=True
     ).stdout
     assert again == printed
-    assert "\n# Number of samples of one forward pass on one data-parallel rank.\nmicro_batch_size = 2\n" in printed
+    assert "\n# Samples per forward pass on one data-parallel rank.\nmicro_batch_size = 2\n" in printed
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_padded_shape_is_accepted() -> None:
 
 def test_float32_is_refused() -> None:
     words = [word for word in SHAPE.split() if word != "--bf16"]
-    with pytest.raises(ConfigurationError, match="needs --bf16 or --fp16"):
+    with pytest.raises(ConfigurationError, match="FP8 requires --bf16 or --fp16"):
         resolve_arguments([*MINIMAL, *words, "--fp8-format", "hybrid"], 1)
 
 
@@ -160,7 +160,7 @@ def test_gathered_fp8_weights_exclude_what_they_would_spoil() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*FP8, *GATHER.split(), *flags.split()], 2)
     (problem,) = caught.value.problems
-    assert problem.startswith("--main-params-dtype fp16 keeps what the weights")
+    assert problem.startswith("--main-params-dtype fp16 cannot be combined with --fp8-param-gather")
 
 
 LATENT = "--multi-latent-attention --position-embedding-type rope --tensor-model-parallel-size 2"

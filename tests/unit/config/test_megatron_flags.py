@@ -104,7 +104,7 @@ def test_a_quotation_inside_the_split_is_taken_off(split: str) -> None:
         ),
         (
             "--trust-remote-code",
-            "--trust-remote-code has no effect: code that comes with a tokenizer or a model is never run",
+            "--trust-remote-code has no effect: code of tokenizers and models is never run",
         ),
         ("--DDP-impl torch", "--DDP-impl torch has no effect: there is one implementation of data parallelism"),
         (
@@ -271,7 +271,7 @@ def test_what_would_change_the_computation_is_refused_with_what_works(flags: str
 def test_packing_without_a_mask_says_that_attention_is_not_cut() -> None:
     no_mask = "--no-create-attention-mask-in-dataloader"
     assert parse(f"{no_mask} --reset-position-ids").notes[1:] == (
-        "--reset-position-ids begins positions anew at each document, but attention goes across documents, as in "
+        "--reset-position-ids restarts positions at each document, but attention crosses documents, as in "
         "Megatron-LM; add --reset-attention-mask to keep them apart, as Pai-Megatron-Patch does",
     )
     both = parse(f"{no_mask} --reset-position-ids --reset-attention-mask")

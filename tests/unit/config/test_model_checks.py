@@ -66,8 +66,9 @@ WRONG = [
     (f"{EIGHT} {FLOAT8} --moe-shared-expert-intermediate-size 40", "40 on each tensor-parallel rank, which fp8 needs"),
     (
         f"{EIGHT} --save somewhere --ckpt-format torch --expert-tensor-parallel-size 2",
-        "no place for --expert-tensor-parallel-size 2 beside --tensor-model-parallel-size 1, "
-        "--expert-model-parallel-size 1 and --num-query-groups 4; use --ckpt-format torch_dist or safetensors",
+        "--ckpt-format torch does not support this combination of --expert-tensor-parallel-size 2, "
+        "--tensor-model-parallel-size 1, --expert-model-parallel-size 1 and --num-query-groups 4; use --ckpt-format "
+        "torch_dist or safetensors",
     ),
     (f"{EIGHT} --cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is not supported for MoE layers"),
     ("--recompute-granularity selective --recompute-modules moe", "has no effect without --num-experts"),

@@ -213,7 +213,10 @@ def test_gathering_ahead_is_always_on() -> None:
             f"{WEIGHTS} --overlap-param-gather --overlap-param-gather-with-optimizer-step",
             "--overlap-param-gather-with-optimizer-step with",
         ),
-        (f"{WEIGHTS} --cuda-graph-impl local --attention-dropout 0", "--cuda-graph-impl local: with"),
+        (
+            f"{WEIGHTS} --cuda-graph-impl local --attention-dropout 0",
+            "do not support --data-parallel-sharding-strategy",
+        ),
         (f"{WEIGHTS} --cpu-offloading --cpu-offloading-num-layers 1 --cpu-offloading-weights", "--cpu-offloading-weig"),
     ],
 )

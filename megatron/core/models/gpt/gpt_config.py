@@ -19,52 +19,52 @@ class GPTConfig(TransformerConfig, in_args=True):
     vocab_size: int = flag(0, cli=False, role="shape", most=2**31 - 1, in_args=False)
     """Number of tokens of the tokenizer, without padding."""
     make_vocab_size_divisible_by: int = flag(128, role="layout", bounds=POSITIVE)
-    """The embedding is padded to a multiple of this number x the tensor-parallel size."""
+    """Pad the vocabulary to a multiple of this number x the tensor-parallel size."""
     max_position_embeddings: int = flag(
         0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, where=("position_embedding_type", "learned_absolute")
     )
-    """Number of positions that the model knows; by default the sequence length."""
+    """Positions of the model; by default the sequence length."""
     position_embedding_type: str = flag(
         "learned_absolute",
         choices=("learned_absolute", "rope", "none"),
         not_built=("relative", "mrope"),
         role="shape",
     )
-    """Kind of position embedding."""
+    """Type of position embedding."""
     use_rotary_position_embeddings: bool = flag(
         False,
         aliases=("--use-llama2-rotary-position-embeddings",),
         role="meaning",
         seen_as="position_embedding_type",
     )
-    """Use rotary positions (same as --position-embedding-type rope)."""
+    """Use rotary embeddings (same as --position-embedding-type rope)."""
     add_position_embedding: bool = flag(
         True, negative="--no-position-embedding", role="meaning", seen_as="position_embedding_type"
     )
-    """Learn the positions unless rotary ones are asked for. Off: use no learned positions: rotary ones where they are
-    asked for, else none."""
+    """Learn position embeddings unless rotary ones are configured. Off: do not learn position embeddings: use rotary
+    ones if configured, else none."""
     rotary_base: int = flag(10000, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope"))
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(1.0, role="meaning", where=("position_embedding_type", "rope"), seen_as="rotary_dim")
-    """Share of each head's width that is rotated."""
+    """Fraction of each head's dimension that is rotated."""
     rotary_interleaved: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
-    """Apply RoPE to pairs of adjacent channels (interleaved) instead of to the two halves of a head."""
+    """Rotate pairs of adjacent channels (interleaved), not the halves of a head."""
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope")
     )
-    """Divide the positions by this factor before they are rotated."""
+    """Divide positions by this factor for the rotary embedding."""
     use_rope_scaling: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
     """Scale the rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: float = flag(8.0, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True))
     """Llama 3.1 scaling: factor by which low frequencies are divided."""
     rope_scaling_low_freq_factor: float = flag(1.0, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True))
-    """Llama 3.1 scaling: below original length / this wavelength ratio frequencies are fully divided."""
+    """Llama 3.1 scaling: below original length / this wavelength ratio, frequencies are fully divided."""
     rope_scaling_high_freq_factor: float = flag(4.0, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True))
-    """Llama 3.1 scaling: above original length / this wavelength ratio frequencies are kept."""
+    """Llama 3.1 scaling: above original length / this wavelength ratio, frequencies are kept."""
     rope_scaling_original_max_position_embeddings: int = flag(
         8192, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True)
     )
-    """Llama 3.1 scaling: number of positions that the model was first trained with."""
+    """Llama 3.1 scaling: number of positions in the original training."""
     rotary_base_local: int | None = flag(
         None,
         role="meaning",
@@ -73,18 +73,18 @@ class GPTConfig(TransformerConfig, in_args=True):
         needs="window_size",
         in_args=False,
     )
-    """Base of the rotary frequencies in layers with a window, which are not scaled then; by default that of all."""
+    """Unscaled base of the rotary frequencies in sliding-window layers; by default that of all layers."""
     scale_embeddings: bool = flag(False, role="meaning", in_args=False)
-    """Multiply word embeddings by the root of the hidden size."""
+    """Multiply word embeddings by the square root of the hidden size."""
     final_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
-    """Keep logits within this number of 0, by a tanh."""
+    """Soft-cap the output logits at this value with tanh."""
     embedding_init_method_std: float | None = flag(None, role="run", bounds=NOT_NEGATIVE, in_args=False)
-    """Standard deviation of the initial embeddings of words and positions; by default --init-method-std."""
+    """Standard deviation of initial word and position embeddings; by default --init-method-std."""
     z_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, in_args=False)
-    """Weight of the z-loss of the output layer's logits, the mean of the squared logarithm of the sum of their
-    exponentials, beside the loss that is trained; by default there is none. --moe-z-loss-coeff is of routers."""
+    """Coefficient of the z-loss of output logits, the mean squared log-sum-exp, added to the trained loss. For routers:
+    --moe-z-loss-coeff."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
-    """Give the output layer a weight of its own."""
+    """Give the output layer a separate weight."""
 
     def __post_init__(self) -> None:
         """Derive the fields that depend on others."""
@@ -101,7 +101,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     @property
     def embedding_init_std(self) -> float:
-        """Return the initial standard deviation of the embeddings, and of an output layer that is tied to them."""
+        """Return the initial standard deviation of the embeddings, and of a tied output layer."""
         std = self.embedding_init_method_std
         return self.init_method_std if std is None else std
 
@@ -112,7 +112,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the number of rows of the embedding, padding included."""
+        """Return the number of embedding rows, including padding."""
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
 
     @property

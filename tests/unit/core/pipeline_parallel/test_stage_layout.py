@@ -116,7 +116,7 @@ def test_notation_that_cannot_be_read_is_refused(text: str, words: str) -> None:
             5,
             24,
             {},
-            "24 layers do not spread evenly over --pipeline-model-parallel-size 5; use a pipeline size of 1, 2, 3",
+            "cannot split 24 layers evenly over --pipeline-model-parallel-size 5 stages; use a pipeline size of 1, 2",
         ),
         (5, 24, {}, "--num-layers 20 or 25"),
         (4, 6, {"account_for_loss_in_pipeline_split": True}, "use a pipeline size of 1 or 7, --num-layers 3 or 7"),
