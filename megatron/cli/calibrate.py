@@ -43,7 +43,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments = build_parser().parse_args(argv)
     return exit_status_of(lambda: calibrate(arguments.output, arguments.like))
 

@@ -222,6 +222,6 @@ def clean(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments = build_parser().parse_args(argv)
     return exit_status_of(lambda: clean(arguments))

@@ -187,7 +187,7 @@ def _field(flag: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     request, notes = parse_arguments(argv)
     # Imported late, so that a wrong flag is reported before torch is imported.
     from megatron.checkpoint import convert

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, stored_folder, told_settings
 
     parser = Parser(prog="diff.py", description=__doc__, allow_abbrev=False)

@@ -211,5 +211,5 @@ def _write(path: str, lines: Sequence[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     return run_on_ranks(build_parser(), run, argv)

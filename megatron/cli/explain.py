@@ -61,7 +61,7 @@ def build_parser(world_size: int) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None, world_size: int = 1) -> int:
-    """Run the command line and return the exit status: 2 for invalid flags.
+    """Run the command with ``argv`` (default: the command line) and return its exit status: 2 for invalid flags.
 
     ``world_size`` is the launcher's world size, the default of --world-size.
     """

@@ -46,7 +46,10 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if the samples differ from the metrics file."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status.
+
+    The status is 1 if the samples differ from the metrics file.
+    """
     return exit_status_of(functools.partial(inspect_batch, build_parser().parse_args(argv)))
 
 

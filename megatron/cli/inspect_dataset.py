@@ -264,7 +264,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.tokenizer_type is None:

@@ -160,7 +160,10 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for an invalid file or flag."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status.
+
+    The status is 2 for an invalid file or flag.
+    """
     parser = build_parser()
     arguments, training_flags = parser.parse_known_args(argv)
     if arguments.evaluate is None:

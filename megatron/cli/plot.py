@@ -40,7 +40,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     for output in arguments.output or ():

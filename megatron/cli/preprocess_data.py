@@ -348,7 +348,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with ``argv``, by default `sys.argv`, and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments = build_parser().parse_args(argv)
     # Each worker encodes in one thread; the threads of the tokenizers package would not survive the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -14,7 +14,7 @@ from megatron.training import (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command with ``argv`` and return its exit status."""
     launch = launch_environment_or_exit()
     if "--explain" in argv:
         from megatron.cli import explain

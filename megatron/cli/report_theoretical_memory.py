@@ -31,7 +31,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for invalid flags."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status: 2 for invalid flags."""
     arguments, training_flags = build_parser().parse_known_args(argv)
     return exit_status_of(lambda: report(arguments.world_size, training_flags))
 

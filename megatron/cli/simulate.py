@@ -55,7 +55,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments, training_flags = build_parser().parse_known_args(argv)
     return exit_status_of(functools.partial(dry_run_step, arguments, training_flags))
 

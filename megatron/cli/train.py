@@ -87,7 +87,7 @@ _DEFAULT_PORT = 29500
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for invalid flags."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status: 2 for invalid flags."""
     try:
         return _train(sys.argv[1:] if argv is None else argv)
     except InputError as error:

@@ -31,7 +31,7 @@ _EXPECTED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_e
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointArguments:
-    """Values of a checkpoint by field; ``folder`` is None if there is no checkpoint."""
+    """Configuration values that a checkpoint records, by field; ``folder`` is None if there is no checkpoint."""
 
     folder: Path | None
     values: Mapping[str, Any]
@@ -74,7 +74,7 @@ def no_checkpoint(directory: str) -> str:
 
 
 def recorded_config(folder: Path) -> Mapping[str, Any]:
-    """Return the run configuration that a checkpoint of any format records; some formats lack fields."""
+    """Return the configuration that a checkpoint of any format records; fields that it does not record are absent."""
     found = detect_format(folder)
     if found == "torch_dist":
         from megatron.checkpoint.formats.megatron import recorded_torch_dist_config

@@ -363,7 +363,7 @@ def with_fields(config: ConfigType, **changes: Any) -> ConfigType:
 
 
 def from_fields(config_class: type[ConfigType], **values: Any) -> ConfigType:
-    """Build a configuration from the values of its fields, in groups or not.
+    """Build a configuration from field values; fields of groups may be passed directly.
 
     Args:
         config_class: the class of the configuration.

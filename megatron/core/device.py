@@ -205,7 +205,7 @@ class Device:
     def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None] | None:
         """Return the function that records an event at the end of the current stream's work; None on CPU.
 
-        It reuses the old event that it is given. During graph capture it returns None.
+        The function reuses the event passed to it, if any. During graph capture the function returns None.
         """
         return _mark_current_stream if self.is_cuda else None
 

@@ -312,7 +312,7 @@ def loss_bytes(plan: Plan) -> float:
 
 
 def passed_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
-    """Return the bytes that a layer's memory passes read and write."""
+    """Return the bytes that a layer's memory-bound kernels read and write."""
     total = _dense_bytes(plan, implementation, kind)
     if kind.has_experts:
         total += _expert_bytes(plan, implementation, kind)

@@ -142,14 +142,14 @@ def _stages(explanation: Explanation) -> Iterator[str]:
 def _memory(explanation: Explanation) -> Iterator[str]:
     prediction = explanation.prediction
     if prediction.stages:
-        yield "stage" + "".join(f"{name:>12}" for name in (*MEMORY_PARTS, "together"))
+        yield "stage" + "".join(f"{name:>12}" for name in (*MEMORY_PARTS, "total"))
     for number, stage in enumerate(prediction.stages):
         sizes = (*(getattr(stage, name) for name in MEMORY_PARTS), stage.total)
         yield f"{number:5}" + "".join(f"{size // _MIB:12}" for size in sizes)
     if prediction.used_bytes is not None:
         yield (
-            f"the fullest GPU shows {prediction.used_bytes // _MIB} of {explanation.usable // _MIB} MiB with what "
-            "libraries and the allocator hold"
+            f"the fullest GPU needs {prediction.used_bytes // _MIB} MiB of {explanation.usable // _MIB}, including "
+            "libraries and the allocator's reserve"
         )
     yield f"outcome: {prediction.outcome}" + (f": {prediction.reason}" if prediction.reason else "")
 
@@ -424,7 +424,7 @@ _HEADS = "tp  pp  cp  dp vpp  schedule       micro  recompute  sharding     prec
 
 
 def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: int | None) -> Iterator[str]:
-    """Yield the lines of the ranking table; it has a column of days if ``train_tokens`` is given."""
+    """Yield the lines of the ranking table, with a column of training days if ``train_tokens`` is given."""
     has_experts = any(each.choice.ep is not None for each in shown)
     heads = _HEADS.replace("  dp", "  dp  ep") if has_experts else _HEADS
     yield f"rank  {heads}" + ("      days" if train_tokens else "") + "  MiB left  layers"

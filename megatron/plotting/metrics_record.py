@@ -42,7 +42,7 @@ def metrics_file(given: Path) -> Path:
     """Return the metrics file of a ``--save`` folder, or the given file itself.
 
     Raises:
-        DataError: there is none.
+        DataError: the metrics file does not exist.
     """
     path = given / METRICS_FILE if given.is_dir() else given
     if not path.is_file():

@@ -94,10 +94,12 @@ def check_schedule(state: Mapping[str, Any], config: RunConfig) -> None:
     conflicts = list(dict.fromkeys(_conflicts(names, stored, given, config)))
     remedy = ""
     if all(conflict.can_be_given for conflict in conflicts):
-        remedy = f"{' '.join(f'{c.flag} {c.stored}' for c in conflicts)} to go on as it was, "
+        flags = " ".join(f"{conflict.flag} {conflict.stored}" for conflict in conflicts)
+        remedy = f"{flags} to keep the recorded value{'s' if len(conflicts) > 1 else ''}, "
     raise CheckpointError(
-        f"the schedule differs from the checkpoint's ({'; '.join(map(str, conflicts))}); give {remedy}"
-        "--override-opt-param-scheduler to use the new one or --use-checkpoint-opt-param-scheduler to keep the old one"
+        f"the schedule differs from the checkpoint's ({'; '.join(map(str, conflicts))}); pass {remedy}"
+        "--override-opt-param-scheduler to use the new schedule, or --use-checkpoint-opt-param-scheduler to ignore "
+        "this run's schedule flags and use the recorded schedule"
         f"{_earlier_checkpoint(stored, given, int(state['num_samples']), config)}"
     )
 

@@ -53,7 +53,7 @@ def test_another_rate_is_refused_when_a_run_goes_on(tmp_path: Path) -> None:
     refused = fork_training(toy_args(tmp_path, FLAGS, DECOUPLED, "--decoupled-lr 1e-2"))
     assert refused.statuses == (2,)
     (line,) = refused.errors[0].splitlines()
-    assert "(--decoupled-lr 0.02 → 0.01); give --decoupled-lr 0.02 to go on as it was, " in line
+    assert "(--decoupled-lr 0.02 → 0.01); pass --decoupled-lr 0.02 to keep the recorded value, " in line
 
 
 FOUR = "--train-iters 4 --lr-decay-iters 20 --eval-interval 2 --save-interval 2 --lr 1e-2 --lr-warmup-iters 0"

@@ -283,7 +283,7 @@ def test_a_longer_run_is_told_what_to_give_in_its_own_units(stopped: Path, tmp_p
     run = longer(stopped, tmp_path)
     assert run.statuses == (2,)
     (line,) = run.errors[0].splitlines()
-    assert "(--lr-decay-iters 20 → 24); give --lr-decay-iters 20 to go on as it was, " in line
+    assert "(--lr-decay-iters 20 → 24); pass --lr-decay-iters 20 to keep the recorded value, " in line
     assert "--override-opt-param-scheduler" in line
     assert "--use-checkpoint-opt-param-scheduler" in line
     assert "successfully loaded" not in run.stdout
@@ -294,7 +294,7 @@ def test_what_cannot_be_given_in_whole_iterations_is_not_proposed(stopped: Path,
     run = longer(stopped, tmp_path, "--global-batch-size 6 --lr 1e-3")
     (line,) = run.errors[0].splitlines()
     assert "--lr 0.003 → 0.001" in line
-    assert "--lr-decay-iters 13.33333333 → 24); give --override-opt-param-scheduler" in line
+    assert "--lr-decay-iters 13.33333333 → 24); pass --override-opt-param-scheduler" in line
 
 
 def test_samples_are_named_where_the_run_counts_in_them(stopped: Path, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_samples_are_named_where_the_run_counts_in_them(stopped: Path, tmp_path:
         place = words.index(flag)
         del words[place : place + 2]
     run = fork_training([*words, "--load", stopped])
-    assert "(--lr-decay-samples 80 → 96); give --lr-decay-samples 80 to go on" in run.errors[0]
+    assert "(--lr-decay-samples 80 → 96); pass --lr-decay-samples 80 to keep the recorded value" in run.errors[0]
 
 
 def test_a_wsd_decay_under_way_names_the_checkpoints_that_can_grow(tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_a_wsd_decay_under_way_names_the_checkpoints_that_can_grow(tmp_path: Pat
     words = toy_args(tmp_path, flags, "9 --exit-interval 5", save=False)
     words += ["--load", str(tmp_path / "checkpoints")]
     (line,) = fork_training(words).errors[0].splitlines()
-    assert "(--lr-decay-iters 6 → 9); give --lr-decay-iters 6 to go on as it was, " in line
-    assert "; its WSD decay began after 3 iterations: a checkpoint from before (--ckpt-step) goes on" in line
+    assert "(--lr-decay-iters 6 → 9); pass --lr-decay-iters 6 to keep the recorded value, " in line
+    assert "; its WSD decay began after 3 iterations: an earlier checkpoint (--ckpt-step) resumes" in line
     metrics = ["--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
     earlier = fork_training([*words, *metrics, "--ckpt-step", "2"]).check()
     assert [line["learning_rate"] for line in earlier.iterations()] == [3e-3] * 3

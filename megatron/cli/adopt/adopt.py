@@ -88,7 +88,7 @@ def variables_of(settings: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 or 2."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status: 0, 1 or 2."""
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
     arguments = build_parser().parse_args(words[:cut])

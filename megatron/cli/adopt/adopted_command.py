@@ -34,7 +34,7 @@ CONVERT = "tools/checkpoint/convert.py"
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Parsed launch command.
+    """Parts of a launch command.
 
     ``wrapper`` precedes the launcher (``srun …``). ``options`` are the launcher's options. ``ranks_of_node`` and
     ``nodes`` are None if they are unknown. ``is_distributed`` is false if plain python starts the script.
@@ -157,7 +157,7 @@ class AdoptedCommand:
 
     @property
     def would_run(self) -> bool:
-        """Return whether the command can be pasted and run without a decision."""
+        """Return whether the command can be pasted and run without a decision by the user."""
         return not self.refused and not self.placeholders and not any(item.needs_decision for item in self.findings)
 
     @property

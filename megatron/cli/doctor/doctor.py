@@ -35,7 +35,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments = build_parser().parse_args(argv)
     launch = launch_environment_or_exit()
     from megatron.cli.doctor.examination import Request, examine

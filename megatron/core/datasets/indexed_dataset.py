@@ -349,7 +349,7 @@ class Damage(NamedTuple):
 
 
 def ignore_bytes_read(num_bytes: int) -> None:
-    """Report no bytes."""
+    """Ignore the number of bytes read (the default progress callback)."""
 
 
 def checksums_path(prefix: str | Path) -> Path:

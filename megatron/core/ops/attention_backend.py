@@ -137,7 +137,7 @@ class AttentionCall:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether causality and window are the only rules, and the queries are the last positions."""
+        """Return whether causality and window are the only rules, and the queries are the keys' last positions."""
         pattern = self.pattern
         return pattern.document_ids is None and pattern.mask is None and pattern.first_query is None
 

@@ -219,9 +219,9 @@ def reconcile_schedules(
     conflicts = conflicting_fields(stored, given, num_samples)
     if conflicts and not override and not use_checkpoint:
         raise CheckpointError(
-            f"the schedule differs from the checkpoint's ({'; '.join(lines[name] for name in conflicts)}); give the "
-            "same values, --override-opt-param-scheduler to use the new ones or --use-checkpoint-opt-param-scheduler "
-            "to keep the old ones"
+            f"the schedule differs from the checkpoint's ({'; '.join(lines[name] for name in conflicts)}); pass the "
+            "recorded values, --override-opt-param-scheduler to use the new schedule, or "
+            "--use-checkpoint-opt-param-scheduler to use the recorded schedule"
         )
     return new, tuple(lines.values())
 

@@ -211,7 +211,7 @@ class FakeDevice(Device):
         return None
 
     def memory_use(self) -> MemoryUse:
-        """Return zeros, since the record has the memory of the step."""
+        """Return zeros; the dry run records the memory of the step itself."""
         return MemoryUse(0.0, 0.0, 0.0, 0.0)
 
     def peak_tflops(self, dtype_name: str) -> float | None:

@@ -23,7 +23,7 @@ from megatron.training.loggers import IntervalAverage, StepReport
 
 
 class DataHistory(Callback):
-    """Record of the samples read of each data set in ``run.train_state``, for data that is read from files."""
+    """Record in ``run.train_state`` which samples of each data set were read; only for data read from files."""
 
     def before_save(self, run: TrainingRun) -> None:
         state = run.train_state

@@ -44,7 +44,10 @@ class OwnerTimes:
 
 @dataclass(frozen=True)
 class OwnerRecord:
-    """Record of an owner: its process, the launcher that it does not outlive, and its purpose."""
+    """Record of the process that holds a run lock.
+
+    The record names the process, its launcher (the owner ends when the launcher ends), and the purpose.
+    """
 
     process: ProcessIdentity
     launcher: ProcessIdentity | None

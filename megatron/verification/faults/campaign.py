@@ -20,7 +20,9 @@ from megatron.core.sharding import split_box
 from megatron.verification.faults.injection import Fault, Injection
 from megatron.verification.faults.launch import POLL_S, AttackedCommand, Launch, LaunchError, losses
 
-_HEADER = ("round", "fault", "rank", "from", "to", "status", "as documented", "left", "ended after", "problem")
+_HEADER = (
+    "round", "fault", "rank", "from", "to", "status", "as documented", "processes left", "ended after", "problem",
+)  # fmt: skip
 
 
 @dataclass

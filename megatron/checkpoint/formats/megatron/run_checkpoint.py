@@ -78,7 +78,7 @@ def prefixes_held_apart(ddp: Mapping[str, Any], replicas: Group) -> tuple[str, .
 
 
 def is_held_apart(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether only this rank holds its shard of a tensor; untrained tensors are replicated."""
+    """Return whether no other rank of the group holds this rank's shard; the router's bias is always replicated."""
     return name.startswith(prefixes) and not name.endswith(CHOOSING_BIAS)
 
 

@@ -129,7 +129,7 @@ def forward_program(
     kept_scale: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Write one row of the sum and of its norm.
+    """Write one row of the residual sum and of its normalized value.
 
     Without ``means`` the norm is RMSNorm, without keys there is no dropout, and without a branch the sum is the
     residual.
