@@ -113,7 +113,7 @@ OWN = {
     "other kernel": ".+ is not used, since .+",
     "tokenizer of a model": r"the tokenizer is that of --load \S+: \w+",
     "documents apart": r"--reset-position-ids keeps documents apart in attention.+ --reset-attention-mask is added",
-    "chunks": r"( > tensor-parallel communication beside products|--tp-comm-overlap has an effect on layers in 16 bits "
+    "chunks": r"( > tensor-parallel communication overlapped with GEMMs|--tp-comm-overlap has an effect on layers in 16 bits "
     "only): .+",
     "fp8": "fp8: .+",
     "offload": "optimizer offload: .+",

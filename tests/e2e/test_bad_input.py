@@ -71,7 +71,7 @@ WRONG = [
     ("--fp8-format hybrid --kv-channels 8 --seq-length 32", 1, "--fp8-format hybrid: FP8 requires --bf16 or --fp16"),
     ("--bf16 --fp8-format hybrid --seq-length 28", 1, "to be a multiple of 16; use --seq-length 32"),
     ("--optimizer cpu_adam", 1, "--optimizer cpu_adam is not supported yet"),
-    ("--use-precision-aware-optimizer --main-params-dtype fp16", 1, "give --bf16, or --main-params-dtype fp32"),
+    ("--use-precision-aware-optimizer --main-params-dtype fp16", 1, "use --bf16 or --main-params-dtype fp32"),
     ("--cpu-offloading", 1, "--cpu-offloading needs --cpu-offloading-num-layers"),
     ("--hidden-dropout 1.5", 1, "--hidden-dropout 1.5"),
     ("--seed -1", 1, "--seed -1"),

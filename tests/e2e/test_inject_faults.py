@@ -60,7 +60,10 @@ def test_faults_of_two_ranks_cost_nothing(flags: str, tmp_path: Path) -> None:
         ("--kill any --rounds 0", "error: --rounds 0 is not greater than 0"),
         ("--kill any --every-seconds nan", "error: --every-seconds nan is not greater than 0"),
         ("--kill any --processes 3 -- true", "error: --processes: of the small run, which a command after -- replaces"),
-        ("--corrupt weight -- true", "error: --corrupt weight and --corrupt gradient need a command with a Python"),
+        (
+            "--corrupt weight -- true",
+            "error: --corrupt weight and --corrupt gradient need a command that runs a Python",
+        ),
         ("--corrupt sample -- true", "error: --corrupt sample needs a command with --data-path PREFIX"),
         (
             "--kill any -- no-such-command",
@@ -68,7 +71,7 @@ def test_faults_of_two_ranks_cost_nothing(flags: str, tmp_path: Path) -> None:
         ),
         ("--kill any --json no/such/file", "error: --json no/such/file: there is no such folder"),
         ("--kill 2", "error: --kill 2: there is no rank 2 here; change it to one of: 0, 1"),
-        ("--stop any --processes 1", "error: --stop any: the run has one rank here, which nobody waits for"),
+        ("--stop any --processes 1", "error: --stop any: no rank waits for the only rank of this run"),
         ("--kill any --reference nothing", "error: --reference nothing is no file"),
     ],
 )

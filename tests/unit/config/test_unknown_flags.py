@@ -73,7 +73,7 @@ def test_a_feature_that_is_not_there_is_refused_by_name() -> None:
     [
         ("--shared-moe-ffn-hidden-size 64", "; give --moe-shared-expert-intermediate-size 64: add --moe-shared-expert"),
         ("--enable-shared-expert", "give --moe-shared-expert-intermediate-size for a shared expert"),
-        ("--moe-hybridep-num-blocks-permute 8", "; leave it out: --moe-token-dispatcher-type says how tokens"),
+        ("--moe-hybridep-num-blocks-permute 8", "; leave it out: --moe-token-dispatcher-type"),
         ("--use-fused-weighted-squared-relu", "; leave it out: "),
         ("--mtp-use-repeated-layer", "is not supported: this choice of multi-token prediction is not built"),
     ],
