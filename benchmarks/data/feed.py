@@ -43,7 +43,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa
 from megatron.core.datasets.micro_batch_reader import MicroBatchReader, ReadAhead  # noqa: E402
 
 VOCABULARY, SLOW_S = 50257, 0.002
-SCENES = {"alone": "micro-batches/s", "beside a step": "ms a step", "slow storage": "ms a step"}
+SCENES = {"alone": "micro-batches/s", "beside a step": "ms per step", "slow storage": "ms per step"}
 
 
 @dataclass(frozen=True)

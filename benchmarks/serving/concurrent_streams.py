@@ -78,7 +78,7 @@ def describe() -> str:
 
 
 async def measure(port: int, num_streams: int, num_tokens: int, num_rounds: int) -> dict[str, object]:
-    """Return tokens a second of both ways by round, and the waits of a client with and without others that leave."""
+    """Return tokens per second of both ways by round, and the waits of a client with and without others that leave."""
     await streams(port, 2, num_tokens, at_once=True)
     alone, together = [], []
     for _ in range(num_rounds):
@@ -91,8 +91,8 @@ async def measure(port: int, num_streams: int, num_tokens: int, num_rounds: int)
         after.append(wait)
         token_times.append(token_time)
     return {
-        "tokens a second, one at a time": alone,
-        "tokens a second, all at once": together,
+        "tokens per second, one at a time": alone,
+        "tokens per second, all at once": together,
         "ratio of medians": round(statistics.median(together) / statistics.median(alone), 2),
         "lost": 0,
         "ms to a first token, on a quiet server": spread(quiet),
@@ -107,7 +107,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 async def streams(port: int, number: int, num_tokens: int, *, at_once: bool) -> float:
-    """Read so many streams to their ends and return tokens a second; a lost one is an error."""
+    """Read so many streams to their ends and return tokens per second; a lost one is an error."""
     begin = time.perf_counter()
     if at_once:
         counts = await asyncio.gather(*(read_stream(port, n, num_tokens) for n in range(number)))

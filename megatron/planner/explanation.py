@@ -291,9 +291,9 @@ def _try(edit: _Edit, before: float | None, read: Read, gpu: Gpu, implementation
     if prediction.time is None or prediction.used_bytes is None:
         return None
     seconds = _seconds_per_token(plan, prediction.time)
-    speed = f"{1e3 * prediction.time.total:.0f} ms a step"
+    speed = f"{1e3 * prediction.time.total:.0f} ms per step"
     if before is not None:
-        speed += f", {100 * (seconds / before - 1):+.1f} % GPU time a token"
+        speed += f", {100 * (seconds / before - 1):+.1f} % GPU time per token"
     margin = (usable_bytes(gpu) - prediction.used_bytes) // _MIB
     return Change(edit.flags, f"{speed}; {margin} MiB left", seconds, edit.alters)
 

@@ -91,12 +91,10 @@ def _run(explanation: Explanation) -> Iterator[str]:
     )
     yield (
         f"global batch {plan.global_batch_size} = {plan.num_microbatches} micro-batches x {plan.micro_batch_size} "
-        f"samples x {explanation.sizes.dp} data-parallel ranks; {plan.global_batch_size * plan.seq_length} tokens a "
-        "step"
+        f"samples x {explanation.sizes.dp} data-parallel ranks; {plan.global_batch_size * plan.seq_length} tokens "
+        "per step"
     )
-    yield (
-        f"{explanation.flops:.4e} FLOPs a step, {explanation.flops / explanation.sizes.world_size:.4e} of them on a GPU"
-    )
+    yield (f"{explanation.flops:.4e} FLOPs per step, {explanation.flops / explanation.sizes.world_size:.4e} per GPU")
     yield from describe_experts(plan.model, explanation.implementation.expert_imbalance)
     if data.samples:
         yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
@@ -165,7 +163,7 @@ def _time(explanation: Explanation) -> Iterator[str]:
         f"{name.replace('_', ' ')} {1e3 * parts[name]:.1f}" for name in names
     )
     yield describe_host(prediction.time)
-    yield f"{prediction.tflops:.1f} TFLOP/s a GPU as Megatron counts, {explanation.tokens_per_second:.0f} tokens/s"
+    yield f"{prediction.tflops:.1f} TFLOP/s per GPU as Megatron counts, {explanation.tokens_per_second:.0f} tokens/s"
 
 
 def describe_host(time: StepTime) -> str:
@@ -251,8 +249,8 @@ def _after(changes: Sequence[Change], ranking: str) -> Iterator[str]:
 def _speed(explanation: Explanation) -> str:
     time = explanation.prediction.time
     if time is None:
-        return f"{explanation.flops:.3e} FLOPs a step"
-    return f"{1e3 * time.total:.0f} ms a step, {explanation.tokens_per_second:.0f} tokens/s (predictions)"
+        return f"{explanation.flops:.3e} FLOPs per step"
+    return f"{1e3 * time.total:.0f} ms per step, {explanation.tokens_per_second:.0f} tokens/s (predictions)"
 
 
 def _memory_bars(explanation: Explanation) -> str:

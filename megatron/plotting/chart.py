@@ -17,12 +17,12 @@ _MOST_MEANS = 100
 _MOST_DATA_SETS = 8
 _EVALUATIONS, _DATA_SETS = "the losses of evaluations", "the losses of data sets"
 _FIGURES = (
-    ("lm_loss", "Training loss", "nats a token"),
-    (_DATA_SETS, "Training loss of each data set", "nats a token"),
-    (_EVALUATIONS, "Validation loss", "nats a token"),
+    ("lm_loss", "Training loss", "nats per token"),
+    (_DATA_SETS, "Training loss of each data set", "nats per token"),
+    (_EVALUATIONS, "Validation loss", "nats per token"),
     ("grad_norm", "Gradient norm, before clipping", "L2 norm"),
     ("learning_rate", "Learning rate", "a step"),
-    ("tokens_per_second", "Throughput", "tokens a second"),
+    ("tokens_per_second", "Throughput", "tokens per second"),
     ("tflops_per_device", "Throughput of each device", "TFLOP/s"),
     ("mfu", "Model FLOPs utilization", "part of the peak"),
     ("step_time_s", "Time of an iteration", "seconds"),

@@ -113,8 +113,8 @@ OWN = {
     "other kernel": ".+ is not used, since .+",
     "tokenizer of a model": r"the tokenizer is that of --load \S+: \w+",
     "documents apart": r"--reset-position-ids keeps documents apart in attention.+ --reset-attention-mask is added",
-    "chunks": r"( > tensor-parallel communication overlapped with GEMMs|--tp-comm-overlap has an effect on layers in 16 bits "
-    "only): .+",
+    "chunks": r"( > tensor-parallel communication overlapped with GEMMs|--tp-comm-overlap has an effect on layers in "
+    "16 bits only): .+",
     "fp8": "fp8: .+",
     "offload": "optimizer offload: .+",
     "pinned memory": r"\[Rank \d+\] \(after \d+ iterations\) pinned memory of the machine \(MB\): \d+\.\d\d",

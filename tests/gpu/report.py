@@ -110,7 +110,7 @@ def _timings(rows: Sequence[Row]) -> Iterator[str]:
             (
                 ("step, ms (median)", f"{row['step_ms']:.1f}", _known(row["predicted"].get("step_ms"), ".1f")),
                 ("fastest to slowest", f"{min(row['steps_ms']):.1f} to {max(row['steps_ms']):.1f}", ""),
-                ("tokens a second", f"{row['tokens_per_second']:,.0f}", ""),
+                ("tokens per second", f"{row['tokens_per_second']:,.0f}", ""),
                 ("TFLOP/s a device", f"{row['tflops']:.1f}", _known(row["predicted"].get("tflops"), ".1f")),
                 ("MFU", _known(row["mfu"], ".1%"), _known(row["predicted"].get("mfu"), ".1%")),
                 ("peak memory, MiB", f"{row['max_allocated_mib']:,.0f}", _known(row["predicted"].get("mib"), ",.0f")),

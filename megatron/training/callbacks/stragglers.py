@@ -97,7 +97,7 @@ class StragglerReport:
         else:
             head += (
                 f" rank {self.rank} takes {self.factor:.2f} times as long as its peers, most at {self.part} "
-                f"({1000.0 * self.seconds[self.rank][place]:.1f} ms an iteration), since iteration {self.since} |"
+                f"({1000.0 * self.seconds[self.rank][place]:.1f} ms per iteration), since iteration {self.since} |"
             )
         return f"{head} slowest: {show(order[::-1][:count])} | fastest: {show(order[:count])} |"
 

@@ -65,7 +65,7 @@ _CHARTS = {
         "loss scale": ["loss-scale"],
     },
     "3 speed and memory": {
-        "seconds an iteration": ["iteration-time"],
+        "seconds per iteration": ["iteration-time"],
         "TFLOP/s of each device": ["throughput"],
         "bytes of memory": ["mem-allocated-bytes", "mem-max-allocated-bytes", "mem-reserved-bytes"],
         "global batch size": ["batch-size"],

@@ -73,7 +73,7 @@ def test_the_line_says_who_at_what_and_since_when() -> None:
     seconds = [row(forward=0.002), row(forward=0.001, data=0.009), row(forward=0.003)]
     report = StragglerReport(11, 20, seconds, 1, 5.0, "data", 6)
     assert report.line(2) == (
-        " stragglers | iterations 11 to 20 | rank 1 takes 5.00 times as long as its peers, most at data (9.0 ms an "
+        " stragglers | iterations 11 to 20 | rank 1 takes 5.00 times as long as its peers, most at data (9.0 ms per "
         "iteration), since iteration 6 | slowest: 1 (10.0 ms), 2 (3.0 ms) | fastest: 0 (2.0 ms), 2 (3.0 ms) |"
     )
     assert report.figures()["slow_rank"] == 1
