@@ -237,7 +237,7 @@ def test_random_streams_cross_megatrons_formats(tmp_path: Path) -> None:
     for folder in (start / "checkpoints", tmp_path / "torch", tmp_path / "torch_dist", tmp_path / "again"):
         words = toy_args(tmp_path / f"after {folder.name}", flags, "--load", folder)
         run = fork_training(words, 1).check()
-        assert "start anew" not in run.stdout, folder
+        assert "restart from the seed" not in run.stdout, folder
         figures.append(exact_figures(run.iterations()))
     assert len(figures[0]) == 2
     assert figures == [figures[0]] * 4

@@ -351,7 +351,7 @@ def test_under_torchrun_the_reason_of_a_failure_is_the_last_line_too(command, tm
         ("--nproc 2 --master-port 5", "--master-port: one machine needs none; give --nnodes, or leave it out"),
         ("--nnodes 2 --nproc 2", "--nnodes 2 needs --node-rank and --master-addr on each machine"),
         ("--nnodes 2 --node-rank 2 --master-addr h", "--node-rank 2: a number from 0 to 1 is expected"),
-        ("--nproc", "--nproc: a value is missing; see megatron train --help"),
+        ("--nproc", "--nproc/--nproc-per-node: a value is missing; see megatron train --help"),
         ("--script no.py", "--script no.py is not there; name a Python file that trains"),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str
         patch.setattr(autotune, "has_library", lambda library, dtype: library != "mkl")
         lines: list[str] = []
         assert chosen_by(config, lines) == "auto"
-    assert [line[:66] for line in lines] == ["WARNING: the checkpoint's GEMMs are computed by mkl, whi"]
+    assert [line[:59] for line in lines] == ["WARNING: the checkpoint's GEMMs are computed by mkl, which "]
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, finetune=True))
     assert chosen_by(fresh, []) == "auto"
 

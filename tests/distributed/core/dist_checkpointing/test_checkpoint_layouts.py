@@ -144,7 +144,7 @@ def test_saved_at_one_layout_and_loaded_at_all(tmp_path: Path, source: tuple[int
         same = source == target
         lines, *others = run_distributed(target[0], load_at, str(tmp_path), target[1], same)
         assert all(not other for other in others)
-        reseeded = [line for line in lines if line.startswith("random number streams: tensor-parallel start anew")]
+        reseeded = [line for line in lines if line.startswith("random number streams: tensor-parallel restart from")]
         assert len(reseeded) == (0 if same else 1)
 
 

@@ -95,7 +95,7 @@ def test_the_state_of_a_built_in_rule_exists_from_the_start() -> None:
         ("a:lr_mult=x", "'x' of lr_mult is not a number"),
         ("a:wd_mult=-1", "wd_mult=-1 must be 0 or more"),
         ("a:lr_mult=nan", "must be 0 or more"),
-        ("a:lr_mult=1,lr_mult=2", "twice"),
+        ("a:lr_mult=1,lr_mult=2", "lr_mult is repeated"),
     ],
 )
 def test_an_override_that_says_something_else_is_refused(text: str, problem: str) -> None:

@@ -131,7 +131,7 @@ def test_the_line_says_what_computes_the_products(
     assert line is not None
     assert line.startswith("fp8: hybrid, ")
     assert f"layers 1 to 4 of 4; computed by {by}" in line
-    assert "further tokens" not in line
+    assert "MTP modules" not in line
     assert describe_float8(TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4), device) is None
 
 

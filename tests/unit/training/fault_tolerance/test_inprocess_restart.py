@@ -116,7 +116,7 @@ def test_a_run_that_fails_too_often_is_given_up() -> None:
     member.end(0)
     assert member.join() == Generation(1, ("a",))
     member.end(1)
-    with pytest.raises(RestartError, match=r"has failed 2 times .*--inprocess-max-iterations 1"):
+    with pytest.raises(RestartError, match=r"has failed 2 times and ends, because --inprocess-max-iterations is 1$"):
         member.join()
 
 

@@ -66,7 +66,7 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["stop", "partition"])
 def test_a_rank_alone_is_neither_stopped_nor_cut_off(kind: Kind) -> None:
-    with pytest.raises(ConfigurationError, match="the run has one rank here"):
+    with pytest.raises(ConfigurationError, match="no rank waits for the only rank of this run; use two or more"):
         Fault(kind, "any").rank([0], random.Random(1))
 
 
