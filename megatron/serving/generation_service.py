@@ -1,4 +1,4 @@
-"""Serving loop: one engine over several processes that batches and answers requests until it is told to stop.
+"""Serving loop: one engine over several processes that batches and answers requests until a stop request.
 
 The first rank has a queue of jobs. Every rank takes part in every round, even without work, so that no collective waits
 for long and a signal to any process ends all of them. A round generates one token for each running sequence.

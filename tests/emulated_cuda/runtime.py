@@ -36,7 +36,7 @@ class StreamBase(torch._C.Stream):
 
     def __new__(cls, priority: int = 0, **known: int) -> StreamBase:
         if "stream_ptr" in known:
-            # The project makes no torch.cuda.ExternalStream.
+            # Justified: no code of the project creates a torch.cuda.ExternalStream.
             raise NotImplementedError("torch.cuda.ExternalStream is not emulated")
         if "stream_id" not in known:
             device = core.current_device()
@@ -72,7 +72,7 @@ class EventBase:
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> EventBase:
         if interprocess:
-            # The project passes no event to another process.
+            # Justified: no code of the project shares an event between processes.
             raise NotImplementedError("torch.cuda.Event(interprocess=True) is not emulated")
         self = super().__new__(cls)
         self._event = core.Event(enable_timing)

@@ -186,7 +186,7 @@ def describe_ranks(traces: Sequence[RankTrace]) -> str:
     if not traces:
         return "a rank that cannot be told from the others"
     named = ", ".join(f"rank {trace.rank} on {trace.host}" for trace in traces)
-    return named if len(traces) == 1 else f"one of {named}, which cannot be told apart"
+    return named if len(traces) == 1 else f"one of {named}, which cannot be distinguished"
 
 
 _OUTLYING = 6.0

@@ -29,6 +29,8 @@ REJECTED = {
     r"by chance": "stochastic rounding, random",
     r"machine's memory": "host memory",
     r"its like|their like": "the other ranks",
+    r"told apart": "distinguished",
+    r"until (?:it|they) (?:is|are) told": "until a request",
     r"befell|befallen": "happened to",
 }
 """Patterns of words that pages and sources do not use, and what they use instead."""

@@ -144,4 +144,4 @@ def test_figures_that_differ_by_rounding_are_the_same() -> None:
 
 def test_ranks_are_named_with_their_hosts() -> None:
     assert describe_ranks(GOOD[:1]) == "rank 0 on node"
-    assert describe_ranks(GOOD[1:3]) == "one of rank 1 on node, rank 2 on node, which cannot be told apart"
+    assert describe_ranks(GOOD[1:3]) == "one of rank 1 on node, rank 2 on node, which cannot be distinguished"
