@@ -186,6 +186,13 @@ class Device:
         peak = max(resident, _peak_bytes() / _MIB)
         return MemoryUse(resident, peak, resident, peak)
 
+    def memory_summary(self) -> str:
+        """Describe the memory in use by this process in several lines."""
+        if self.is_cuda:
+            return torch.cuda.memory_summary(self.index)
+        use = self.memory_use()
+        return f"resident memory: {use.allocated:.0f} MiB\npeak resident memory: {use.max_allocated:.0f} MiB"
+
     def queue_state(self) -> str:
         """Describe whether the device has work left, or its failure; "" on CPU. It does not wait for the device.
 
@@ -297,6 +304,11 @@ def select_device(local_rank: int) -> Device:
             "sees a different device, CUDA_VISIBLE_DEVICES must name it, and torchrun must not start them)"
         )
     return Device("cuda", local_rank)
+
+
+def num_cuda_devices() -> int:
+    """Return the number of CUDA devices that this process may use; 0 with ``MEGATRON_DEVICE=cpu``."""
+    return 0 if os.environ.get("MEGATRON_DEVICE", "") == "cpu" else torch.cuda.device_count()
 
 
 def _has_device_of_its_own() -> bool:

@@ -8,6 +8,7 @@ from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.core.inference.beam_search import BeamConfig, Hypothesis
+    from megatron.core.inference.cached_forward import CachedForward
     from megatron.core.inference.continuous_engine import ContinuousEngine
     from megatron.core.inference.engine import InferenceEngine
     from megatron.core.inference.inference_request import (
@@ -41,6 +42,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "beam_search": "BeamConfig Hypothesis",
+        "cached_forward": "CachedForward",
         "continuous_engine": "ContinuousEngine",
         "engine": "InferenceEngine",
         "inference_request": (

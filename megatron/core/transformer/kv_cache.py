@@ -41,6 +41,16 @@ class KeyValueCache:
         self._lengths[layer_number] = end
         return keys[:end], values[:end]
 
+    def extend(self, max_length: int) -> None:
+        """Make room for ``max_length`` positions; the stored ones are kept."""
+        self.max_length = max_length
+        for layer_number, buffers in self._buffers.items():
+            length = self.length(layer_number)
+            key, value = (buffer.new_empty((max_length, *buffer.shape[1:])) for buffer in buffers)
+            for new, old in zip((key, value), buffers, strict=True):
+                new[:length] = old[:length]
+            self._buffers[layer_number] = (key, value)
+
     def select_rows(self, rows: torch.Tensor) -> None:
         """Set row ``i`` of the batch to the previous row ``rows[i]``; a row may be selected several times."""
         for layer_number, buffers in self._buffers.items():

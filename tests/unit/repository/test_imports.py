@@ -62,7 +62,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/tensor_parallel/symmetric_memory.py:_has_operators",
         "megatron/planner/simulation/fake_device.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py:parallelize",
-        "megatron/checkpoint/formats/huggingface/tp_worker.py:_answers",
+        "megatron/checkpoint/formats/huggingface/tp_worker.py:main",
+        "megatron/checkpoint/formats/huggingface/tp_worker.py:TensorParallelWorker",
         "megatron/checkpoint/formats/megatron/torch_dist_writer.py:build_metadata",
         "megatron/training/initialize.py",
         "megatron/training/fault_tolerance/rendezvous.py",
@@ -92,8 +93,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/chat_template.py:ChatTemplate",),
     "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/fake_triton.py:_program_type"),
-    # What it computes is compared with: in tests, and after a conversion where that is asked for.
-    "transformers": ("megatron/checkpoint/comparison.py:transformers_logits",),
+    # What it computes is compared with: in tests, and after a conversion where that is asked for. A parallel model
+    # returns its kind of output.
+    "transformers": (
+        "megatron/checkpoint/comparison.py:transformers_logits",
+        "megatron/checkpoint/formats/huggingface/parallel_model.py:ParallelModel",
+    ),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one class and never run.
     "pickle": ("megatron/checkpoint/formats/megatron/torch_file_writer.py:_Pickler",),
     # The entries of torch.distributed.checkpoint's files are what it makes of tensors.

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
-import shutil
-import subprocess
-import sys
-import tempfile
-import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import load_model_from
-from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.parallel_model import ParallelModel
 from megatron.checkpoint.formats.huggingface.settings import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -28,50 +20,37 @@ from megatron.checkpoint.formats.huggingface.settings import (
     read_model_text,
 )
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, LoadedModel, LoadedModelSource
-from megatron.core.device import Device, select_device
-from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
+from megatron.checkpoint.formats.huggingface.worker_pool import WorkerPool, memory_of, memory_report
+from megatron.core.device import Device, num_cuda_devices, select_device
+from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 
-_PROJECT = Path(__file__).resolve().parents[4]
-_RANK = f"{__package__}.tp_worker"
-_LOOK_EVERY_S = 0.5
-_TIME_TO_END_S = 10.0
 _DEFAULT_LENGTH = 20
 """Default total length of a sequence in tokens, including the prompt, as in transformers."""
 
 
 class SpawnedModel:
-    """Model that is tensor-parallel over ``num_processes`` newly started processes.
+    """Model of a folder that is tensor-parallel over ``num_processes`` newly started processes.
 
-    ``model`` is a folder or a loaded model, whose weights are written to a temporary folder until all processes have
-    read them. The processes end at `close`, or when this object is garbage collected.
+    The processes end at `close`, when this object is garbage collected, and when the program ends.
 
     Raises:
         ConfigurationError: a process cannot load its shard.
         CheckpointError: the settings of the folder cannot be read, or its end tokens are invalid.
-        MegatronError: a process has died.
+        MegatronError: a process failed.
     """
 
-    def __init__(self, model: str | Path | LoadedModel, num_processes: int, params_dtype: str | None = None) -> None:
-        with ExitStack() as stack:
-            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parallelize-")))
-            folder = place / "model"
-            if isinstance(model, str | Path):
-                folder = Path(model)
-            else:
-                write_hugging_face(LoadedModelSource(model), folder)
-            self._end_tokens = _end_tokens(model)
-            self._ranks = [
-                _start(rank, [str(folder), str(place / "meeting"), str(rank), str(num_processes), params_dtype or ""])
-                for rank in range(num_processes)
-            ]
-            stack.callback(_end, self._ranks)
-            self._unread = b""
-            self._answer()
-            shutil.rmtree(place / "model", ignore_errors=True)
-            self._finalizer = weakref.finalize(self, stack.pop_all().close)
+    def __init__(
+        self,
+        folder: str | Path,
+        num_processes: int,
+        params_dtype: str | None = None,
+        master: tuple[str, int] | None = None,
+    ) -> None:
+        self._end_tokens = _end_tokens(Path(folder))
+        self.pool = WorkerPool(folder, num_processes, params_dtype, master)
 
     def generate(
         self,
@@ -98,7 +77,7 @@ class SpawnedModel:
 
         Raises:
             ConfigurationError: the arguments are invalid, or a prompt has tokens outside the vocabulary.
-            MegatronError: a process has died.
+            MegatronError: a process failed.
         """
         if do_sample and num_beams > 1:
             raise ConfigurationError("do_sample=True and num_beams are two ways to choose tokens; omit one")
@@ -115,13 +94,14 @@ class SpawnedModel:
         beams = {"num_beams": num_beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
         how = {**drawn, "seed": int(torch.randint(2**31, ()))} if do_sample else {"greedy": num_beams == 1}
         request = {
+            "kind": "generate",
             "prompts": [row[mask.bool()].tolist() for row, mask in zip(ids, kept, strict=True)],
             "max_new_tokens": max_new_tokens,
             "sampling": {**how, "no_repeat_ngram_size": no_repeat_ngram_size},
             "beams": beams if num_beams > 1 else None,
             "end_tokens": list(ends),
         }
-        texts = self._ask(request)
+        texts: list[list[int]] = self.pool.ask(request)[0].values["tokens"]
         longest = max(map(len, texts), default=0)
         padding = pad_token_id if pad_token_id is not None else ends[0] if ends else 0
         new = torch.tensor([[*text, *[padding] * (longest - len(text))] for text in texts], dtype=ids.dtype)
@@ -129,76 +109,15 @@ class SpawnedModel:
 
     def close(self) -> None:
         """End the processes; nothing can be generated afterwards."""
-        self._finalizer()
-
-    def _ask(self, request: Mapping[str, Any]) -> list[list[int]]:
-        if not self._finalizer.alive:
-            raise ConfigurationError("the model's processes have ended; call parallelize again")
-        line = json.dumps(request).encode() + b"\n"
-        for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # the end of a process is detected while waiting for replies
-                _pipe(rank.stdin).write(line)
-                _pipe(rank.stdin).flush()
-        tokens: list[list[int]] = self._answer()["tokens"]
-        return tokens
-
-    def _answer(self) -> dict[str, Any]:
-        """Wait for a reply from any rank, or for the death of a process."""
-        outputs = {_pipe(rank.stdout).fileno(): number for number, rank in enumerate(self._ranks)}
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select(list(outputs), [], [], _LOOK_EVERY_S)
-            for output in ready:
-                read = os.read(output, 1 << 16)
-                self._unread += read
-                if not read:
-                    number = outputs[output]
-                    status = self._ranks[number].wait()
-                    for rank in self._ranks:
-                        rank.kill()  # they would wait for the dead process
-                    raise MegatronError(f"process {number} of {len(self._ranks)} ended with status {status}; see above")
-        line, _, self._unread = self._unread.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ConfigurationError(answer["error"])
-        return answer
+        self.pool.close()
 
 
-def _start(rank: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    program = (
-        f"import sys; sys.path.insert(0, {str(_PROJECT)!r}); from {_RANK} import main; sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *words]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Close the processes' standard input, and kill those that do not end in time."""
-    for rank in ranks:
-        with contextlib.suppress(BrokenPipeError):
-            _pipe(rank.stdin).close()
-    for rank in ranks:
-        try:
-            rank.wait(_TIME_TO_END_S)
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
-        _pipe(rank.stdout).close()
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
-
-
-def _end_tokens(model: str | Path | LoadedModel) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens in the model's settings.
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens in the settings of a model folder.
 
     Raises:
-        CheckpointError: the folder's settings cannot be read, or the tokens are invalid.
+        CheckpointError: the settings cannot be read, or the tokens are invalid.
     """
-    if not isinstance(model, str | Path):
-        return _as_tokens(json.loads(model.config.to_json_string()).get("eos_token_id"))
-    folder = Path(model)
     for name in (GENERATION_FILE, CONFIG_FILE):
         if not (folder / name).exists():
             continue
@@ -220,18 +139,6 @@ def _as_tokens(value: int | Sequence[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-@overload
-def parallelize(
-    model: str | Path | LoadedModel,
-    state: ParallelState | None = None,
-    *,
-    num_gpus: None = None,
-    fp16: bool = False,
-    params_dtype: str | None = None,
-) -> GPTModel: ...
-
-
-@overload
 def parallelize(
     model: str | Path | LoadedModel,
     state: ParallelState | None = None,
@@ -239,32 +146,33 @@ def parallelize(
     num_gpus: int | None = None,
     fp16: bool = False,
     params_dtype: str | None = None,
-) -> GPTModel | SpawnedModel: ...
+    verbose: bool | str | None = None,
+    master_addr: str = "127.0.0.1",
+    master_port: int | None = None,
+) -> Any:
+    """Make a Hugging Face model tensor-parallel for inference.
 
+    A model loaded with transformers in a program run with plain ``python`` is changed in place and returned. One
+    process per GPU is started (``num_gpus``, by default all visible GPUs), and computes ``forward`` and thereby
+    ``generate``. ``model.deparallelize()`` ends the processes and restores the model, as ``to``, ``cuda`` and ``cpu``
+    do. ``verbose`` prints the memory of each process: "simple" or True in one line, "detail" with torch's summary. The
+    processes meet in a file, or at ``master_addr`` and ``master_port`` if a port is given.
 
-def parallelize(
-    model: str | Path | LoadedModel,
-    state: ParallelState | None = None,
-    *,
-    num_gpus: int | None = None,
-    fp16: bool = False,
-    params_dtype: str | None = None,
-) -> GPTModel | SpawnedModel:
-    """Load a Hugging Face model as a native model, tensor-parallel over all processes, for inference.
+    ``model`` may also be a folder. With ``num_gpus`` of 2 or more, the result is then a `SpawnedModel`, otherwise the
+    native model in this process.
 
-    ``model`` is its folder, or a model loaded with transformers; each process copies its shard and leaves the model
-    unchanged. Under torchrun the process group is initialized first, if necessary. Without torchrun the model is not
-    sharded. With ``state`` the model is sharded over its groups. ``model.tp`` is the tensor-parallel group, over which
-    the logits are sharded. ``fp16`` is short for ``params_dtype="float16"``. Without either the model keeps its own
-    precision.
+    Under torchrun, or with ``state``, each process loads its shard of either kind of model, and the result is the
+    native model. torchrun's process group is initialized if necessary, and with ``state`` the model is sharded over its
+    groups. ``model.tp`` is the tensor-parallel group, over which the logits are sharded. ``num_gpus`` is then the
+    expected number of processes.
 
-    If a program run with plain ``python`` passes ``num_gpus`` of 2 or more, one process per GPU is started, and the
-    result is a `SpawnedModel` with ``generate``. If there are processes already, ``num_gpus`` is their expected number.
+    ``fp16`` is short for ``params_dtype="float16"``. Without either the model keeps its own precision.
 
     Raises:
         CheckpointError: the folder is not a model folder, or a file is damaged.
-        ConfigurationError: the model is not supported, or cannot be sharded over this number of processes; the number
-            differs from ``num_gpus``; or ``fp16`` is combined with another ``params_dtype``.
+        ConfigurationError: the model is not supported, cannot be sharded over this number of processes, or is parallel
+            already; the number differs from ``num_gpus``; or arguments contradict each other.
+        MegatronError: a started process failed.
     """
     if fp16 and params_dtype not in (None, "float16"):
         raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" are two precisions; omit one')
@@ -272,11 +180,19 @@ def parallelize(
         raise ConfigurationError(f"a {type(model).__name__} is neither a model folder nor a model of transformers")
     if num_gpus is not None and num_gpus < 1:
         raise ConfigurationError(f"num_gpus={num_gpus} is not positive; use 1 or more, or omit it")
-    is_alone = state is None and not dist.is_initialized() and not dist.is_torchelastic_launched()
-    if is_alone and num_gpus is not None and num_gpus > 1:
-        with contextlib.closing(_source_of(model)) as source:
-            check_tensor_parallel_size(source.config, num_gpus)
-        return SpawnedModel(model, num_gpus, "float16" if fp16 else params_dtype)
+    if verbose not in (None, False, True, "simple", "detail"):
+        raise ConfigurationError(f'verbose={verbose!r} is not "simple", "detail", True or None')
+    dtype = "float16" if fp16 else params_dtype
+    if state is None and not dist.is_initialized() and not dist.is_torchelastic_launched():
+        master = None if master_port is None else (master_addr, master_port)
+        if isinstance(model, LoadedModel):
+            num_gpus = num_gpus or num_cuda_devices() or 1
+        if num_gpus is not None and (num_gpus > 1 or isinstance(model, LoadedModel)):
+            parallel = _start_processes(model, num_gpus, dtype, master)
+            if verbose:
+                memory = [reply.values for reply in parallel.pool.ask({"kind": "memory"})]
+                print(memory_report(memory, verbose == "detail"), flush=True)
+            return model if isinstance(parallel, ParallelModel) else parallel
     device = _occupy_device()
     if state is None:
         if not dist.is_initialized() and dist.is_torchelastic_launched():
@@ -285,7 +201,22 @@ def parallelize(
         _check_world_size(num_gpus, world_size)
         state = create_parallel_state(ParallelSizes(tp=world_size))
     _check_world_size(num_gpus, state.world_size)
-    return load_hugging_face_model(model, state, device, "float16" if fp16 else params_dtype)
+    native = load_hugging_face_model(model, state, device, dtype)
+    if verbose:
+        print(memory_report([memory_of(device, state.rank)], verbose == "detail"), flush=True)
+    return native
+
+
+def _start_processes(
+    model: str | Path | LoadedModel, num_gpus: int, params_dtype: str | None, master: tuple[str, int] | None
+) -> ParallelModel | SpawnedModel:
+    if "deparallelize" in getattr(model, "__dict__", ()):
+        raise ConfigurationError("the model is parallel already; call model.deparallelize() first")
+    with contextlib.closing(_source_of(model)) as source:
+        check_tensor_parallel_size(source.config, num_gpus)
+    if isinstance(model, str | Path):
+        return SpawnedModel(model, num_gpus, params_dtype, master)
+    return ParallelModel(model, WorkerPool(model, num_gpus, params_dtype, master))
 
 
 def _check_world_size(num_gpus: int | None, world_size: int) -> None:

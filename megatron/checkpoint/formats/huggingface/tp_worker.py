@@ -1,7 +1,7 @@
 """Worker process of a tensor-parallel model started by a plain Python program.
 
-Requests are JSON lines on standard input, sent to every rank. Rank 0 replies with one line each; the first reply
-reports that all ranks are ready.
+Requests are JSON lines on standard input, sent to every rank. Every rank replies with one JSON line and the
+``num_bytes`` bytes that it names. The first reply reports that the rank is ready.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TextIO
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.formats.huggingface.parallelize import load_hugging_face_model
+from megatron.checkpoint.formats.huggingface.worker_pool import memory_of
 from megatron.core.device import select_device
 from megatron.core.errors import InputError
 from megatron.core.inference import (
     BeamConfig,
+    CachedForward,
     Continuation,
     GenerationRequest,
     InferenceEngine,
@@ -31,49 +35,113 @@ from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 
 WRONG_INPUT = 2
+_FAILED = 1
+_LOOK_EVERY_S = 0.5
 
 
-def main(argv: list[str]) -> int:
-    """Serve until standard input ends; ``argv`` is folder, rendezvous file, rank, number of ranks and precision."""
-    folder, meeting_place, rank, size, params_dtype = argv
-    answers = _take_standard_output()
+def main(text: str) -> int:
+    """Serve until standard input ends, or the program that started this process.
+
+    ``text`` is a JSON object with the model's folder, the rendezvous URL, rank, number of ranks, precision and the
+    process id of the program.
+    """
+    job = json.loads(text)
+    output = _take_standard_output()
+    # At the end of the program standard input ends, but a rank may wait in a collective, and other processes of the
+    # program may hold the pipe.
+    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
     try:
-        for answer in _answers(Path(folder), meeting_place, int(rank), int(size), params_dtype or None):
-            if rank == "0":
-                answers.write(json.dumps(answer) + "\n")
-                answers.flush()
+        worker = TensorParallelWorker(job)
+        _reply(output, {})
+        for line in sys.stdin:
+            try:
+                values, payload = worker.answer(json.loads(line))
+            except InputError as error:  # the same on every rank, before any communication
+                values, payload = {"error": str(error)}, b""
+            _reply(output, values, payload)
     except InputError as error:
-        answers.write(json.dumps({"error": str(error)}) + "\n")
-        answers.flush()
+        _reply(output, {"rejection": str(error)})
         return WRONG_INPUT
+    except Exception as error:  # noqa: BLE001 - the program reports it
+        if not isinstance(error, torch.OutOfMemoryError):
+            traceback.print_exc()
+        said = str(error).strip().split("\n")[0]
+        _reply(output, {"failure": f"{type(error).__name__}: {said}"})
+        return _FAILED
+    dist.destroy_process_group()
     return 0
 
 
-def _take_standard_output() -> TextIO:
+def _take_standard_output() -> BinaryIO:
     """Return the original standard output, reserved for replies; all other output is redirected to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    return answers
+    return output
 
 
-def _answers(folder: Path, meeting_place: str, rank: int, size: int, params_dtype: str | None) -> Iterator[Any]:
-    device = select_device(rank)
-    device.make_current()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    dist.init_process_group(device.default_backend, init_method=f"file://{meeting_place}", rank=rank, world_size=size)
-    state = create_parallel_state(ParallelSizes(tp=size))
-    engine = InferenceEngine(load_hugging_face_model(folder, state, device, params_dtype), state)
-    dist.barrier()  # the folder may be removed after the ready message
-    yield {"ready": size}
-    for line in sys.stdin:
-        try:
-            yield {"tokens": [_whole_text(each) for each in engine.generate(read_request(json.loads(line)))]}
-        except InputError as error:
-            yield {"error": str(error)}  # the same on every rank, before any communication
-    dist.destroy_process_group()
+def _reply(output: BinaryIO, values: Mapping[str, Any], payload: bytes = b"") -> None:
+    output.write(json.dumps({**values, "num_bytes": len(payload)}).encode() + b"\n" + payload)
+    output.flush()
 
 
-def read_request(values: dict[str, Any]) -> GenerationRequest:
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(_FAILED)
+
+
+class TensorParallelWorker:
+    """This rank's shard of a model, and its answers to requests.
+
+    Raises:
+        InputError: the shard cannot be loaded.
+    """
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        rank, size = job["rank"], job["size"]
+        self.rank = rank
+        self.device = select_device(rank)
+        self.device.make_current()
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        dist.init_process_group(
+            self.device.default_backend,
+            init_method=job["meeting"],
+            rank=rank,
+            world_size=size,
+            device_id=self.device.torch_device if self.device.is_cuda else None,
+        )
+        state = create_parallel_state(ParallelSizes(tp=size))
+        model = load_hugging_face_model(job["folder"], state, self.device, job["dtype"])
+        self.engine = InferenceEngine(model, state)
+        self.forward = CachedForward(model)
+        dist.barrier()  # the folder may be removed after the first reply
+
+    def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Return the values and the bytes of the reply to a request.
+
+        Raises:
+            InputError: the request is invalid.
+        """
+        match request["kind"]:
+            case "generate":
+                return {"tokens": [_whole_text(each) for each in self.engine.generate(read_request(request))]}, b""
+            case "logits":
+                return self._logits(request)
+        return memory_of(self.device, self.rank), b""
+
+    def _logits(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Return the shape and dtype of the logits ``[b, s, v]``, and on rank 0 their bytes."""
+        tokens, mask, positions = (torch.tensor(request[name]) for name in ("tokens", "mask", "positions"))
+        logits = self.forward.logits(
+            tokens, mask, positions, num_last=request["num_last"], keeps_cache=request["keeps_cache"]
+        )
+        values = {"shape": list(logits.shape), "dtype": str(logits.dtype).removeprefix("torch.")}
+        if self.rank > 0:
+            return values, b""
+        return values, logits.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def read_request(values: Mapping[str, Any]) -> GenerationRequest:
     """Parse a request from `SpawnedModel`."""
     ends = frozenset(values["end_tokens"])
     beams = None if values["beams"] is None else BeamConfig(**values["beams"])

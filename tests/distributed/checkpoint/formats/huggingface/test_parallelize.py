@@ -204,7 +204,7 @@ def test_a_loaded_model_is_cut_as_its_folder_is(expected: Any) -> None:
 @pytest.mark.default(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_memory_is_read_as_its_folder_is(expected: Any, kind: str) -> None:
-    loaded = parallelize(make_model(kind), num_gpus=1)
+    loaded = load_hugging_face_model(make_model(kind), describe_parallel_state(0, 1), Device("cpu"))
     for ours, read in zip(loaded.parameters(), parallelize(expected[kind][0]).parameters(), strict=True):
         assert torch.equal(ours, read)
 
@@ -283,10 +283,10 @@ BEAMS = {"num_beams": 5, "no_repeat_ngram_size": 4}
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Any, SpawnedModel]]:
-    """Return a model of transformers, and the same over two processes."""
+def pair(expected: Any) -> Iterator[tuple[Any, SpawnedModel]]:
+    """Return a model of transformers, and the same from its folder over two processes."""
     theirs = make_model("neo").eval()
-    ours = parallelize(theirs, num_gpus=2)
+    ours = parallelize(expected["neo"][0], num_gpus=2)
     assert isinstance(ours, SpawnedModel)
     yield theirs, ours
     ours.close()
@@ -376,10 +376,11 @@ def test_the_death_of_a_process_is_reported_and_ends_all(pair: tuple[Any, Spawne
     """The last test: its model is gone."""
     _, ours = pair
     ids = tokens_of("neo", 1, 9)
-    ours._ranks[1].kill()
-    with pytest.raises(MegatronError, match=r"^process 1 of 2 ended with status -9; see above$"):
+    workers = ours.pool._workers
+    workers[1].kill()
+    with pytest.raises(MegatronError, match=r"^process 1 of 2 was killed by SIGKILL; call parallelize again$"):
         ours.generate(ids, max_new_tokens=2)
+    assert all(worker.poll() is not None for worker in workers)
     ours.close()
-    assert all(rank.poll() is not None for rank in ours._ranks)
     with pytest.raises(ConfigurationError, match=r"^the model's processes have ended; call parallelize again$"):
         ours.generate(ids, max_new_tokens=2)
