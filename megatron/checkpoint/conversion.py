@@ -38,7 +38,12 @@ from megatron.checkpoint.formats import (
     write_native,
     write_peft,
 )
-from megatron.checkpoint.formats.huggingface import HuggingFaceSource, write_hugging_face
+from megatron.checkpoint.formats.huggingface import (
+    HuggingFaceSource,
+    fetch_model,
+    find_hub_model,
+    write_hugging_face,
+)
 from megatron.checkpoint.formats.megatron import carried_values, write_megatron_torch, write_torch_dist
 from megatron.checkpoint.inference_model import EVEN_PIPELINE, sample_tokens, source_config, streamed_logits
 from megatron.checkpoint.progress import ByteProgress
@@ -267,7 +272,10 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
         InputError: the checkpoint cannot be read or cannot be converted to the target.
         ConversionMismatchError: the result differs from the source, and was not published.
     """
-    found = find_checkpoint(request.load_dir, request.ckpt_step, _LOADED[FORMATS[request.loader]])
+    load_dir = request.load_dir
+    if FORMATS[request.loader] == "hf" and (model := find_hub_model(str(load_dir))) is not None:
+        load_dir = fetch_model(model, log)
+    found = find_checkpoint(load_dir, request.ckpt_step, _LOADED[FORMATS[request.loader]])
     saver = target_format(request.loader, request.saver, found.format)
     if request.test_logits and "hf" not in (found.format, saver):
         raise ConfigurationError("--test-logits compares with a Hugging Face model; use it where one side is one")

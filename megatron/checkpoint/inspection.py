@@ -10,7 +10,7 @@ from megatron.checkpoint.checkpoint_folder import FORMAT_NAMES, FoundCheckpoint,
 from megatron.checkpoint.checkpoint_source import CheckpointSource
 from megatron.checkpoint.comparison import MAX_BOX_BYTES
 from megatron.checkpoint.formats import NativeSource, idle_lines
-from megatron.checkpoint.formats.huggingface import HuggingFaceSource
+from megatron.checkpoint.formats.huggingface import HUB, MODEL_RECORD, HuggingFaceSource
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import MODEL_PREFIX, OPTIMIZER_PREFIX, dtype_name
@@ -59,6 +59,8 @@ def describe(found: FoundCheckpoint, source: CheckpointSource, is_whole: bool = 
     states = [info for name, info in source.tensors.items() if name.startswith(OPTIMIZER_PREFIX)]
     yield f"checkpoint: {found.folder}"
     yield f"format: {FORMAT_NAMES[found.format]}"
+    if (origin := (common.get(MODEL_RECORD) or {}).get(HUB)) is not None:
+        yield f"from the Hugging Face Hub: {origin['name']}, revision {origin['revision']}"
     yield f"parameters: {sum(info.num_elements for info in weights)} in {len(weights)} tensors"
     kinds = sorted({name.split(".")[1] for name in source.tensors if name.startswith(OPTIMIZER_PREFIX)})
     yield f"optimizer state: {len(states)} tensors" + (f" ({', '.join(kinds)})" if kinds else "")

@@ -46,7 +46,13 @@ def build_parser() -> Parser:
     names = ", ".join(FORMATS)
     parser.add_argument("--loader", default="megatron", metavar="NAME", help=f"format to read: {names} (megatron)")
     parser.add_argument("--saver", default="megatron", metavar="NAME", help=f"format to write: {names} (megatron)")
-    parser.add_argument("--load-dir", required=True, type=stored_folder, metavar="DIR", help="folder of the checkpoint")
+    parser.add_argument(
+        "--load-dir",
+        required=True,
+        type=stored_folder,
+        metavar="DIR",
+        help="folder of the checkpoint; with --loader hf also org/name or org/name@revision on the Hugging Face Hub",
+    )
     parser.add_argument("--save-dir", required=True, type=local_folder, metavar="DIR", help="folder to write")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the latest)")
     layout = parser.add_argument_group("layout of the result (by default the layout of the checkpoint)")

@@ -37,7 +37,11 @@ def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -
         metavar="DIR",
         help="checkpoint folder (--save of a run), in the native or a Megatron-LM format",
     )
-    model.add_argument("--load-hf", metavar="DIR", help="Hugging Face model folder")
+    model.add_argument(
+        "--load-hf",
+        metavar="DIR|NAME",
+        help="Hugging Face model: a folder, or org/name or org/name@revision on the Hub",
+    )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the latest)")
     cut = parser.add_argument_group("parallel layout (torchrun must start TP x PP processes)")
     cut.add_argument(

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.formats.huggingface import find_hub_model
 from megatron.cli.generation_arguments import (
     Parser,
     ShutdownSignal,
@@ -44,7 +45,9 @@ def build_parser() -> Parser:
     add_server_flags(parser, 8000)
     parser.add_argument("--api-key", metavar="KEY", help="require Authorization: Bearer KEY in requests")
     parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the API key")
-    parser.add_argument("--served-model-name", metavar="NAME", help="model name in the API (the folder's name)")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="model name in the API (the name of --load or --load-hf)"
+    )
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="chat template (the tokenizer's own)")
     limits = parser.add_argument_group("limits")
     for flag, default, text in (
@@ -163,7 +166,8 @@ def log_line(line: str) -> None:
 def model_name(arguments: argparse.Namespace) -> str:
     """Return the name of the model in the API."""
     folder = arguments.load if arguments.load_hf is None else arguments.load_hf
-    return arguments.served_model_name or Path(folder).resolve().name or "model"
+    model = None if arguments.load_hf is None else find_hub_model(folder)
+    return arguments.served_model_name or (Path(folder).resolve().name if model is None else model.name) or "model"
 
 
 def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:

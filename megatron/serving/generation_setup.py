@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats import idle_lines
+from megatron.checkpoint.formats.huggingface import HubModel, fetch_model, fetch_on_every_node, find_hub_model
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.config.checks import LAYOUT_CHECKS, SPREAD
 from megatron.core.console import Log, waiting
@@ -28,7 +29,7 @@ from megatron.core.tokenizers import (
     read_json_object,
 )
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training import LaunchEnvironment, initialize_device, initialize_distributed
+from megatron.training import LaunchEnvironment, connect_store, initialize_device, initialize_distributed
 
 if TYPE_CHECKING:
     from megatron.checkpoint import CheckpointSource
@@ -48,7 +49,7 @@ class ModelRequest:
     """Model to load, and its parallel layout.
 
     Attributes:
-        folder: a run's ``--save`` folder, or the folder of a Hugging Face model.
+        folder: a run's ``--save`` folder, or the folder or the Hub name of a Hugging Face model.
         is_hugging_face: the folder must contain a Hugging Face model, which has no iterations.
         ckpt_step: iteration to load; None loads the newest one.
         tensor_parallel_size: None divides the number of ranks by the pipeline size.
@@ -71,9 +72,9 @@ class ModelRequest:
     told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not as_path(self.folder).is_dir():
+        if self.hub_model is None and not as_path(self.folder).is_dir():
             flag, kind = (
-                ("--load-hf", "a model's folder on this machine")
+                ("--load-hf", "a model's folder, or a model of the Hugging Face Hub as org/name or org/name@revision")
                 if self.is_hugging_face
                 else ("--load", "the folder that a run saved to")
             )
@@ -82,6 +83,11 @@ class ModelRequest:
             raise ConfigurationError(
                 f"--ckpt-step {self.ckpt_step} needs --load; a model of --load-hf has no iterations"
             )
+
+    @property
+    def hub_model(self) -> HubModel | None:
+        """Return the model on the Hub that ``folder`` names; None for a folder."""
+        return find_hub_model(self.folder) if self.is_hugging_face else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,18 +140,40 @@ def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
 
 
 def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpoint:
-    """Read the configuration and the tokenizer of a checkpoint of any format, without communication.
+    """Read the configuration and the tokenizer of a checkpoint of any format.
+
+    There is no communication, unless several ranks load a model from the Hub: then the process group is initialized.
 
     Raises:
         InputError: it cannot be read, its tokenizer cannot be built, or its model cannot be sharded this way.
     """
     sizes = layout_sizes(request, launch.world_size)
-    folder = _folder_of_other_format(request)
+    if request.hub_model is not None:
+        folder = _fetch(request.hub_model, launch)
+        request = dataclasses.replace(request, folder=str(folder))
+    other = _folder_of_other_format(request)
     if request.told:
-        _report_idle(request.told, folder, _log_once(launch))
-    if folder is not None:
-        return _open_source(request, folder, sizes)
+        _report_idle(request.told, other, _log_once(launch))
+    if other is not None:
+        return _open_source(request, other, sizes)
     return _open_native(request, sizes, _log_once(launch))
+
+
+def _fetch(model: HubModel, launch: LaunchEnvironment) -> Path:
+    """Return the folder of a model from the Hub, which one rank of each node downloads."""
+    log = _log_once(launch)
+    if launch.world_size == 1:
+        return fetch_model(model, log)
+    device = initialize_device(launch)
+    initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
+    return fetch_on_every_node(
+        model,
+        lambda chosen: fetch_model(chosen, log),
+        connect_store("hub"),
+        rank=launch.rank,
+        local_rank=launch.local_rank or 0,
+        world_size=launch.world_size,
+    )
 
 
 def _report_idle(told: Mapping[str, Any], folder: Path | None, log: Log) -> None:

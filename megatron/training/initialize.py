@@ -168,10 +168,11 @@ def has_run_failed() -> bool:
     return _count_failures(0) > 0
 
 
-def connect_store() -> Any:
+def connect_store(purpose: str = "") -> Any:
     """Open a separate connection to the rendezvous store.
 
-    A single process has a store in its memory.
+    A single process has a store in its memory. With a ``purpose`` the keys are separate from those of other purposes,
+    and of starts before a restart by torchrun.
 
     Raises:
         ConfigurationError: the store's address is not set, or it cannot be reached.
@@ -186,7 +187,7 @@ def connect_store() -> Any:
             "MASTER_ADDR and MASTER_PORT do not give the address of the processes' store; start them with torchrun"
         )
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
     except (RuntimeError, ValueError) as error:
@@ -194,6 +195,10 @@ def connect_store() -> Any:
         raise ConfigurationError(
             f"the store at {host}:{port} cannot be reached ({reason}); see the message of the process that hosts it"
         ) from error
+    if not purpose:
+        return store
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megatron/{purpose}/{restart}", store)  # type: ignore[attr-defined]
 
 
 def launcher_error_file() -> str:
@@ -263,11 +268,11 @@ def initialize_distributed(
 ) -> str | None:
     """Join the process group unless the world size is 1; return a warning if the backend had to be changed.
 
-    The ranks find each other through ``store``, by default the launcher's.
+    The ranks find each other through ``store``, by default the launcher's. A rank that has joined stays in its group.
     """
     import torch.distributed as dist
 
-    if launch.world_size == 1:
+    if launch.world_size == 1 or dist.is_initialized():
         return None
     warning = None
     if backend == "nccl" and not device.is_cuda:

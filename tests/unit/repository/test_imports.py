@@ -93,6 +93,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/chat_template.py:ChatTemplate",),
     "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/fake_triton.py:_program_type"),
+    "huggingface_hub": ("megatron/checkpoint/formats/huggingface/hub.py",),
     # What it computes is compared with: in tests, and after a conversion where that is asked for. A parallel model
     # returns its kind of output.
     "transformers": (

@@ -9,10 +9,11 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.huggingface.families import describe_missing_family, recorded_hugging_face_config
     from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, query_key_value_rows, shapes_of
+    from megatron.checkpoint.formats.huggingface.hub import HubModel, fetch_model, fetch_on_every_node, find_hub_model
     from megatron.checkpoint.formats.huggingface.linked_tensors import LinkTable
     from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
     from megatron.checkpoint.formats.huggingface.model_export import choose_family, publish_folder, write_hugging_face
-    from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD, decode_record
+    from megatron.checkpoint.formats.huggingface.model_record import HUB, MODEL_RECORD, decode_record
     from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
     from megatron.checkpoint.formats.huggingface.weight_files import WeightInfo, write_weights
 
@@ -21,10 +22,11 @@ __getattr__ = lazy_exports(
     {
         "families": "describe_missing_family recorded_hugging_face_config",
         "family": "Family TensorLink query_key_value_rows shapes_of",
+        "hub": "HubModel fetch_model fetch_on_every_node find_hub_model",
         "linked_tensors": "LinkTable",
         "llama": "LlamaFamily",
         "model_export": "choose_family publish_folder write_hugging_face",
-        "model_record": "MODEL_RECORD decode_record",
+        "model_record": "HUB MODEL_RECORD decode_record",
         "source": "HuggingFaceSource",
         "weight_files": "WeightInfo write_weights",
     },

@@ -18,6 +18,7 @@ from megatron.checkpoint.formats.huggingface.model_record import ModelRecord, de
 from megatron.checkpoint.formats.huggingface.settings import (
     CONFIG_FILE,
     GENERATION_FILE,
+    INDEX_FILE,
     dump_settings,
     parse_settings,
     replace_dtype,
@@ -28,7 +29,6 @@ from megatron.checkpoint.formats.huggingface.tokenizer_files import (
     end_of_text,
 )
 from megatron.checkpoint.formats.huggingface.weight_files import (
-    INDEX_FILE,
     OUTPUT_LAYER,
     WeightInfo,
     plan_files,

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.formats.huggingface.hub import hub_origin
 from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE, GENERATION_FILE, read_model_text
 from megatron.core.errors import CheckpointError
 
 MODEL_RECORD = "hugging_face"
 """Key of the record in a checkpoint's ``common`` section."""
+HUB = "hub"
+"""Key in the record of the name and the commit of a model from the Hub."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,15 @@ class FileRecord:
 class ModelRecord:
     """Text of the small files of a model folder, and the tensors of each safetensors file.
 
-    ``index`` and ``generation`` are None if the folder had no such file.
+    ``index`` and ``generation`` are None if the folder had no such file. ``hub`` is the name and the commit of a model
+    from the Hub.
     """
 
     config: str
     generation: str | None
     index: str | None
     files: Mapping[str, FileRecord]
+    hub: Mapping[str, str] | None = None
 
     def encode(self) -> dict[str, Any]:
         """Convert the record to JSON values."""
@@ -48,6 +53,7 @@ class ModelRecord:
                 }
                 for name, file in self.files.items()
             },
+            **({} if self.hub is None else {HUB: dict(self.hub)}),
         }
 
 
@@ -60,11 +66,15 @@ def decode_record(common: Mapping[str, Any]) -> ModelRecord | None:
     content = common.get(MODEL_RECORD)
     if content is None:
         return None
+    if isinstance(content, Mapping) and content.keys() == {HUB}:  # quantized weights are not written again
+        return None
     try:
         files = {
             str(name): FileRecord(tuple(file["tensors"]), file["metadata"]) for name, file in content["files"].items()
         }
-        return ModelRecord(str(content["config"]), content["generation_config"], content["index"], files)
+        return ModelRecord(
+            str(content["config"]), content["generation_config"], content["index"], files, content.get(HUB)
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the checkpoint's record of its Hugging Face folder is damaged: {error!r}") from error
 
@@ -87,6 +97,7 @@ def record_model(
         generation=read_model_text(folder, GENERATION_FILE) if has_generation else None,
         index=index,
         files=kept,
+        hub=hub_origin(folder),
     )
 
 

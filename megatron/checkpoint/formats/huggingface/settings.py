@@ -16,19 +16,21 @@ from typing import Any
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.safe_io import parse_json, read_plain_text
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""Name of the index of weights in several files."""
 _MOST_HEADER_BYTES = 100_000_000
 
 
 def stored_names(folder: Path) -> frozenset[str]:
     """Return the names of a folder's tensors; empty if they cannot be read, which loading the weights then reports."""
     try:
-        if (folder / _SINGLE).is_file():
-            with open(folder / _SINGLE, "rb") as stream:
+        if (folder / SINGLE_FILE).is_file():
+            with open(folder / SINGLE_FILE, "rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
                 header = parse_json(stream.read(min(length, _MOST_HEADER_BYTES)))
             return frozenset(header) - {"__metadata__"}
-        return frozenset(parse_json(read_plain_text(folder / _INDEX))["weight_map"])
+        return frozenset(parse_json(read_plain_text(folder / INDEX_FILE))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError):
         return frozenset()
 

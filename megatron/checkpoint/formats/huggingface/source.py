@@ -12,8 +12,9 @@ import torch
 from megatron.checkpoint import TensorInfo, untrained_common
 from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, weights_as_in_files
 from megatron.checkpoint.formats.huggingface.families import read_model
+from megatron.checkpoint.formats.huggingface.hub import hub_origin
 from megatron.checkpoint.formats.huggingface.linked_tensors import LinkedTensors, StoredWeights
-from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD, FileRecord, record_model
+from megatron.checkpoint.formats.huggingface.model_record import HUB, MODEL_RECORD, FileRecord, record_model
 from megatron.checkpoint.formats.huggingface.settings import (
     BlockFloat4,
     BlockFloat8,
@@ -67,6 +68,8 @@ class HuggingFaceSource:
             files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
             record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
             self.common |= {MODEL_RECORD: record.encode()}
+        elif (origin := hub_origin(self.folder)) is not None:
+            self.common |= {MODEL_RECORD: {HUB: origin}}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Read a box of a tensor, or all of it, as a contiguous CPU tensor.

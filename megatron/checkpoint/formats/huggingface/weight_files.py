@@ -20,14 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.checkpoint.formats.huggingface.model_record import FileRecord
-from megatron.checkpoint.formats.huggingface.settings import BlockFloat4, BlockFloat8
+from megatron.checkpoint.formats.huggingface.settings import INDEX_FILE, SINGLE_FILE, BlockFloat4, BlockFloat8
 from megatron.core.errors import CheckpointError
 from megatron.core.precision import dtype_from_name
 from megatron.core.safe_io import parse_json
 from megatron.core.sharding import Box
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 OUTPUT_LAYER = "lm_head.weight"
 
 _LENGTH_BYTES = 8

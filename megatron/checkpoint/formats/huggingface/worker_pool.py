@@ -87,7 +87,7 @@ class WorkerPool:
         if not self._finalizer.alive:
             raise ConfigurationError(ENDED)
         try:
-            if self._is_waiting:  # the program was interrupted (Ctrl-C) while the ranks computed, and goes on
+            if self._is_waiting:  # the program was interrupted (Ctrl-C) while the ranks computed, and continues
                 self._collect()
             self._send(json.dumps(request).encode() + b"\n")
             replies = self._collect()
@@ -184,7 +184,7 @@ def memory_report(processes: Sequence[Mapping[str, Any]], detailed: bool) -> str
 
 
 def _start(job: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    # Ctrl-C is for the program: it ends the workers with itself, or goes on.
+    # Ctrl-C is for the program: it ends the workers with itself, or continues.
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         f"sys.path.insert(0, {str(_PROJECT)!r}); from {_WORKER} import main; sys.exit(main(sys.argv[1]))"
