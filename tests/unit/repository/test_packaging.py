@@ -75,6 +75,7 @@ def test_nothing_imported_at_run_time_is_undeclared() -> None:
         "preprocessing",
         "data-cleaning",
         "conversion",
+        "hub",
         "plotting",
         "adopt",
         "object-storage",
