@@ -239,3 +239,26 @@ def test_a_stage_without_layers_is_refused() -> None:
         "--lora-rank trains adapters of layers, and a pipeline stage has none of these (Etttt|L); give each stage "
         "a layer",
     )
+
+
+MTP = "--num-layers 4 --position-embedding-type rope --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+
+
+def test_the_modules_of_a_layout_are_those_of_the_model() -> None:
+    parsed = resolve_arguments([*MINIMAL, *MTP.split(), "Ettt|tmL", "--mtp-num-layers", "1"], 2)
+    assert not [note for note in parsed.notes if "MTP" in note]
+    parsed = resolve_arguments([*MINIMAL, *MTP.split(), "Ett|t|t|mL", "--mtp-num-layers", "1"], 2)
+    assert not [note for note in parsed.notes if "MTP" in note]
+    parsed = resolve_arguments([*MINIMAL, *MTP.split(), "Ett|tt|m|L", "--mtp-num-layers", "1"], 2)
+    assert (
+        "--pipeline-model-parallel-layout Ett|tt|m|L: the MTP modules (m) run on the stage of the loss (L), and not on "
+        "a stage before it; results are the same"
+    ) in parsed.notes
+    for depth, instead in (("2", "write m 2 times, or leave m out"), (None, "add --mtp-num-layers 1")):
+        more = [] if depth is None else ["--mtp-num-layers", depth]
+        with pytest.raises(ConfigurationError) as caught:
+            resolve_arguments([*MINIMAL, *MTP.split(), "Ettt|tmL", *more], 2)
+        assert caught.value.problems == (
+            "--pipeline-model-parallel-layout 'Ettt|tmL' has 1 MTP module m and --mtp-num-layers is "
+            f"{depth or 0}; {instead}",
+        )
