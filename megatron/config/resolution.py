@@ -326,16 +326,18 @@ def unused_tokenizer_flags(tokenizer_type: str, given: Collection[str]) -> list[
 def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], problems: list[str]) -> RunConfig:
     """Take the tokenizer from the folder of --tokenizer-model or --load if no type or vocabulary is given.
 
-    With --patch-tokenizer-type the folder must have a tokenizer.
+    With --patch-tokenizer-type the folder must have a tokenizer, unless it is GPT2BPETokenizer.
     """
     tokenizer = config.tokenizer
     patch = tokenizer.patch_tokenizer_type
     if is_type_given or tokenizer.vocab_file is not None or tokenizer.merge_file is not None:
-        if patch is not None and tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        if patch is not None and tokenizer.tokenizer_type not in ("HuggingFaceTokenizer", patch):
             notes.append(
                 f"--patch-tokenizer-type {patch} has no effect: the tokenizer is {tokenizer.tokenizer_type}, as the "
                 "other flags say"
             )
+        return config
+    if patch == "GPT2BPETokenizer":
         return config
     source, folder = "--load", config.checkpoint.load
     if tokenizer.tokenizer_model is not None:
