@@ -73,8 +73,8 @@ def _tokenize(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str], *, 
         ) from error
     except InputError as error:
         raise DataError(
-            f"{error} (this is what tools/preprocess_data.py reports; its flags are not those of training: tokenize "
-            "with it, and give --data-path PREFIX instead of --train-data)"
+            f"{error} (flags of tools/preprocess_data.py); to use them, tokenize with it, and give --data-path PREFIX "
+            "instead of --train-data"
         ) from error
     if is_reporter:
         print(f"{' '.join(files)} is read from {prefix}.bin, tokenized {'now' if is_new else 'before'}", flush=True)
@@ -101,7 +101,7 @@ def _digest_of(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str]) ->
     """
     settings = {name: getattr(config.tokenizer, name) for name in TOKENIZER_KEYWORDS if name not in _FILES}
     parts = [str(FORMAT), config.data.text_key, json.dumps(settings)]
-    for path in (*tokenizer.files, *files):
+    for path in (*map(str, tokenizer.files), *files):
         digest = hashlib.sha256()
         with open(path, "rb") as file:
             while block := file.read(_BLOCK_BYTES):

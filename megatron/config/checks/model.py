@@ -440,14 +440,11 @@ def _check_mtp_layout(config: RunConfig) -> Iterator[str]:
     if layout is None or layout_problems(model, model.num_layers, layout):
         return
     named = sum(mtp_modules_per_stage(layout))
-    if named not in (0, depth):
-        instead = (
-            f"write m {depth} time{'s' * (depth > 1)}, or leave m out" if depth else f"add --mtp-num-layers {named}"
-        )
-        yield (
-            f"--pipeline-model-parallel-layout {layout!r} has {named} MTP module{'s' * (named > 1)} m and "
-            f"--mtp-num-layers is {depth}; {instead}"
-        )
+    given = f"--pipeline-model-parallel-layout {layout!r} has {named} m (MTP modules)"
+    if named and not depth:
+        yield f"{given}, and the model has none; add --mtp-num-layers {named}"
+    elif named not in (0, depth):
+        yield f"{given}, and --mtp-num-layers is {depth}; write m*{depth}, or leave m out"
 
 
 MTP_CHECKS = (

@@ -254,11 +254,11 @@ def test_the_modules_of_a_layout_are_those_of_the_model() -> None:
         "--pipeline-model-parallel-layout Ett|tt|m|L: the MTP modules (m) run on the stage of the loss (L), and not on "
         "a stage before it; results are the same"
     ) in parsed.notes
-    for depth, instead in (("2", "write m 2 times, or leave m out"), (None, "add --mtp-num-layers 1")):
-        more = [] if depth is None else ["--mtp-num-layers", depth]
+    given = "--pipeline-model-parallel-layout 'Ettt|tmL' has 1 m (MTP modules)"
+    for more, rest in (
+        ("--mtp-num-layers 2", "--mtp-num-layers is 2; write m*2, or leave m out"),
+        ("", "the model has none; add --mtp-num-layers 1"),
+    ):
         with pytest.raises(ConfigurationError) as caught:
-            resolve_arguments([*MINIMAL, *MTP.split(), "Ettt|tmL", *more], 2)
-        assert caught.value.problems == (
-            "--pipeline-model-parallel-layout 'Ettt|tmL' has 1 MTP module m and --mtp-num-layers is "
-            f"{depth or 0}; {instead}",
-        )
+            resolve_arguments([*MINIMAL, *MTP.split(), "Ettt|tmL", *more.split()], 2)
+        assert caught.value.problems == (f"{given}, and {rest}",)
