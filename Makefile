@@ -25,7 +25,6 @@ format: setup  ## rewrite the code in the project's style
 	$(PYTHON) -m ruff format .
 
 generate: setup  ## bring generated pages and the frozen lists of the tests up to date
-	$(PYTHON) tools/generate_argument_docs.py
 	$(PYTHON) -m tests.unit.config.mistakes
 	$(PYTHON) docs/scripts/draw_parallelism.py
 	$(PYTHON) docs/scripts/draw_planner.py

@@ -50,11 +50,12 @@ def site_links() -> ModuleType:
     return hook("site_links")
 
 
-def test_the_build_adds_the_page_of_messages() -> None:
+def test_the_build_adds_the_pages_of_flags_and_messages() -> None:
     pages = hook("built_pages").PAGES
     assert set(pages) == BUILT_PAGES
     # A page in docs/ with the same name would shadow the built one.
     assert [path for path in pages if (REPOSITORY / "docs" / path).exists()] == []
+    assert "# Flags of pretrain_gpt.py\n" in pages["arguments.md"]()
     assert "# Error messages\n" in pages["messages.md"]()
 
 
