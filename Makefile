@@ -42,7 +42,7 @@ test-gpu:  ## run the tests that need a CUDA device
 docs:  ## build the site of the documentation strictly, into build/site, in an environment of its own
 	test -x .venv-docs/bin/python || python3 -m venv .venv-docs
 	.venv-docs/bin/python -m pip install -qq -r requirements/docs.txt
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
 clean:  ## remove what checkers and builds leave behind
 	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis megatron_gpt.egg-info

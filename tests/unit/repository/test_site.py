@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,14 @@ def test_every_page_is_in_the_navigation_once() -> None:
     pages = sorted(navigated(settings["nav"]))
     there = {path.relative_to(REPOSITORY / "docs").as_posix() for path in tracked_files("docs/*.md", "docs/**/*.md")}
     assert pages == sorted({page for page in there if not page.startswith("adr/0")} | BUILT_PAGES)
+
+
+def test_the_build_fails_if_a_link_or_an_anchor_does_not_exist() -> None:
+    settings = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
+    assert settings["validation"]["links"]["anchors"] == settings["validation"]["links"]["not_found"] == "warn"
+    (command,) = re.findall(r"-m mkdocs build (.*)", (REPOSITORY / "Makefile").read_text(encoding="utf-8"))
+    # With --quiet MkDocs drops the warnings before --strict counts them.
+    assert command.split() == ["--strict"]
 
 
 def hook(name: str) -> ModuleType:
