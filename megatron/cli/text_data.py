@@ -6,6 +6,7 @@ text finds the data set, and changed text is tokenized again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -26,6 +27,8 @@ from megatron.data import FORMAT, record_path
 _FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _NUM_DIGITS = 16
 _BLOCK_BYTES = 1 << 20
+_ONLY_PREPROCESSING = ("--on-error", "--input-format", "--overwrite", "--restart")
+"""Flags in messages of preprocessing that training does not have."""
 
 
 def with_tokenized_text(config: RunConfig, *, is_reporter: bool) -> RunConfig:
@@ -58,10 +61,9 @@ def _tokenize(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str], *, 
     try:
         output = f"{folder / Path(files[0]).stem}-{_digest_of(config, tokenizer, files)}"
         prefix = f"{output}_{config.data.text_key}_document"
-        needed = (record_path(output), bin_path(prefix), idx_path(prefix))
         folder.mkdir(parents=True, exist_ok=True)
-        with open(f"{output}.lock", "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(Path(f"{output}.lock")):
+            needed = (record_path(output), bin_path(prefix), idx_path(prefix))
             is_new = not all(path.is_file() for path in needed)
             if is_new:
                 words = _command_line(config, tokenizer, files, output)
@@ -72,13 +74,27 @@ def _tokenize(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str], *, 
             "with --data-cache-path"
         ) from error
     except InputError as error:
+        text = str(error).replace("--json-keys", "--text-key")
+        if not any(flag in text for flag in _ONLY_PREPROCESSING):
+            raise DataError(text) from error
         raise DataError(
-            f"{error} (flags of tools/preprocess_data.py); to use them, tokenize with it, and give --data-path PREFIX "
-            "instead of --train-data"
+            f"{text} (a flag of tools/preprocess_data.py: tokenize with it, and give --data-path PREFIX instead of "
+            "--train-data)"
         ) from error
     if is_reporter:
         print(f"{' '.join(files)} is read from {prefix}.bin, tokenized {'now' if is_new else 'before'}", flush=True)
     return prefix
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a data set. The file is removed at the end, when a process that waits finds the data set."""
+    with open(path, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _command_line(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str], output: str) -> Iterator[str]:

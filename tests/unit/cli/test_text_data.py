@@ -125,10 +125,22 @@ def test_a_wrong_command_line_gets_a_line(folder: Path, words: str, problem: str
     assert [line for line in caught.value.problems if problem.format(folder) in line], caught.value.problems
 
 
-def test_a_broken_line_is_reported_with_its_place(folder: Path) -> None:
-    (folder / "data.json").write_text('{"text": "a"}\nno json\n')
-    with pytest.raises(DataError, match=r"data\.json:2: .* give --data-path PREFIX instead of --train-data"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"text": "a"}\nno json\n',
+            r"data\.json:2: .* \(a flag of tools/preprocess_data.py: .* give --data-path PREFIX",
+        ),
+        ('[{"text": "a"}]\n', r"data\.json:1: .* becomes lines with: jq -c '\.\[\]' FILE > NEW$"),
+        ('{"body": "a"}\n', r"data\.json:1: no key 'text' \(found: body\); change --text-key"),
+    ],
+)
+def test_a_wrong_line_is_reported_with_its_place(folder: Path, content: str, message: str) -> None:
+    (folder / "data.json").write_text(content)
+    with pytest.raises(DataError, match=message):
         with_tokenized_text(parse(folder, "--train-data {}/data.json"), is_reporter=False)
+    assert not list(folder.glob("*.lock"))
 
 
 def test_a_folder_that_cannot_be_written_is_reported(folder: Path) -> None:
