@@ -95,13 +95,13 @@ def charts_of(records: Sequence[MetricsRecord], smoothing: float = 0.0) -> list[
 
 
 def _lines(records: Sequence[MetricsRecord], name: str, smoothing: float) -> Iterator[Series]:
-    lines = [(number, record, record.figures.get(name, [])) for number, record in enumerate(records)]
-    if name in _CONSTANT_IS_DULL and len({value for _, _, points in lines for _, value in points}) < 2:
+    lines = [(record, record.figures.get(name, [])) for record in records]
+    if name in _CONSTANT_IS_DULL and len({value for _, points in lines for _, value in points}) < 2:
         return
-    for number, record, points in lines:
+    for record, points in lines:
         if points:
             average = moving_average(points, smoothing) if smoothing > 0 and len(points) > FEW_POINTS else []
-            yield Series(record.name, thinned(points), number, smoothed=thinned(average))
+            yield Series(record.name, thinned(points), record.color, smoothed=thinned(average))
 
 
 def moving_average(points: Points, weight: float) -> Points:
@@ -121,12 +121,12 @@ def moving_average(points: Points, weight: float) -> Points:
 
 def _evaluations(records: Sequence[MetricsRecord]) -> Iterator[Series]:
     """Yield one line per validation set; a single run gets one color per set."""
-    for number, record in enumerate(records):
+    for record in records:
         for place, (name, points) in enumerate(record.evaluations.items()):
             if points and len(records) == 1:
                 yield Series(name, thinned(points), place)
             elif points:
-                yield Series(f"{record.name}: {name}", thinned(points), number, dashed=place > 0)
+                yield Series(f"{record.name}: {name}", thinned(points), record.color, dashed=place > 0)
 
 
 def _data_sets(records: Sequence[MetricsRecord]) -> Iterator[Series]:
@@ -135,13 +135,13 @@ def _data_sets(records: Sequence[MetricsRecord]) -> Iterator[Series]:
     for record in records:
         tokens.update({name: round(sum(count for _, _, count in points)) for name, points in record.data_sets.items()})
     shown = [name for name, _ in tokens.most_common(_MOST_DATA_SETS)]
-    for number, record in enumerate(records):
+    for record in records:
         for place, name in enumerate(shown):
             points = means(record.data_sets.get(name, []), record.last_iteration)
             if points and len(records) == 1:
                 yield Series(name, points, place)
             elif points:
-                yield Series(f"{record.name}: {name}", points, number, dashed=place > 0)
+                yield Series(f"{record.name}: {name}", points, record.color, dashed=place > 0)
 
 
 def means(points: Sequence[tuple[float, float, float]], last_iteration: int) -> Points:
@@ -177,6 +177,7 @@ COLORS = ("#2b6cb0", "#c05621", "#2f855a", "#b83280", "#6b46c1", "#975a16", "#2c
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 12, 46
 _MOST_IN_LEGEND = 8
 _MOST_MARKED = 40
+_LOG_ROOM = 1.05
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,8 @@ def _log_button(chart: Chart, is_log: bool) -> str:
 def _legend(chart: Chart) -> str:
     """Return the labels of the lines; the label of a single line is the run's name, which the page shows."""
     items = [
-        f'<li><span class="key {_color(each)}{" dashed" if each.dashed else ""}"></span>{escape(each.label)}</li>'
+        f'<li title="{escape(each.label)}"><span class="key {_color(each)}{" dashed" if each.dashed else ""}"></span>'
+        f"{escape(each.label)}</li>"
         for each in chart.series[:_MOST_IN_LEGEND]
     ]
     hidden = len(chart.series) - len(items)
@@ -234,8 +236,13 @@ def _draw_svg(title: str, lines: Sequence[Series], is_log: bool) -> str:
     xs = [x for each in lines for x, _ in each.points]
     ys = [y for each in lines for _, y in each.points]
     x_ticks = ticks(min(xs), max(xs), whole=True)
-    y_ticks = log_ticks(min(ys), max(ys)) if is_log else ticks(min(ys), max(ys))
-    axes = Axes(min(*xs, x_ticks[0]), max(*xs, x_ticks[-1]), min(*ys, y_ticks[0]), max(*ys, y_ticks[-1]), is_log)
+    if is_log:
+        low, high = min(ys) / _LOG_ROOM, max(ys) * _LOG_ROOM
+        y_ticks = log_ticks(low, high)
+    else:
+        y_ticks = ticks(min(ys), max(ys))
+        low, high = y_ticks[0], y_ticks[-1]
+    axes = Axes(x_ticks[0], x_ticks[-1], low, high, is_log)
     foot = HEIGHT - _BOTTOM
     parts = [
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
@@ -317,20 +324,19 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return tick values for a logarithmic axis: powers of ten, with 2 and 5 between them if there are few.
+    """Return tick values between two positive values, for a logarithmic axis.
 
-    Within a factor of 2, they are those of a linear axis, which are evenly spaced there.
+    They are powers of ten, or 1, 2 and 5 times powers of ten within two decades, or those of a linear axis if fewer
+    than three are between the values.
     """
-    if high <= low * 2:
-        found = [value for value in ticks(low, high) if value > 0]
-        return found if len(found) > 1 else [low / 2, high * 2]
-    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    if last - first > 2:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if high > 100 * low:
         step = -(-(last - first) // 7)
-        return [10.0**power for power in range(first, last + step, step)]
-    values = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
-    below, above = [value for value in values if value <= low], [value for value in values if value >= high]
-    return [value for value in values if below[-1] <= value <= above[0]]
+        found = [10.0**power for power in range(first, last + 1) if power % step == 0]
+    else:
+        found = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
+    found = [value for value in found if low <= value <= high]
+    return found if len(found) > 2 else [value for value in ticks(low, high) if low <= value <= high]
 
 
 def number(value: float) -> str:

@@ -20,6 +20,10 @@
     return best;
   }
 
+  function brief(value) {
+    return String(Number(value.toPrecision(5)));
+  }
+
   function hide() {
     readout.hidden = true;
     if (line) line.remove();
@@ -34,7 +38,7 @@
     key.className = "key " + series.classList[1];
     name.append(key, label);
     const value = document.createElement("span");
-    value.textContent = average ? `${average[1]} (${point[1]})` : point[1];
+    value.textContent = average ? `${brief(average[1])} (${brief(point[1])})` : brief(point[1]);
     shown.append(name, value);
     return shown;
   }

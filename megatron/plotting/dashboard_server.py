@@ -72,14 +72,14 @@ class DashboardServer(http.server.ThreadingHTTPServer):
         self.hangs = FilesRead(tell_hang)
         self._records = FilesRead(read_metrics)
 
-    def record(self, run: Path, name: str) -> MetricsRecord:
-        """Return a run's current metrics under a name; its file is read again if it has changed.
+    def record(self, run: Path) -> MetricsRecord:
+        """Return a run's current metrics; its file is read again if it has changed.
 
         Raises:
             DataError: the file cannot be read, or has no iteration yet.
         """
         try:
-            return replace(self._records.of(run / METRICS_FILE), name=name)
+            return self._records.of(run / METRICS_FILE)
         except OSError as error:
             raise DataError(f"{run} cannot be read: {error.strerror}") from error
 
@@ -124,7 +124,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             f'<header class="top"><h1>{escape(title)}</h1><p id="state" role="status">live</p></header>'
             f'<div class="dashboard"><nav class="panel" aria-label="runs">{parts["list"]}</nav><main>'
             f'<div class="panel tools">{slider}<span class="muted">The faint lines are the values without smoothing.'
-            f"</span></div>{parts['summary']}{parts['charts']}{parts['more']}{self._step_form(runs)}</main></div>"
+            f"</span></div>{parts['problems']}{parts['summary']}{parts['charts']}{parts['more']}{self._step_form(runs)}</main></div>"
             f'<script nonce="{self.server.token}">\n{scripts}</script>'
         )
         return page(title, body)
@@ -141,9 +141,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _parts(self, runs: Mapping[str, Path], view: View) -> dict[str, str]:
         """Return the parts of the page that change, each an element with its id."""
         records, problems = [], []
-        for name in view.chosen:
+        colors = colors_of(list(runs), view.chosen)
+        for name, color in colors.items():
             try:
-                records.append(self.server.record(runs[name], name))
+                records.append(replace(self.server.record(runs[name]), name=name, color=color))
             except DataError as error:
                 problems.append(f'<p class="bad">{escape(str(error))}</p>')
         if not runs:
@@ -154,8 +155,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         folders = (RunFolder(name, runs[name], self.server.checks, self.server.hangs) for name in view.chosen)
         more = [*further_parts(records), *(part for folder in folders for part in folder.parts())]
         contents = {
-            "list": _run_list(runs, view, [record.name for record in records]),
-            "summary": "".join([*problems, to_table(records) if records else ""]),
+            "list": _run_list(runs, colors),
+            "problems": "".join(problems),
+            "summary": to_table(records) if records else "",
             "charts": to_charts(records, view.smoothing, chart_view) if records else "",
             "more": "\n".join(more),
         }
@@ -200,8 +202,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Disable the log line per request."""
 
 
-def _run_list(runs: Mapping[str, Path], view: View, drawn: Sequence[str]) -> str:
-    """Return the list of all runs with their status; ``drawn`` names the runs with a color, in the order of colors."""
+def colors_of(runs: Sequence[str], chosen: Sequence[str]) -> dict[str, int]:
+    """Return the index of a color for each chosen run.
+
+    A run keeps its color when others are selected or started, unless another chosen run has the same one and was
+    started earlier.
+    """
+    colors: dict[str, int] = {}
+    for number, name in enumerate(reversed(runs)):
+        if name in chosen:
+            free = [color for color in range(len(COLORS)) if color not in colors.values()]
+            wanted = number % len(COLORS)
+            colors[name] = wanted if wanted in free or not free else free[0]
+    return {name: colors[name] for name in chosen}
+
+
+def _run_list(runs: Mapping[str, Path], colors: Mapping[str, int]) -> str:
+    """Return the list of all runs with their status; those with a color are selected."""
     items = []
     for name, folder in runs.items():
         try:
@@ -213,12 +230,11 @@ def _run_list(runs: Mapping[str, Path], view: View, drawn: Sequence[str]) -> str
             age = f"last line {duration(status.age_s)} ago" if status.state in ("running", "hung") else ""
             age = age or f"{duration(status.age_s)} ago"
             told = " · ".join(each for each in (status.progress(), age, status.reason) if each)
-        color = f" c{drawn.index(name) % len(COLORS)}" if name in drawn else ""
-        checked = " checked" if name in view.chosen else ""
+        color, checked = (f" c{colors[name]}", " checked") if name in colors else ("", "")
         box = f'<input type="checkbox" id="run:{escape(name)}" value="{escape(name)}"{checked}>'
         items.append(
-            f'<li><label class="run{color}">{box}<span class="name">{escape(name)}</span>{badge}'
-            f'<span class="told">{escape(told)}</span></label></li>'
+            f'<li><label class="run{color}">{box}<span class="name">{escape(name)}</span>'
+            f'<span class="told">{badge}{escape(told)}</span></label></li>'
         )
     return f'<ul class="runs">{"".join(items)}</ul>'
 

@@ -49,10 +49,10 @@ def further_parts(records: Sequence[MetricsRecord]) -> Iterator[str]:
 def to_table(records: Sequence[MetricsRecord]) -> str:
     """Return the table of the runs, whose colors are those of the charts."""
     rows = []
-    for number, record in enumerate(records):
+    for record in records:
         best = min((value for _, value in record.evaluations.get("validation", [])), default=None)
         speeds = sorted(value for _, value in record.figures.get("tokens_per_second", []))
-        key = f'<span class="key c{number % len(COLORS)}"></span>'
+        key = f'<span class="key c{record.color % len(COLORS)}"></span>'
         rows.append(
             (
                 f"{key}{escape(record.name)}",

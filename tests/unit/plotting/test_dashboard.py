@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline
 from megatron.plotting import run_folder
-from megatron.plotting.dashboard_server import DashboardServer, address
+from megatron.plotting.dashboard_server import DashboardServer, address, colors_of
 from megatron.training.fault_tolerance.hang_report import Culprit, Diagnosis, HangReport, read_hang_report
 from megatron.training.fault_tolerance.processes import ProcessName
 from megatron.training.fault_tolerance.rank_state import RankState
@@ -122,6 +122,16 @@ def test_the_run_that_was_started_last_comes_first(server: DashboardServer) -> N
         os.utime(run / "run_record" / "config.toml", (1e9 + number, 1e9 + number))
     os.utime(server.folder / "new" / "metrics.jsonl", (1, 1))
     assert list(run_folder.find_runs(server.folder)) == ["first", "new", "old"]
+
+
+def test_a_run_keeps_its_color_when_others_are_selected() -> None:
+    runs = [f"run {number}" for number in reversed(range(12))]
+    assert colors_of(runs, runs[:3]) == {"run 11": 3, "run 10": 2, "run 9": 1}
+    assert colors_of(runs, ["run 10"]) == {"run 10": 2}
+    assert colors_of(["run 12", *runs], ["run 10"]) == {"run 10": 2}
+    # Run 2 was started earlier, and has the color that run 10 would have.
+    assert colors_of(runs, ["run 10", "run 2"]) == {"run 10": 0, "run 2": 2}
+    assert len(set(colors_of(runs, runs[:8]).values())) == 8
 
 
 def test_a_folder_without_runs_says_so(tmp_path: Path, server: DashboardServer) -> None:
@@ -262,7 +272,7 @@ def test_what_cannot_be_served_is_one_line(words: str, capsys: pytest.CaptureFix
 
 
 SHOWN = """[
-    [...document.querySelectorAll('#charts svg')].filter(each => each.getBoundingClientRect().width > 200)
+    [...document.querySelectorAll('.charts svg')].filter(each => each.getBoundingClientRect().width > 200)
         .map(each => each.getAttribute('aria-label')),
     [...document.querySelectorAll('#runs td:nth-child(2)')].map(each => each.innerText),
     document.documentElement.scrollWidth > document.documentElement.clientWidth,
@@ -318,3 +328,52 @@ def test_a_browser_follows_a_run_on_the_dashboard(tmp_path: Path) -> None:
     # The run that was written last comes first.
     assert after[1:] == [["13", "17"], False, True]
     assert (tmp_path / "1.png").stat().st_size > 10_000
+
+
+STATE = """[[
+    location.search.replace(/.*?&/, ''),
+    document.querySelectorAll('.average').length,
+    [...document.querySelectorAll('[aria-pressed=true]')].map(each => each.value),
+    [...document.querySelectorAll('#runs td:first-child')].map(each => each.innerText),
+    document.querySelector('#readout').innerText,
+]]"""
+CONTROLS = [
+    {
+        "do": "byId('smoothing').value = 0; byId('smoothing').dispatchEvent(new Event('input', {bubbles: true}))",
+        "until": "!document.querySelector('.average')",
+        "ask": STATE,
+    },
+    {"do": "byId('log:lm_loss').click()", "until": "document.querySelector('[aria-pressed=true]')", "ask": STATE},
+    {"do": "byId('run:first').click()", "until": "document.querySelectorAll('#runs td').length == 6", "ask": STATE},
+    {
+        # In the middle of the axes: the runs have 12 iterations.
+        "do": "svg = document.querySelector('svg.chart'); box = svg.getBoundingClientRect(); "
+        "svg.dispatchEvent(new PointerEvent('pointermove', {bubbles: true, clientX: box.left + box.width * 0.54, "
+        "clientY: box.top + 20}))",
+        "until": "!document.querySelector('#readout').hidden",
+        "ask": STATE,
+    },
+    {"do": "byId('run:second').click()", "until": "!document.querySelector('#runs')", "ask": STATE},
+]
+
+
+def test_the_controls_of_the_dashboard_in_a_browser(tmp_path: Path) -> None:
+    require_browser()
+    runs = tmp_path / "runs"
+    for name in ("first", "second"):
+        write_run(runs / name, iterations=12)
+    steps = [{"do": "byId = id => document.getElementById(id)", "until": "true", "ask": STATE}, *CONTROLS]
+    with DashboardServer(runs, "127.0.0.1", 0, TOKEN) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        lines = browse("browser_driver.py", address(server), str(tmp_path), given=json.dumps(steps))
+        server.shutdown()
+        thread.join()
+    begun, plain, logarithmic, one, pointed, none = (state for (state,) in answers(lines))
+    assert (begun[1] > 4, begun[2], sorted(begun[3]), begun[4]) == (True, [], ["first", "second"], "")
+    assert plain[:2] == ["smoothing=0", 0]
+    assert logarithmic[:3] == ["smoothing=0&log=lm_loss", 0, ["lm_loss"]]
+    assert one[0] == "smoothing=0&log=lm_loss&run=second"
+    assert one[3] == ["second"]
+    assert pointed[4].split() == ["iteration", "6", "second", "4.7"]
+    assert none[0] == "smoothing=0&log=lm_loss&run="
