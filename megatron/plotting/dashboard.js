@@ -3,6 +3,7 @@
 // bookmark or a reload shows the same.
 {
   const REFRESH_MS = 5000;
+  const REST_MS = 80;
   const byId = id => document.getElementById(id);
   const query = new URLSearchParams(location.search);
   let timer = null;
@@ -49,7 +50,9 @@
     query.delete(name);
     for (const value of values) query.append(name, value);
     history.replaceState(null, "", "?" + query);
-    refresh();
+    // A slider that is moved asks once, when it rests.
+    clearTimeout(timer);
+    timer = setTimeout(refresh, REST_MS);
   }
 
   byId("list").addEventListener("change", () => {

@@ -18,7 +18,7 @@ from megatron.plotting.chart import COLORS, ChartView
 from megatron.plotting.metrics_record import METRICS_FILE, MetricsRecord, read_metrics
 from megatron.plotting.run_folder import FilesRead, HealthChecks, RunFolder, find_runs, tell_hang
 from megatron.plotting.run_page import further_parts, page, read_resource, to_charts, to_table
-from megatron.plotting.run_status import duration, read_status
+from megatron.plotting.run_status import MetricsTail, duration, read_status, read_tail
 
 _COMPARED = 6
 _SMOOTHING, _MOST_SMOOTHING = 0.6, 0.99
@@ -70,7 +70,9 @@ class DashboardServer(http.server.ThreadingHTTPServer):
         self.token = token
         self.checks = HealthChecks()
         self.hangs = FilesRead(tell_hang)
+        self.tails = FilesRead(read_tail)
         self._records = FilesRead(read_metrics)
+        self._drawn: tuple[Sequence[MetricsRecord], View, str] | None = None
 
     def record(self, run: Path) -> MetricsRecord:
         """Return a run's current metrics; its file is read again if it has changed.
@@ -82,6 +84,15 @@ class DashboardServer(http.server.ThreadingHTTPServer):
             return self._records.of(run / METRICS_FILE)
         except OSError as error:
             raise DataError(f"{run} cannot be read: {error.strerror}") from error
+
+    def charts(self, records: Sequence[MetricsRecord], view: View) -> str:
+        """Draw the charts of runs, unless the last ones were the same."""
+        drawn = self._drawn
+        if drawn is not None and drawn[:2] == (records, view):
+            return drawn[2]
+        charts = to_charts(records, view.smoothing, ChartView(view.log_scale, has_buttons=True))
+        self._drawn = (records, view, charts)
+        return charts
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -151,14 +162,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             problems.append(f"<p>No run in {escape(str(self.server.folder))} has written a metrics.jsonl yet.</p>")
         elif not view.chosen:
             problems.append("<p>No run is selected.</p>")
-        chart_view = ChartView(view.log_scale, has_buttons=True)
         folders = (RunFolder(name, runs[name], self.server.checks, self.server.hangs) for name in view.chosen)
         more = [*further_parts(records), *(part for folder in folders for part in folder.parts())]
         contents = {
-            "list": _run_list(runs, colors),
+            "list": _run_list(runs, colors, self.server.tails),
             "problems": "".join(problems),
             "summary": to_table(records) if records else "",
-            "charts": to_charts(records, view.smoothing, chart_view) if records else "",
+            "charts": self.server.charts(records, view) if records else "",
             "more": "\n".join(more),
         }
         return {name: f'<div id="{name}">{content}</div>' for name, content in contents.items()}
@@ -217,12 +227,12 @@ def colors_of(runs: Sequence[str], chosen: Sequence[str]) -> dict[str, int]:
     return {name: colors[name] for name in chosen}
 
 
-def _run_list(runs: Mapping[str, Path], colors: Mapping[str, int]) -> str:
+def _run_list(runs: Mapping[str, Path], colors: Mapping[str, int], tails: FilesRead[MetricsTail]) -> str:
     """Return the list of all runs with their status; those with a color are selected."""
     items = []
     for name, folder in runs.items():
         try:
-            status = read_status(folder)
+            status = read_status(folder, tail_of=tails.of)
         except OSError as error:
             badge, told = "", f"cannot be read: {error.strerror}"
         else:

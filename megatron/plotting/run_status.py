@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from megatron.training.loggers import END_FILE, RECORD_FOLDER, STARTS_FILE
 State = Literal["running", "finished", "stopped", "crashed", "hung", "ended"]
 
 _TRAINING = "a training run"
-_TAIL_BYTES = 1 << 18
+_TAIL_BYTES = 1 << 16
 _DEFAULT_TIMEOUT_S = 60.0
 _STEPS = 5.0
 _MOST_STEPS = 100
@@ -49,22 +49,48 @@ class RunStatus:
 
 
 @dataclass(frozen=True)
-class _Tail:
+class MetricsTail:
     """Last iteration in a metrics file, and the seconds of the iterations before it."""
 
     iteration: int = 0
     step_times: tuple[float, ...] = field(default=())
 
 
-def read_status(folder: Path, now: float | None = None) -> RunStatus:
-    """Determine the status of the run that saves to a folder; ``now`` is the time in seconds since 1970.
+def read_tail(path: Path) -> MetricsTail:
+    """Read the last lines of a metrics file; the last one may be incomplete.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        lines = file.read().splitlines()
+    iteration = 0
+    step_times: list[float] = []
+    for line in lines:
+        values = _parsed(line)
+        if type(values.get("iteration")) is not int:
+            continue
+        iteration = max(iteration, values["iteration"])
+        seconds = values.get("step_time_s")
+        if isinstance(seconds, (int, float)) and 0 < seconds < float("inf"):
+            step_times.append(float(seconds))
+    return MetricsTail(iteration, tuple(step_times[-_MOST_STEPS:]))
+
+
+def read_status(
+    folder: Path, now: float | None = None, tail_of: Callable[[Path], MetricsTail] = read_tail
+) -> RunStatus:
+    """Determine the status of the run that saves to a folder.
+
+    ``now`` is the time in seconds since 1970. ``tail_of`` reads the end of the metrics file, perhaps from a cache.
 
     Raises:
         OSError: the metrics file cannot be read.
     """
     now = time.time() if now is None else now
     metrics = folder / METRICS_FILE
-    tail, written = _read_tail(metrics), metrics.stat().st_mtime
+    tail, written = tail_of(metrics), metrics.stat().st_mtime
     start = _last_start(folder / RECORD_FOLDER / STARTS_FILE)
     end = _read_object(folder / RECORD_FOLDER / END_FILE)
     total = start.get("train_iters")
@@ -95,7 +121,7 @@ def _owner(folder: Path) -> LockOwner | None:
 
 
 def _of_live(
-    folder: Path, owner: LockOwner, tail: _Tail, start: Mapping[str, Any], written: float, now: float
+    folder: Path, owner: LockOwner, tail: MetricsTail, start: Mapping[str, Any], written: float, now: float
 ) -> tuple[State, str]:
     process = owner.record.process
     if owner.is_suspended:
@@ -117,7 +143,7 @@ def _of_live(
 
 
 def _of_ended(
-    folder: Path, owner: LockOwner | None, tail: _Tail, end: Mapping[str, Any], total: int | None, written: float
+    folder: Path, owner: LockOwner | None, tail: MetricsTail, end: Mapping[str, Any], total: int | None, written: float
 ) -> tuple[State, str]:
     iteration, ended = end.get("iteration"), end.get(_WRITTEN, 0.0)
     # An owner that locked the folder later was killed before it could remove the earlier record.
@@ -138,7 +164,7 @@ def _of_ended(
     return "ended", "the run left no record of how it ended"
 
 
-def _limit_s(tail: _Tail, start: Mapping[str, Any]) -> float:
+def _limit_s(tail: MetricsTail, start: Mapping[str, Any]) -> float:
     timeout_s = start.get("hang_timeout_seconds")
     timeout_s = timeout_s if isinstance(timeout_s, int) and timeout_s > 0 else _DEFAULT_TIMEOUT_S
     return max(timeout_s, _STEPS * max(tail.step_times, default=0.0))
@@ -154,24 +180,6 @@ def _newest_report(folder: Path, written: float) -> str | None:
     """Return the name of the newest hang report if no iteration was done after it."""
     names = [path.name for path in folder.glob("hang-*.json") if path.stat().st_mtime >= written]
     return max(names, default=None)
-
-
-def _read_tail(path: Path) -> _Tail:
-    """Read the last lines of a metrics file; the last one may be incomplete."""
-    with path.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
-        lines = file.read().splitlines()
-    iteration = 0
-    step_times: list[float] = []
-    for line in lines:
-        values = _parsed(line)
-        if type(values.get("iteration")) is not int:
-            continue
-        iteration = max(iteration, values["iteration"])
-        seconds = values.get("step_time_s")
-        if isinstance(seconds, (int, float)) and 0 < seconds < float("inf"):
-            step_times.append(float(seconds))
-    return _Tail(iteration, tuple(step_times[-_MOST_STEPS:]))
 
 
 def _last_start(path: Path) -> Mapping[str, Any]:

@@ -214,9 +214,10 @@ class LockOwner:
 
 
 def read_owner(directory: Path, prefix: str = FOLDER_RECORD) -> LockOwner | None:
-    """Read who owns a folder, or owned it last and did not release it; None if nobody did or the record is incomplete.
+    """Read the owner of a folder, or the last owner if it did not release the folder.
 
-    Nothing is written, so the renewal is compared with the clock of this node.
+    Return None if there is no record, or an incomplete one. Nothing is written, so the renewal is compared with the
+    clock of this node.
     """
     path = directory / f"{prefix}.{max(_numbers(directory, prefix), default=0):08d}"
     record = OwnerRecord.read(path)
