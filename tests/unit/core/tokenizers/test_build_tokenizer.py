@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config.resolution import unused_tokenizer_flags
 from megatron.core.errors import InputError, TokenizerError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_tokenizer_flags
 from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer, patched_vocab_size
 from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer, record_tokenizer
@@ -169,6 +168,7 @@ def test_vocabulary_size_is_needed() -> None:
         ("DeepSeekV2Tokenizer", 100000, 100002, 2400, 102400),
         ("DeepSeekV2Tokenizer", 128000, 128815, 467, 129280),  # DeepSeek-V3
         ("StarcoderTokenizerFromHF", 49152, 49152, 0, 49152),
+        ("QwenTokenizer", 151643, 151851, 85, 151936),  # Qwen 7B, whose special tokens count as its vocabulary
     ],
 )
 def test_rows_are_those_of_the_published_model(kind: str, base: int, own: int, extra: int, rows: int) -> None:
