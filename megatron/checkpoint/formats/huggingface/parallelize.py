@@ -212,6 +212,11 @@ def _start_processes(
 ) -> ParallelModel | SpawnedModel:
     if "deparallelize" in getattr(model, "__dict__", ()):
         raise ConfigurationError("the model is parallel already; call model.deparallelize() first")
+    if 0 < (num_devices := num_cuda_devices()) < num_gpus:
+        raise ConfigurationError(
+            f"num_gpus={num_gpus}, but this program sees {num_devices} CUDA devices; use at most {num_devices}, or set "
+            "MEGATRON_DEVICE=cpu to run the processes on the CPU"
+        )
     with contextlib.closing(_source_of(model)) as source:
         check_tensor_parallel_size(source.config, num_gpus)
     if isinstance(model, str | Path):

@@ -89,6 +89,22 @@ def save_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.full
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "huggingface.md").read_text()
+    code = page.partition("## From Python")[2].split("```python\n")[1].partition("```")[0]
+    assert "parallelize(model, num_gpus=2" in code
+    folder = tmp_path / "EleutherAI" / "gpt-neo-2.7B"
+    save_model("neo", folder, eos_token_id=0, bos_token_id=0)
+    save_tokenizer(folder)
+    command = [sys.executable, "-c", f"{code}\nprint(outputs.shape, loss.item() > 1)"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("torch.Size([1, 15]) True\n")
+
+
+@pytest.mark.full
 def test_the_code_of_the_readme_of_parallelformers_runs(tmp_path: Path) -> None:
     folder = tmp_path / "EleutherAI" / "gpt-neo-2.7B"
     save_model("neo", folder, eos_token_id=0, bos_token_id=0)
@@ -100,7 +116,7 @@ def test_the_code_of_the_readme_of_parallelformers_runs(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -337,12 +353,16 @@ def test_the_processes_end_with_a_killed_program(tmp_path: Path) -> None:
         program.stdout.close()
 
 
-def test_a_wrong_call_is_refused_before_processes_start() -> None:
+def test_a_wrong_call_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = make_model("gpt2")
     with pytest.raises(ConfigurationError, match=r'^verbose=\'all\' is not "simple", "detail", True or None$'):
         parallelize(ours, num_gpus=2, verbose="all")
     with pytest.raises(ConfigurationError, match=r"6 attention heads are not divisible by tensor-parallel size 4"):
         parallelize(ours, num_gpus=4)
+    monkeypatch.setattr("megatron.checkpoint.formats.huggingface.parallelize.num_cuda_devices", lambda: 1)
+    with pytest.raises(ConfigurationError, match=r"^num_gpus=2, but this program sees 1 CUDA devices; use at most 1, "):
+        parallelize(ours, num_gpus=2)
+    monkeypatch.undo()
     transformers = import_transformers()
     config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     with pytest.raises(CheckpointError, match=r"^BertForMaskedLM: BertForMaskedLM is not supported "):
