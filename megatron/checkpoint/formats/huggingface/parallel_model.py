@@ -158,7 +158,7 @@ class ParallelModel:
     def _reader_of(self, value: str) -> Callable[[], dict[str, int]]:
         def read() -> dict[str, int]:
             with self._lock:
-                replies = self.pool.ask({"kind": "memory"})
+                replies = self.pool.ask({"kind": "memory", "detailed": False})
             return {reply.values["device"]: reply.values[value] for reply in replies}
 
         return read

@@ -190,8 +190,8 @@ def parallelize(
         if num_gpus is not None and (num_gpus > 1 or isinstance(model, LoadedModel)):
             parallel = _start_processes(model, num_gpus, dtype, master)
             if verbose:
-                memory = [reply.values for reply in parallel.pool.ask({"kind": "memory"})]
-                print(memory_report(memory, verbose == "detail"), flush=True)
+                replies = parallel.pool.ask({"kind": "memory", "detailed": verbose == "detail"})
+                print(memory_report([reply.values for reply in replies]), flush=True)
             return model if isinstance(parallel, ParallelModel) else parallel
     device = _occupy_device()
     if state is None:
@@ -203,7 +203,7 @@ def parallelize(
     _check_world_size(num_gpus, state.world_size)
     native = load_hugging_face_model(model, state, device, dtype)
     if verbose:
-        print(memory_report([memory_of(device, state.rank)], verbose == "detail"), flush=True)
+        print(memory_report([memory_of(device, state.rank, verbose == "detail")]), flush=True)
     return native
 
 

@@ -127,7 +127,7 @@ class TensorParallelWorker:
                 return {"tokens": [_whole_text(each) for each in self.engine.generate(read_request(request))]}, b""
             case "logits":
                 return self._logits(request)
-        return memory_of(self.device, self.rank), b""
+        return memory_of(self.device, self.rank, request["detailed"]), b""
 
     def _logits(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Return the shape and dtype of the logits ``[b, s, v]``, and on rank 0 their bytes."""

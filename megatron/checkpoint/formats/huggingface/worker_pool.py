@@ -166,19 +166,19 @@ class WorkerPool:
         return f"process {rank} of {len(self._workers)}"
 
 
-def memory_of(device: Device, rank: int) -> dict[str, Any]:
-    """Return the memory in bytes that this process uses on its device, and a description in several lines."""
+def memory_of(device: Device, rank: int, detailed: bool = False) -> dict[str, Any]:
+    """Return the memory in bytes that this process uses on its device; if ``detailed``, also several lines about it."""
     use = device.memory_use()
     numbers = {"allocated": int(use.allocated * 2**20), "reserved": int(use.reserved * 2**20)}
-    return {"device": f"{device.kind}:{rank}", **numbers, "summary": device.memory_summary()}
+    return {"device": f"{device.kind}:{rank}", **numbers, "summary": device.memory_summary() if detailed else ""}
 
 
-def memory_report(processes: Sequence[Mapping[str, Any]], detailed: bool) -> str:
-    """Format what `memory_of` returned in each process: a line each, after the description if it is ``detailed``."""
+def memory_report(processes: Sequence[Mapping[str, Any]]) -> str:
+    """Format what `memory_of` returned in each process: a line each, after the summary if there is one."""
     lines = []
     for values in processes:
         kind, rank = values["device"].split(":")
-        lines += [values["summary"], ""] if detailed else []
+        lines += [values["summary"], ""] if values["summary"] else []
         lines.append(f"{'GPU' if kind == 'cuda' else 'CPU'}:{rank} => {values['allocated'] / 1e9:.2f}GB")
     return "\n".join(lines)
 
