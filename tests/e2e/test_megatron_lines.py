@@ -48,6 +48,7 @@ OF_START = {"no checkpoint", "random"}
 LONG = {
     *("index builder", "index builder done", "fused kernels", "fused kernels done", "bucket's parameter"),
     *("building GPT data", "prefix", "index", "reading", "epochs", "last epoch", "mapping"),
+    *("index is built", "index time", "using", "used", "shuffle", "index is loaded"),
 }
 
 
