@@ -172,16 +172,15 @@ def plan_evaluation(
     lasting = None
     if datasets.valid is not None:
         name, title = "validation", "validation set"
-        if config.validation.full_validation:
+        if config.validation.full_validation or is_read_once(datasets.valid):
             assert not isinstance(datasets.valid, ExternalSamples), "rejected with the command line"
-            validation.append(whole(name, title, datasets.valid, None))
-        elif is_read_once(datasets.valid):
             validation.append(whole(name, title, datasets.valid, None))
         else:
             # One source for the whole run: each evaluation continues after the previous one.
             lasting = opened = source(datasets.valid, train_state.consumed_valid_samples, None)
-            continued = partial(nullcontext, opened)
-            validation.append(EvaluationSet(name, title, num_samples, num_microbatches, continued, num_samples))
+            validation.append(
+                EvaluationSet(name, title, num_samples, num_microbatches, lambda: nullcontext(opened), num_samples)
+            )
     if (test_set := datasets.test) is not None:
         if is_read_once(test_set):
             test.append(whole("test", "test set", test_set, None))
