@@ -386,12 +386,12 @@ class BlendedDatasetBuilder:
     def _to_build(self, sources: Sequence[_Source], split: int) -> tuple[Sequence[_Source], int | None]:
         """Return the data sets of a validation or test split, and the number of samples to build; None is one epoch.
 
-        An epoch shorter than one sample is repeated. Data sets without weights are then blended by their tokens.
+        Validation text that is shorter than one sample is repeated. Data sets without weights are then blended by their tokens.
         """
         name, wanted = SPLIT_NAMES[split], self.num_samples[split]
         held = [self._held(source, None, drop_last=self._drops_last(split)) for source in sources]
         is_once = wanted is None or sum(held) < self.one_epoch_below
-        if not any(held):
+        if name == "valid" and not any(held):
             if len(sources) > 1 and sources[0].weight is None:
                 filled = [source for source in sources if source.tokens]
                 sources = [dataclasses.replace(source, weight=source.tokens) for source in filled]
