@@ -386,7 +386,8 @@ class BlendedDatasetBuilder:
     def _to_build(self, sources: Sequence[_Source], split: int) -> tuple[Sequence[_Source], int | None]:
         """Return the data sets of a validation or test split, and the number of samples to build; None is one epoch.
 
-        Validation text that is shorter than one sample is repeated. Data sets without weights are then blended by their tokens.
+        Validation text that is shorter than one sample is repeated. Data sets without weights are then blended by their
+        tokens.
         """
         name, wanted = SPLIT_NAMES[split], self.num_samples[split]
         held = [self._held(source, None, drop_last=self._drops_last(split)) for source in sources]
