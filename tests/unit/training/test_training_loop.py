@@ -29,7 +29,7 @@ from megatron.training.callbacks.live_line import LiveLine
 from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
 from megatron.training.callbacks.progress_log import ProgressLog
 from megatron.training.callbacks.stragglers import Stragglers
-from megatron.training.evaluation import EvaluationSet, EvaluationSets
+from megatron.training.evaluation import EvaluationRecord, EvaluationSet, EvaluationSets
 from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
 from megatron.training.loggers.log_lines import StepReport
 from megatron.training.resume import ResumeState
@@ -617,6 +617,17 @@ def test_the_theoretical_memory_is_told_where_the_closed_form_counts_this_model(
 def evaluation_set(name: str, num_microbatches: int, num_advanced: int) -> EvaluationSet:
     num_samples, opened = 2 * num_microbatches, partial(nullcontext, None)
     return EvaluationSet(name, f"{name} set", num_samples, num_microbatches, opened, num_advanced)  # type: ignore[arg-type]
+
+
+def test_the_time_of_an_evaluation_is_estimated_from_what_was_measured(make: Make) -> None:
+    record, sets = EvaluationRecord(), [evaluation_set("a", 5, 0), evaluation_set("b", 1, 0)]
+    assert record.estimate_s(sets) is None
+    loop = make("--train-iters", "1", "--micro-batch-size", "1", "--global-batch-size", "4")
+    loop.train(evaluations=record)
+    # A step of 2 s has four micro-batches, and a forward pass is a third of it.
+    assert record.estimate_s(sets) == pytest.approx(6 * 2.0 / 4 / 3)
+    record.add(2, 5.0)
+    assert record.estimate_s(sets) == 15.0
 
 
 @pytest.mark.parametrize("is_verbose", [False, True])
