@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -450,13 +448,6 @@ def test_dotted_block_is_sorted_and_reaches_column_51() -> None:
             "bias_dropout_fusion": "True",
         }.items()
     )
-
-
-def test_the_argument_document_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/generate_argument_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_levels_of_context_parallelism_count_for_their_exchange_only() -> None:
