@@ -125,11 +125,11 @@ OWN = {
     "16 bits only): .+",
     "fp8": "fp8: .+",
     "offload": "optimizer offload: .+",
-    "pinned memory": r"\[Rank \d+\] \(after \d+ iterations\) pinned memory of the machine \(MB\): \d+\.\d\d",
     "finished": r"training finished, evaluating(, about \d+ s)?",
     "all done": r"all \d+ iterations are done; a larger --train-iters continues the run",
     "read once": r" > (valid|test) data: each evaluation reads all \d+ samples once; .+",
     "extended": r"--train-(iters|samples) \d+ → \d+ extends the learning-rate decay to the new length, .+",
+    "pinned memory": r"\[Rank \d+\] \(after \d+ iterations\) pinned host memory of the node \(MB\): \d+\.\d\d",
     "no data": " > no (train|valid|test) data: .+",
     "changes": "configuration changed since the checkpoint: .+",
     "layer norms": rf" iteration +\d+ \| +(embedding|layer \d+|output) \| params norm: {EXPONENT} \| grad norm: "
