@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from megatron.core.errors import ConfigurationError, MegatronError
 _PROJECT = Path(__file__).resolve().parents[4]
 _WORKER = f"{__package__}.tp_worker"
 _TIME_TO_END_S = 10.0
+_TIME_TO_DIE_S = 1.0
+_LOOK_EVERY_S = 0.05
 ENDED = "the model's processes have ended; call parallelize again"
 
 
@@ -130,7 +133,6 @@ class WorkerPool:
                 if not read:
                     ended.append(ranks[output])
             new = [rank for rank, unread in enumerate(self._unread) if self._take_reply(rank, unread)]
-            # The other ranks of a failed collective fail as well: the cause is a process that died, or the first reply.
             if dead := [rank for rank in ended if rank not in self._replies]:
                 raise MegatronError(self._describe_end(dead[0]))
             for rank in new:
@@ -138,7 +140,7 @@ class WorkerPool:
                 if "rejection" in values:
                     raise ConfigurationError(values["rejection"])
                 if "failure" in values:
-                    raise MegatronError(f"{self._name(rank)} failed: {values['failure']}; call parallelize again")
+                    raise MegatronError(self._describe_failure(rank, values["failure"]))
         replies = [self._replies[rank] for rank in range(len(ranks))]
         self._replies.clear()
         self._is_waiting = False
@@ -156,6 +158,16 @@ class WorkerPool:
         self._replies[rank] = Reply(values, bytes(unread[end:whole]))
         del unread[:whole]
         return True
+
+    def _describe_failure(self, rank: int, failure: str) -> str:
+        """Describe a rank's failure, or its cause: a killed process, whose end may be seen after the failure."""
+        end = time.monotonic() + _TIME_TO_DIE_S
+        while time.monotonic() < end:
+            for other, worker in enumerate(self._workers):
+                if (worker.poll() or 0) < 0:
+                    return self._describe_end(other)
+            time.sleep(_LOOK_EVERY_S)
+        return f"{self._name(rank)} failed: {failure}; call parallelize again"
 
     def _describe_end(self, rank: int) -> str:
         status = self._workers[rank].wait()
