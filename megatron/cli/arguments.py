@@ -118,6 +118,25 @@ def stored_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def add_checkpoint_folder(
+    container: argparse._ActionsContainer,
+    *flags: str,
+    help: str,
+    type: Callable[[str], Any] = str,
+    is_required: bool = True,
+) -> argparse._MutuallyExclusiveGroup:
+    """Declare a checkpoint folder, which is a positional argument or the value of one of the flags.
+
+    Return the group of these arguments, of which only one may be given. The first flag names the attribute.
+    """
+    group = container.add_mutually_exclusive_group(required=is_required)
+    name = flags[0].removeprefix("--").replace("-", "_")
+    # Without SUPPRESS a positional argument that is left out would reset the value of the flag.
+    group.add_argument(name, nargs="?", type=type, default=argparse.SUPPRESS, metavar="DIR", help=help)
+    group.add_argument(*flags, type=type, dest=name, metavar="DIR", help="the same as DIR")
+    return group
+
+
 def local_folder(text: str) -> Path:
     """Convert an argument to the path of a folder in a file system; reject a URL."""
     if is_url(text):

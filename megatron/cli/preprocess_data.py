@@ -165,14 +165,14 @@ def load_conversations(
     """Build the encoder of the conversations for ``--sft``; None without ``--sft``.
 
     Raises:
-        DataError: the input is not jsonl, or there is no chat template.
+        DataError: the input is not JSON, or the chat template cannot be used.
     """
     if not arguments.sft:
         report_unused(build_parser(), arguments, "--sft", ("chat_template",))
         return None
     for file in files:
-        if file.kind != "jsonl":
-            raise DataError(f"{file.name} is {file.kind}, and --sft reads jsonl; write a conversation a line")
+        if file.kind not in ("jsonl", "json"):
+            raise DataError(f"{file.name} is {file.kind}, and --sft reads jsonl or a JSON array; write one of them")
     return ConversationOptions(tokenizer, arguments.chat_template).encoder()
 
 

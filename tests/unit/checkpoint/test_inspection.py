@@ -236,7 +236,7 @@ def test_the_converter_records_bare_ids_of_the_models_vocabulary(
     [
         ("inspect.py", ["nowhere"], "nowhere is not a folder"),
         ("inspect.py", [str(TOOLS)], "holds no checkpoint"),
-        ("inspect.py", [], "required: DIR"),
+        ("inspect.py", [], "one of the arguments DIR --load is required"),
         ("diff.py", ["nowhere", "elsewhere"], "nowhere is not a folder"),
         ("diff.py", ["a", "b", "--tolerance", "-1"], "--tolerance -1.0"),
         ("convert.py", ["--load-dir", "nowhere", "--save-dir", "b"], "nowhere is not a folder"),

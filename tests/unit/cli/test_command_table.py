@@ -96,16 +96,18 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "serve --laod runs",
-            "one of the arguments --load --load-hf is required; there is no --laod, did you mean --load?",
+            "unrecognized arguments: --laod; there is no --laod, did you mean --load?",
         ),
         (
             "convert --load a --save-dr=b",
-            "the following arguments are required: --load-dir, --save-dir; "
-            "there is no --load, did you mean --load-dir?",
+            "the following arguments are required: --save-dir/--save; there is no --save-dr, did you mean --save-dir?",
         ),
         ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit, did you mean --list?"),
         ("verify nowhere", "unrecognized arguments: nowhere; see --help"),
-        ("inspect", "the following arguments are required: DIR; see --help"),
+        ("inspect", "one of the arguments DIR --load is required; see --help"),
+        ("serve", "one of the arguments DIR --load --load-hf is required; see --help"),
+        ("convert --save-dir out", "one of the arguments DIR --load-dir/--load is required; see --help"),
+        ("evaluate runs --load others", "argument --load: not allowed with argument DIR; see --help"),
         ("plot", "the following arguments are required: RUN; see --help"),
     ],
 )
@@ -151,7 +153,7 @@ def test_the_deprecated_name_of_the_memory_plot_works(capsys: pytest.CaptureFixt
         (plan.build_parser(), "gpus", ("--gpus", "--world-size")),
         (explain.build_parser(1), "world_size", ("--world-size", "--gpus")),
         (chat.build_parser(), "max_tokens", ("--max-tokens", "--tokens-to-generate")),
-        (text_generation_cli.build_parser(), "tokens_to_generate", ("--tokens-to-generate", "--max-tokens")),
+        (text_generation_cli.build_parser(), "max_tokens", ("--tokens-to-generate", "--max-tokens")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
