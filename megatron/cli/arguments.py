@@ -118,7 +118,18 @@ def stored_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def add_checkpoint_folder(
+class _StoreGiven(argparse.Action):
+    """Store a value, but keep the value of another argument if none is given, unlike argparse's ``store``."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Store the value."""
+        if values is not None:
+            setattr(namespace, self.dest, values)
+
+
+def declare_checkpoint_folder(
     container: argparse._ActionsContainer,
     *flags: str,
     help: str,
@@ -131,8 +142,7 @@ def add_checkpoint_folder(
     """
     group = container.add_mutually_exclusive_group(required=is_required)
     name = flags[0].removeprefix("--").replace("-", "_")
-    # Without SUPPRESS a positional argument that is left out would reset the value of the flag.
-    group.add_argument(name, nargs="?", type=type, default=argparse.SUPPRESS, metavar="DIR", help=help)
+    group.add_argument(name, nargs="?", type=type, action=_StoreGiven, metavar="DIR", help=help)
     group.add_argument(*flags, type=type, dest=name, metavar="DIR", help="the same as DIR")
     return group
 

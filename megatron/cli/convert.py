@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from megatron.checkpoint import FORMATS, ConversionRequest, Target
 from megatron.cli.arguments import (
     Parser,
-    add_checkpoint_folder,
+    declare_checkpoint_folder,
     add_told_settings,
     exit_status_of,
     local_folder,
@@ -54,7 +54,7 @@ def build_parser() -> Parser:
     names = ", ".join(FORMATS)
     parser.add_argument("--loader", default="megatron", metavar="NAME", help=f"format to read: {names} (megatron)")
     parser.add_argument("--saver", default="megatron", metavar="NAME", help=f"format to write: {names} (megatron)")
-    add_checkpoint_folder(parser, "--load-dir", "--load", help="folder of the checkpoint", type=stored_folder)
+    declare_checkpoint_folder(parser, "--load-dir", "--load", help="folder of the checkpoint", type=stored_folder)
     parser.add_argument("--save-dir", "--save", required=True, type=local_folder, metavar="DIR", help="folder to write")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the latest)")
     layout = parser.add_argument_group("layout of the result (by default the layout of the checkpoint)")

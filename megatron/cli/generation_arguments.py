@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 
 from megatron.cli.arguments import (
     SpellingParser,
-    add_checkpoint_folder,
+    declare_checkpoint_folder,
     add_tokenizer_source,
     add_told_settings,
     told_settings,
@@ -38,7 +38,7 @@ class Parser(SpellingParser):
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Declare the flags of the model's source, which may be ``required``, and of its parallel layout."""
-    model = add_checkpoint_folder(
+    model = declare_checkpoint_folder(
         parser,
         "--load",
         help="checkpoint folder (--save of a run) of any format, or Hugging Face model folder",

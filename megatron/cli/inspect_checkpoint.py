@@ -7,7 +7,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
     from megatron.cli.arguments import (
         Parser,
-        add_checkpoint_folder,
+        declare_checkpoint_folder,
         add_told_settings,
         exit_status_of,
         stored_folder,
@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     parser = Parser(prog="inspect.py", description=__doc__, allow_abbrev=False)
-    add_checkpoint_folder(parser, "--load", help="folder of a run, an iteration or a model", type=stored_folder)
+    declare_checkpoint_folder(parser, "--load", help="folder of a run, an iteration or a model", type=stored_folder)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to list (the latest)")
     parser.add_argument("--config", action="store_true", help="print the whole configuration, not only the model's")
     parser.add_argument("--no-tensors", action="store_true", help="do not list the tensors")

@@ -161,7 +161,7 @@ def test_both_names_of_a_flag_are_accepted(
     parser: ArgumentParser, name: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flag in flags:
-        found, others = parser.parse_known_args([flag, "7", "--load", "runs", "--prompt", "text"])
+        found, others = parser.parse_known_args([flag, "7", "--load", "runs", "--prompt=text"])
         assert str(getattr(found, name)) == "7"
         assert flag not in others
     assert capsys.readouterr().err == ""
