@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from megatron.cli import chat
+from megatron.cli.terminal import printable
 from megatron.core.inference.inference_request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.serving.job_queue import Job
 from megatron.serving.openai import http_server
 from megatron.serving.openai.guard import Limits
+from megatron.serving.openai.translator import COMPLETION_MODE
 from tests.e2e.test_text_generation import GPT2_SHAPE, expected_text, save
 from tests.harness.browser import browse, require_browser
 from tests.harness.openai_server import NAME, Served, served
@@ -363,13 +365,62 @@ def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys)
     assert len(tokenizer.tokenize(prompt)) == 4
 
 
+def test_a_base_model_continues_the_text_and_says_so_once(tmp_path, monkeypatch, capsys) -> None:
+    write_chat_folder(tmp_path / "tokenizer", None)
+    flags = f"{GPT2_SHAPE} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    save(tmp_path / "run", flags)
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/reset\n" + "x" * 37 + "\n"))
+    status = chat.main([str(tmp_path / "run"), "--greedy"])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, f"{COMPLETION_MODE}\n")
+    texts = (expected_text(flags, "hi", 38).removeprefix("hi"), expected_text(flags, "x" * 37, 3)[37:])
+    assert out == "".join(f"{printable(text)}\n" for text in texts), "the answers fit the context of 40 tokens"
+
+
+def test_a_fine_tuned_model_is_asked_in_the_format_of_its_training(tmp_path, monkeypatch, capsys) -> None:
+    write_chat_folder(tmp_path / "tokenizer", None)
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    shape = GPT2_SHAPE.replace("40", "100")
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    prompts = {"": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "--chat-template plain": "hi"}
+    (tmp_path / "talk.json").write_text("[]")
+    for number, (chosen, prompt) in enumerate(prompts.items()):
+        save(tmp_path / str(number), f"{shape} {tokenizer} --sft --train-data-path {tmp_path}/talk.json {chosen}")
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        assert chat.main([str(tmp_path / str(number)), "--temperature", "0", "--max-tokens", "5"]) == 0
+        answer = expected_text(f"{shape} {tokenizer}", prompt, 5).removeprefix(prompt)
+        assert capsys.readouterr() == (f"{printable(answer)}\n", "")
+
+
+def test_beams_of_a_chat_give_whole_answers_here_and_from_a_server(
+    server: Served, tmp_path, monkeypatch, capsys
+) -> None:
+    write_chat_folder(tmp_path / "tokenizer")
+    flags = f"{GPT2_SHAPE} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    save(tmp_path / "run", flags)
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    beams = ["--num-beams", "3", "--max-tokens", "5"]
+    for words in (["--url", server.url], [str(tmp_path / "run")]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        assert chat.main([*words, *beams]) == 0
+        out, err = capsys.readouterr()
+        assert (len(out) > 1, err) == (True, "")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--url nowhere", "--url nowhere is not an address; use one such as http://127.0.0.1:8000"),
         ("--url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
-        ("--load . --url http://127.0.0.1:9", "--url applies to a server; omit it with --load and --load-hf"),
-        ("--temperature -1 --max-tokens 0", "--max-tokens 0 is not positive; --temperature -1 is not between 0 and"),
+        (". --url http://127.0.0.1:9", "--url applies to a server; omit it, or the checkpoint"),
+        (
+            "--temperature -1 --max-tokens 0",
+            "--temperature -1 is not positive and finite; --greedy takes the likeliest token; "
+            "--max-tokens (--tokens-to-generate) 0 is not positive",
+        ),
+        ("--greedy --top-k 5", "--greedy draws nothing; drop it"),
     ],
 )
 def test_a_chat_that_cannot_be_is_refused_in_one_line(words: str, message: str, capsys) -> None:
@@ -383,7 +434,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed: no fast
 pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvicorn")
 
 MARKUP = "<b>bold</b>"
-SEND = "byId('temperature').value = 0; byId('question').value = {}; byId('send').click()"
+SEND = "byId('temperature').value = 0; byId('max-tokens').value = 64; byId('question').value = {}; byId('send').click()"
 STEPS = [
     {"do": "0", "until": "model", "ask": "[document.title, byId('model').textContent, byId('error').textContent]"},
     {
