@@ -80,7 +80,7 @@ def build_parser() -> Parser:
     data.add_argument(
         "--input-format",
         choices=KINDS,
-        help="format of the files; text: one document per file; tar: WebDataset (detected per file)",
+        help="format of the files; json: an array; text: one document per file; tar: WebDataset (detected per file)",
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     data.add_argument("--overwrite", action="store_true", help="replace existing data sets with this prefix")

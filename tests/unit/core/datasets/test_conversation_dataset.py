@@ -254,7 +254,9 @@ def test_a_json_array_is_packed_like_jsonl_and_its_items_are_named(tmp_path: Pat
     items = [{"prompt": "1 2 ", "completion": "7"}, {"prompt": "3 ", "completion": "8 9"}]
     (tmp_path / "talk.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
     (tmp_path / "talk.json").write_text(json.dumps(items, indent=1))
-    found = [build(config_of(Blend((str(tmp_path / name),)), tmp_path), 1).train[0] for name in ("talk.jsonl", "talk.json")]
+    found = [
+        build(config_of(Blend((str(tmp_path / name),)), tmp_path), 1).train[0] for name in ("talk.jsonl", "talk.json")
+    ]
     assert found[0]["tokens"].tolist() == found[1]["tokens"].tolist()
     assert found[0]["loss_mask"].tolist() == found[1]["loss_mask"].tolist()
     (tmp_path / "talk.json").write_text(json.dumps([items[0], {"prompt": "3 "}]))

@@ -186,7 +186,9 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve a model without a chat template, with defaults of the command's flags."""
     folder: Path = tmp_path_factory.mktemp("base")
     defaults = {"temperature": 0.0, "ignore_eos": True}
-    with served(folder, template=None, default_new_tokens=70, defaults=defaults, max_position_embeddings=100) as running:
+    with served(
+        folder, template=None, default_new_tokens=70, defaults=defaults, max_position_embeddings=100
+    ) as running:
         yield running
 
 
