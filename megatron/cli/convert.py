@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from megatron.checkpoint import FORMATS, ConversionRequest, Target
 from megatron.cli.arguments import (
     Parser,
-    declare_checkpoint_folder,
     add_told_settings,
+    declare_checkpoint_folder,
     exit_status_of,
     local_folder,
     stored_folder,

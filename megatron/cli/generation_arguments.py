@@ -10,9 +10,9 @@ from typing import Any, Literal, NoReturn
 
 from megatron.cli.arguments import (
     SpellingParser,
-    declare_checkpoint_folder,
     add_tokenizer_source,
     add_told_settings,
+    declare_checkpoint_folder,
     told_settings,
 )
 from megatron.core.errors import InputError
@@ -113,6 +113,7 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, length: str, seed: 
         help="divides the logits of tokens that the text already contains; above 1: repeat less (1.0)",
     )
     if not with_beams:
+        parser.set_defaults(num_beams=None, length_penalty=None, early_stopping=None)
         return
     beams = parser.add_argument_group("beam search (no sampling)")
     beams.add_argument("--num-beams", type=int, metavar="N", help="number of beams (1: no beam search)")
@@ -160,7 +161,7 @@ def beam_config(arguments: argparse.Namespace) -> BeamConfig | None:
 
 def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the request fields of OpenAI's API that the flags of `add_generation_flags` set."""
-    fields = {name: getattr(arguments, name, None) for name in _FIELDS}
+    fields = {name: getattr(arguments, name) for name in _FIELDS}
     if arguments.greedy:
         fields["temperature"] = 0.0
     if fields["top_p"] == 0.0:
@@ -173,11 +174,11 @@ def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 def generation_problems(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield one line for each invalid value of the flags of `add_generation_flags`."""
     yield from sampling_config(arguments, SamplingConfig.seed).problems()
-    beams = getattr(arguments, "num_beams", None)
+    beams = arguments.num_beams
     if beams is not None and beams < 1:
         yield f"--num-beams {beams} is not positive; 1 follows one text"
     for name in ("length_penalty", "early_stopping"):
-        value = getattr(arguments, name, None)
+        value = getattr(arguments, name)
         if value is not None and beams in (None, 1):
             yield f"--{name.replace('_', '-')} {value} is of use with --num-beams 2 or more"
     if arguments.max_tokens is not None and arguments.max_tokens < 1:

@@ -7,8 +7,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
     from megatron.cli.arguments import (
         Parser,
-        declare_checkpoint_folder,
         add_told_settings,
+        declare_checkpoint_folder,
         exit_status_of,
         stored_folder,
         told_settings,

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.cli.generation_arguments import (
     Parser,
@@ -30,7 +31,6 @@ from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference import (
     BeamConfig,
     GenerationRequest,
-    InferenceEngine,
     SamplingConfig,
     StopRule,
     check_request,
@@ -40,6 +40,9 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.tokenizers import Tokenizer
 from megatron.serving import Checkpoint, load_engine, open_checkpoint
 from megatron.training import LaunchEnvironment, shut_down
+
+if TYPE_CHECKING:
+    from megatron.core.inference import InferenceEngine
 
 SEPARATOR = "-" * 40
 STOP = "stop"
