@@ -88,6 +88,7 @@ class SpellingParser(argparse.ArgumentParser):
 
     def _likely_typing_error(self, message: str) -> str | None:
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        others = []
         for word in self.typed:
             name = word.partition("=")[0]
             if not name.startswith("--") or name == "--" or name in known:
@@ -99,7 +100,9 @@ class SpellingParser(argparse.ArgumentParser):
             nearest = longer or difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
             if nearest:
                 return f"there is no {name}, did you mean {nearest[0]}?"
-        return None
+            others.append(name)
+        # The value of an unknown flag is taken for a positional argument, and its error would hide the flag.
+        return next((f"there is no {name}; see --help" for name in others if name not in message), None)
 
 
 class Parser(SpellingParser):

@@ -51,9 +51,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a value is invalid.
     """
-    problems = list(server_problems(arguments))
-    if arguments.seed < 0:
-        problems.append(f"--seed {arguments.seed} is negative")
+    problems = [] if arguments.seed >= 0 else [f"--seed {arguments.seed} is negative"]
+    problems += server_problems(arguments)
     if problems:
         raise ConfigurationError(problems)
 

@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             if key is None and arguments.host not in _HERE:
                 print("everyone who reaches this address can use the model; --api-key requires a key", file=sys.stderr)
             if translator.template is None:
-                print(COMPLETION_MODE, flush=True)
+                print(COMPLETION_MODE, file=sys.stderr, flush=True)
             print(f"serving {model_name(arguments)} at {server.url}", flush=True)
         continuous = ContinuousEngine(engine, arguments.inference_max_requests, arguments.max_tokens_to_oom)
         with watching(flight, engine.state, initialize_device(launch), arguments.hang_timeout_seconds, settling=0):

@@ -105,6 +105,11 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit, did you mean --list?"),
         ("verify nowhere", "unrecognized arguments: nowhere; see --help"),
         ("inspect", "one of the arguments DIR --load is required; see --help"),
+        (
+            "serve --load runs --prompt text",
+            "argument DIR: not allowed with argument --load; there is no --prompt; see --help",
+        ),
+        ("serve --prompt text", "unrecognized arguments: --prompt; see --help"),
         ("serve", "one of the arguments DIR --load --load-hf is required; see --help"),
         ("convert --save-dir out", "one of the arguments DIR --load-dir/--load is required; see --help"),
         ("evaluate runs --load others", "argument --load: not allowed with argument DIR; see --help"),
