@@ -16,7 +16,14 @@ if TYPE_CHECKING:
         ResumedDataset,
         open_data_set,
     )
-    from megatron.core.datasets.chat_template import END_OF_DOCUMENT, SFT_TEMPLATE, ChatTemplate, choose_template
+    from megatron.core.datasets.chat_template import (
+        END_OF_DOCUMENT,
+        SFT_TEMPLATE,
+        TEMPLATE_FILE,
+        ChatTemplate,
+        choose_template,
+        find_template,
+    )
     from megatron.core.datasets.conversation import ASSISTANT, Conversation, array_lines, is_array
     from megatron.core.datasets.conversation_file import (
         MASK_DTYPE,
@@ -90,7 +97,7 @@ __getattr__ = lazy_exports(
         "blended_megatron_dataset_builder": (
             "BlendedDatasetBuilder DatasetSplits OpenedPart ResumedDataset open_data_set"
         ),
-        "chat_template": "ChatTemplate END_OF_DOCUMENT SFT_TEMPLATE choose_template",
+        "chat_template": "ChatTemplate END_OF_DOCUMENT SFT_TEMPLATE TEMPLATE_FILE choose_template find_template",
         "conversation": "ASSISTANT Conversation array_lines is_array",
         "conversation_file": (
             "ConversationEncoder ConversationFile ConversationOptions EncodedConversation MASK_DTYPE is_raw mask_prefix"
