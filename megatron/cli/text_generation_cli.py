@@ -2,6 +2,7 @@
 
     megatron generate checkpoints --prompt "The castle stood"
     megatron generate checkpoints                               prompts that are typed, until the line stop
+    megatron generate localhost:5000                            the same, with a server of PUT /api
 
 Run with plain python for one process, or under torchrun at any tensor- and pipeline-parallel size: a checkpoint of any
 layout is resharded. By default all ranks are tensor-parallel. The model configuration and the tokenizer are read from
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.cli.generation_arguments import (
     Parser,
@@ -38,7 +39,7 @@ from megatron.core.inference import (
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.tokenizers import Tokenizer
-from megatron.serving import Checkpoint, load_engine, open_checkpoint
+from megatron.serving import Checkpoint, PutClient, load_engine, open_checkpoint, server_address
 from megatron.training import LaunchEnvironment, shut_down
 
 if TYPE_CHECKING:
@@ -47,9 +48,22 @@ if TYPE_CHECKING:
 SEPARATOR = "-" * 40
 STOP = "stop"
 """Line that ends the interactive generation, as in Megatron-LM."""
+_TYPE_HERE = "Context prompt (stop to exit) >>> "
 _DEFAULT_LENGTH = 64
 _TYPING_MINUTES = 7 * 24 * 60
 """Time limit of a collective while the other ranks wait for a prompt to be typed."""
+
+_PUT_FIELDS = {
+    "max_tokens": "tokens_to_generate",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "seed": "random_seed",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "num_beams": "beam_width",
+    "length_penalty": "length_penalty",
+}
+"""Flags, and the fields of Megatron-LM's server that they set."""
 
 
 def build_parser() -> Parser:
@@ -188,43 +202,61 @@ def generate_interactively(checkpoint: Checkpoint, generation: Generation, launc
     Raises:
         InputError: the weights cannot be loaded, or a pipe contains no prompt.
     """
-    lines = LineInput("Context prompt (stop to exit) >>> ") if launch.rank == 0 else None
+    lines = LineInput(_TYPE_HERE) if launch.rank == 0 else None
     engine = load_engine(checkpoint, launch, timeout_minutes=_TYPING_MINUTES)
-    for number, prompt in enumerate(_prompts_of_all_ranks(lines, engine)):
-        if number and lines is not None and not lines.is_terminal:
-            print(SEPARATOR, flush=True)
-        try:
-            request = generation.request([prompt])
-            _warn_of_long_text(checkpoint.config, request, launch)
-            _print_text(checkpoint.tokenizer, engine, request, is_shown=launch.rank == 0)
-        except InputError as error:
-            if launch.rank == 0:
-                print(f"error: {'; '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+
+    def show(prompt: str) -> None:
+        request = generation.request([prompt])
+        _warn_of_long_text(checkpoint.config, request, launch)
+        _print_text(checkpoint.tokenizer, engine, request, is_shown=launch.rank == 0)
+
+    _show_each(_prompts_of_all_ranks(lines, engine), lines, show)
+
+
+def typed_prompts(lines: LineInput) -> Iterator[str]:
+    """Yield the lines that are not blank, until the line ``stop`` or the end of the input.
+
+    Raises:
+        InputError: a pipe contains no prompt.
+    """
+    is_empty = True
+    while (line := lines.read()) not in (None, STOP):
+        if line:
+            is_empty = False
+            yield line
+    if line is None and is_empty and not lines.is_terminal:
+        raise InputError("standard input has no prompt; give --prompt TEXT, --prompt-file FILE, or lines")
 
 
 def _prompts_of_all_ranks(lines: LineInput | None, engine: InferenceEngine) -> Iterator[str]:
     """Yield on every rank the prompts that rank 0 reads."""
     from megatron.core.collectives import broadcast_object
 
-    is_first = True
+    typed = iter(()) if lines is None else typed_prompts(lines)
     while True:
-        line: str | None = ""
-        failure = None
-        while line == "" and lines is not None:
-            try:
-                line = lines.read()
-            except InputError as error:
-                line, failure = None, error
-        if lines is not None and line is None and is_first and failure is None and not lines.is_terminal:
-            failure = InputError("standard input has no prompt; give --prompt TEXT, --prompt-file FILE, or lines")
-        line, failure = broadcast_object((line, failure), engine.state.world)
+        prompt, failure = None, None
+        try:
+            prompt = next(typed, None)
+        except InputError as error:
+            failure = error
+        prompt, failure = broadcast_object((prompt, failure), engine.state.world)
         if failure is not None:
             raise failure
-        if line in (None, STOP):
+        if prompt is None:
             return
-        assert line is not None
-        yield line
-        is_first = False
+        yield prompt
+
+
+def _show_each(prompts: Iterable[str], lines: LineInput | None, show: Callable[[str], None]) -> None:
+    """Show the text of each prompt; the rank with the ``lines`` prints separators and errors."""
+    for number, prompt in enumerate(prompts):
+        if number and lines is not None and not lines.is_terminal:
+            print(SEPARATOR, flush=True)
+        try:
+            show(prompt)
+        except InputError as error:
+            if lines is not None:
+                print(f"error: {'; '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
 
 
 def _print_text(tokenizer: Tokenizer, engine: InferenceEngine, request: GenerationRequest, *, is_shown: bool) -> None:
@@ -252,6 +284,43 @@ def _print_text(tokenizer: Tokenizer, engine: InferenceEngine, request: Generati
             print(flush=True)
 
 
+def put_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of Megatron-LM's PUT /api that the flags set.
+
+    Raises:
+        ConfigurationError: the server has no such field, or a flag is about a checkpoint.
+    """
+    default = build_parser().get_default
+    others = vars(arguments).keys() - _PUT_FIELDS.keys() - {"load", "prompt", "prompt_file", "greedy"}
+    problems = [
+        f"--{name.replace('_', '-')} does not apply to a server of PUT /api; omit it"
+        for name in sorted(others)
+        if getattr(arguments, name) != default(name)
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+    fields = {field: getattr(arguments, name) for name, field in _PUT_FIELDS.items()}
+    if arguments.greedy or arguments.temperature == 0.0:
+        fields |= {"temperature": None, "top_k": 1}
+    if fields["beam_width"] == 1:
+        fields["beam_width"] = None  # no beam search
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def ask_server(address: tuple[str, int], prompts: Sequence[str] | None, fields: Mapping[str, Any]) -> None:
+    """Print each prompt with the continuation from Megatron-LM's server; None reads prompts from standard input.
+
+    Raises:
+        InputError: the server rejects a given prompt, or a pipe contains no prompt.
+    """
+    client = PutClient(*address, fields)
+    if prompts is not None:
+        print(f"\n{SEPARATOR}\n".join(client.text(prompt) for prompt in prompts), flush=True)
+        return
+    lines = LineInput(_TYPE_HERE)
+    _show_each(typed_prompts(lines), lines, lambda prompt: print(printable(client.text(prompt)), flush=True))
+
+
 def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     """Print each prompt with its continuation.
 
@@ -261,6 +330,12 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     if problems := list(generation_problems(arguments)):
         raise ConfigurationError(problems)
     is_interactive = arguments.prompt is None and arguments.prompt_file is None
+    address = None if arguments.load is None or Path(arguments.load).is_dir() else server_address(arguments.load)
+    if address is not None:
+        if launch.world_size > 1:
+            raise InputError(f"{arguments.load} is a server, which one process asks, and not {launch.world_size}")
+        ask_server(address, None if is_interactive else read_prompts(arguments), put_fields(arguments))
+        return
     prompts = [] if is_interactive else read_prompts(arguments)
     checkpoint = open_checkpoint(model_request(arguments), launch)
     generation = Generation(

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron.cli import chat
+from megatron.cli import chat, text_generation_cli
 from megatron.cli.terminal import printable
 from megatron.core.inference.inference_request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
@@ -392,6 +392,41 @@ def test_a_fine_tuned_model_is_asked_in_the_format_of_its_training(tmp_path, mon
         assert chat.main([str(tmp_path / str(number)), "--temperature", "0", "--max-tokens", "5"]) == 0
         answer = expected_text(f"{shape} {tokenizer}", prompt, 5).removeprefix(prompt)
         assert capsys.readouterr() == (f"{printable(answer)}\n", "")
+
+
+def test_generate_asks_a_server_at_an_address_until_stop(server: Served, monkeypatch, capsys) -> None:
+    address = server.url.removeprefix("http://")
+    expected = [
+        server.ask("PUT", "/api", {"prompts": [text], "tokens_to_generate": 6, "top_k": 1})[1]["text"][0]
+        for text in ("ab", "c")
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n" + "x" * 600 + "\nc\nstop\nd\n"))
+    assert text_generation_cli.main([address, "--tokens-to-generate", "6", "--greedy"]) == 0
+    out, err = capsys.readouterr()
+    separator = f"\n{text_generation_cli.SEPARATOR}\n"
+    assert out == f"{printable(expected[0])}{separator}{text_generation_cli.SEPARATOR}\n{printable(expected[1])}\n"
+    assert err.startswith(f"error: the server at {address} reports status 400: ")
+    assert err.count("\n") == 1
+    assert (
+        text_generation_cli.main(["--load", server.url, "--prompt", "ab", "--max-tokens", "6", "--temperature", "0"])
+        == 0
+    )
+    assert capsys.readouterr().out == f"{expected[0]}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("127.0.0.1:9 --prompt a", "no server answers at 127.0.0.1:9"),
+        ("127.0.0.1:9 --prompt a --ckpt-step 3 --repetition-penalty 2", "--ckpt-step does not apply to a server"),
+        ("nowhere:x --prompt a", "--load nowhere:x is not a folder"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_one_line(words: str, message: str, capsys) -> None:
+    assert text_generation_cli.main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
 
 
 def test_beams_of_a_chat_give_whole_answers_here_and_from_a_server(
