@@ -238,6 +238,7 @@ class Application:
             "num_parameters": self._num_parameters,
             "chat_template": None if template is None else template.label,
             "mode": "completion" if template is None else "chat",
+            "defaults": dict(self._defaults),
         }
 
     def _check_model(self, name: str | None) -> None:

@@ -195,6 +195,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_messages_to_a_base_model_are_continued_as_text(base_model: Served) -> None:
     (about,) = base_model.ask("GET", "/v1/models")[1]["data"]
     assert (about["mode"], about["chat_template"]) == ("completion", None)
+    assert about["defaults"] == {"temperature": 0.0, "ignore_eos": True}
     text = "be brief\nhello"
     messages = [{"role": "system", "content": "be brief"}, *MESSAGES]
     _, chat = base_model.ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 9})
