@@ -117,7 +117,7 @@ OWN = {
     "16 bits only): .+",
     "fp8": "fp8: .+",
     "offload": "optimizer offload: .+",
-    "pinned memory": r"\[Rank \d+\] \(after \d+ iterations\) pinned memory of the machine \(MB\): \d+\.\d\d",
+    "pinned memory": r"\[Rank \d+\] \(after \d+ iterations\) pinned host memory of the node \(MB\): \d+\.\d\d",
     "no data": " > no (train|valid|test) data: .+",
     "changes": "configuration changed since the checkpoint: .+",
     "layer norms": rf" iteration +\d+ \| +(embedding|layer \d+|output) \| params norm: {EXPONENT} \| grad norm: "
