@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         format_first_step,
         format_memory,
         format_step,
+        format_training_finished,
         is_terminal,
         pinned_memory_told,
     )
@@ -46,7 +47,7 @@ __getattr__ = lazy_exports(
         "experiment_loggers": "check_packages check_services",
         "log_lines": (
             "DataSetLoss IntervalAverage StepReport format_datetime format_evaluation format_first_step "
-            "format_memory format_step is_terminal pinned_memory_told"
+            "format_memory format_step format_training_finished is_terminal pinned_memory_told"
         ),
         "metrics": "MetricsWriter open_metrics",
         "run_record": "CONFIG_FILE CONTINUE_FILE END_FILE ENVIRONMENT_FILE RECORD_FOLDER STARTS_FILE RunRecord",
