@@ -98,7 +98,7 @@ class SpellingParser(argparse.ArgumentParser):
                 continue
             nearest = longer or difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
             if nearest:
-                return f"there is no {name}, did you mean {nearest[0]}?"
+                return f"there is no {name}; did you mean {nearest[0]}?"
         return None
 
 
@@ -121,7 +121,7 @@ def stored_folder(text: str) -> Path:
 def local_folder(text: str) -> Path:
     """Convert an argument to the path of a folder in a file system; reject a URL."""
     if is_url(text):
-        raise argparse.ArgumentTypeError("no URL can be used here; give a folder of a file system")
+        raise argparse.ArgumentTypeError("no URL can be used here; pass a folder of a file system")
     return Path(text)
 
 

@@ -30,9 +30,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--url", metavar="URL", help=f"address of the server ({URL})")
+    parser.add_argument("--url", metavar="URL", help=f"URL of the server ({URL})")
     parser.add_argument("--api-key", metavar="KEY", help="API key of the server")
-    parser.add_argument("--model", metavar="NAME", help="model of the server (the first that it lists)")
+    parser.add_argument("--model", metavar="NAME", help="model name on the server (its first model)")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="chat template, with --load or --load-hf")
     parser.add_argument(
@@ -45,7 +45,13 @@ def build_parser() -> Parser:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy decoding (1.0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling threshold (1.0)")
     parser.add_argument("--seed", type=int, metavar="N", help="sampling seed (a different one for each answer)")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less (1.0)")
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="repetition penalty; above 1: repeat less (1.0)",
+    )
     add_model_flags(parser, required=False)
     return parser
 
@@ -62,7 +68,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if has_model and getattr(arguments, name) is not None:
             problems.append(f"--{name.replace('_', '-')} applies to a server; omit it with --load and --load-hf")
     if not has_model and arguments.chat_template is not None:
-        problems.append("--chat-template applies to a checkpoint, and a server has its own; give --load, or omit it")
+        problems.append(
+            "--chat-template applies only to a checkpoint, because a server has its own template; pass --load, or "
+            "omit it"
+        )
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         problems.append(f"--max-tokens {arguments.max_tokens} is not positive")
     if not 0.0 <= arguments.temperature <= 100.0:
@@ -151,7 +160,8 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     check_arguments(arguments)
     if launch.world_size > 1:
         raise InputError(
-            f"chat runs in one process, here are {launch.world_size}; start serve in them, and chat with --url"
+            f"chat runs in one process, but {launch.world_size} were started; start serve in these processes and chat "
+            "with --url"
         )
     if arguments.load is None and arguments.load_hf is None:
         client = ChatClient(arguments.url or URL, arguments.api_key, request_fields(arguments))

@@ -51,7 +51,7 @@ def build_parser() -> Parser:
         help="maximum number of tokens to generate per prompt (64)",
     )
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--greedy", action="store_true", help="greedy decoding: take the most probable token")
+    sampling.add_argument("--greedy", action="store_true", help="greedy decoding: select the most probable token")
     sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (1.0)")
     sampling.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens (0: all)"
@@ -81,8 +81,10 @@ def build_parser() -> Parser:
     beams.add_argument(
         "--early-stopping",
         choices=("true", "false", "never"),
-        help="when to stop after N beams have finished: true: at once; false: if no running beam scores higher; never: "
-        "if none ever can (false)",
+        help=(
+            "when to stop after N beams have finished: true: immediately; false: if no running beam scores higher; "
+            "never: if none ever can (false)"
+        ),
     )
     add_model_flags(parser)
     return parser
@@ -105,10 +107,10 @@ def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
     )
     problems = list(sampling.problems())
     if arguments.num_beams < 1:
-        problems.append(f"--num-beams {arguments.num_beams} is not positive; 1 follows one text")
+        problems.append(f"--num-beams {arguments.num_beams} is not positive; use 1 for no beam search")
     for flag, value in (("--length-penalty", arguments.length_penalty), ("--early-stopping", arguments.early_stopping)):
         if value is not None and arguments.num_beams == 1:
-            problems.append(f"{flag} {value} is of use with --num-beams 2 or more")
+            problems.append(f"{flag} {value} has no effect without --num-beams 2 or more")
     if arguments.tokens_to_generate < 1:
         problems.append(f"--tokens-to-generate {arguments.tokens_to_generate} is not positive")
     if problems:
@@ -136,7 +138,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.prompt_file is None:
         if not arguments.prompt:
-            raise InputError("--prompt is empty; give it some text")
+            raise InputError("--prompt is empty; pass some text")
         # Python decodes command line bytes that are not UTF-8 to lone surrogates.
         if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
             raise InputError("--prompt is not valid UTF-8; convert it")
@@ -147,7 +149,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
         raise InputError(f"cannot read --prompt-file {arguments.prompt_file}: {error}") from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise InputError(f"--prompt-file {arguments.prompt_file} holds no text; write one prompt a line")
+        raise InputError(f"--prompt-file {arguments.prompt_file} contains no text; write one prompt per line")
     return prompts
 
 
@@ -178,8 +180,8 @@ def describe_long_text(config: GPTConfig, request: GenerationRequest) -> str | N
     if prompt + count <= limit:
         return None
     return (
-        f"WARNING: a prompt of {prompt} tokens and --tokens-to-generate {count} are {prompt + count} tokens, and the "
-        f"model was trained on {limit} positions: the text after them will be worse; shorten the prompt or lower "
+        f"WARNING: a prompt of {prompt} tokens and --tokens-to-generate {count} are {prompt + count} tokens, but the "
+        f"model was trained on {limit} positions: later text will be worse; shorten the prompt or lower "
         "--tokens-to-generate"
     )
 

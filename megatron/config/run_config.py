@@ -669,7 +669,9 @@ def read_data_list(path: str, flag: str) -> tuple[str, ...]:
     """
     words = tuple(_read_text(path, flag).split())
     if not words:
-        raise ConfigurationError(f"{flag} {path}: the file is empty; write data prefixes, or weight and prefix")
+        raise ConfigurationError(
+            f"{flag} {path}: the file is empty; write data prefixes, or pairs of weight and prefix"
+        )
     return words
 
 
@@ -728,18 +730,18 @@ def _find_misfits(lists: tuple[str, ...], samples: tuple[int, ...], names: tuple
     for flag_name, values in (("--extra-valid-data-samples", samples), ("--extra-valid-data-names", names)):
         if values and len(values) != len(lists):
             yield (
-                f"{flag_name} is given {len(values)} times and {_DATALIST} {len(lists)} times; give both once for each "
-                f"validation set, or leave {flag_name} out"
+                f"{flag_name} is passed {len(values)} times, but {_DATALIST} {len(lists)} times; pass both once per "
+                f"validation set, or omit {flag_name}"
             )
     for number in samples:
         if number < 1:
-            yield f"--extra-valid-data-samples {number}: give 1 or more, or leave the validation set out"
+            yield f"--extra-valid-data-samples {number}: use 1 or more, or omit the validation set"
     called = names or tuple(Path(path).name for path in lists)
     for name in dict.fromkeys(called):
         if name in RESERVED_NAMES or not name:
-            yield f"--extra-valid-data-names {name!r} is taken; give the validation set another name"
+            yield f"--extra-valid-data-names {name!r} is already in use; use a different name for the validation set"
         elif called.count(name) > 1:
-            yield f"two validation sets are called {name}; tell them apart with --extra-valid-data-names"
+            yield f"two validation sets have the name {name}; set different names with --extra-valid-data-names"
 
 
 def _read_text(path: str, flag: str) -> str:
@@ -749,7 +751,7 @@ def _read_text(path: str, flag: str) -> str:
             content = file.read(MAX_TEXT_BYTES + 1)
         if len(content) > MAX_TEXT_BYTES:
             raise ConfigurationError(
-                f"{flag} {path}: it has more than {MAX_TEXT_BYTES} bytes; give a list of data sets"
+                f"{flag} {path}: it has more than {MAX_TEXT_BYTES} bytes; pass a list of data sets"
             )
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

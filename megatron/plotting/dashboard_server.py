@@ -29,7 +29,7 @@ async function refresh() {
     shown.innerHTML = await answer.text();
     window.scrollTo(0, top);
     state.textContent = 'live, ' + new Date().toLocaleTimeString();
-  } catch (error) { state.textContent = 'no answer from the server; what is shown is old'; }
+  } catch (error) { state.textContent = 'no answer from the server; this page is out of date'; }
   setTimeout(refresh, %d);
 }
 setTimeout(refresh, %d);
@@ -75,7 +75,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         query = parse_qs(place.query)
         given = query.get("token", [""])[0]
         if not secrets.compare_digest(given.encode(), self.server.token.encode()):
-            self._answer(403, page("No access", "<p>Open the address that the command printed: it has the token.</p>"))
+            self._answer(403, page("No access", "<p>Open the URL that the command printed: it contains the token.</p>"))
             return
         runs = find_runs(self.server.folder)
         chosen = [name for name in query.get("run", []) if name in runs] or list(runs)[:_COMPARED]

@@ -154,7 +154,7 @@ def pinned_memory_told(runtime: Runtime, iteration: int) -> Iterator[None]:
     yield
     after = None if before is None else runtime.device.pinned_bytes()
     if before is not None and after is not None and after > before:
-        words = f"pinned memory of the machine (MB): {after / 2**20:.2f}"
+        words = f"pinned host memory of the node (MB): {after / 2**20:.2f}"
         print_line(f"[Rank {runtime.state.rank}] (after {iteration} iterations) {words}")
 
 
