@@ -119,9 +119,10 @@ def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: 
 
 
 def refuse_random_weights(directory: Path, options: CheckpointConfig, state: ParallelState) -> None:
-    """Reject a start from random weights if ``--load`` was meant to load a checkpoint, as rank 0 sees the folder.
+    """Raise on every rank if a run would start from random weights although ``--load`` names a checkpoint.
 
-    Random weights are accepted if the run also saves to the folder, or if the folder has only a tokenizer.
+    Rank 0 inspects the folder. Random weights are accepted if the run also saves to the folder, or if the folder has
+    only a tokenizer.
 
     Raises:
         CheckpointError: random weights are not accepted. Raised on every rank.

@@ -172,7 +172,7 @@ def _run_tasks(
         try:
             form = choose_template(encoding.tokenizer, None).render_prompt
         except DataError as error:
-            found, _, _ = str(error).partition("; give ")
+            found, _, _ = str(error).partition("; set ")
             raise DataError(f"--apply-chat-template: {found}; omit it, or fix those files") from error
     model = HarnessModel(ranks, encoding, max_length, form, _DEFAULT_SEED if arguments.seed is None else arguments.seed)
     results = tasks.run(model, with_samples=arguments.log_samples)

@@ -227,7 +227,7 @@ def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, help_text: str) 
         constant = spec.options.negative is None
         group.add_argument(*spec.flags, dest=spec.name, action="store_const", const=constant, help=help_text)
         return
-    if spec.default not in (None, (), 0, 0.0) and not spec.is_sequence:
+    if spec.default not in (None, (), 0, 0.0, "") and not spec.is_sequence:
         help_text += f" Default: {spec.default}.".replace("%", "%%")
     group.add_argument(
         *spec.flags,

@@ -96,7 +96,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--disable-jit-fuser": NoEffect(0, _FUSION),
     "--cpu-offloading-activations": NoEffect(0, "--cpu-offloading offloads activations by default"),
     "--no-cpu-offloading-weights": NoEffect(
-        0, "weights are not offloaded unless --cpu-offloading-weights is given", excluded="cpu_offloading_weights"
+        0, "weights are not offloaded unless --cpu-offloading-weights is set", excluded="cpu_offloading_weights"
     ),
     "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
     "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
@@ -115,7 +115,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-async-tensor-model-parallel-allreduce": NoEffect(0, _TP_OVERLAP),
     "--accumulate-allreduce-grads-in-fp32": NoEffect(
         0,
-        "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is given",
+        "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is set",
         excluded="grad_reduce_in_bf16",
     ),
     "--tp-comm-bootstrap-backend": NoEffect(1, "overlapped communication uses the existing process groups"),
@@ -276,7 +276,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "--multiple-validation-sets",
         "use --extra-valid-datalist PREFIX for each set, with --extra-valid-data-names NAME",
     ),
-    ("--renormalize-blend-weights", "a blend uses the given weights and a surplus of 0.005; omit it"),
+    ("--renormalize-blend-weights", "a blend uses the weights as passed and a surplus of 0.005; omit it"),
     ("--use-mp-args-from-checkpoint-args", "pass the parallelism flags: a checkpoint can be loaded with any layout"),
     ("--no-mmap-index-files", "index files are always memory-mapped; --no-mmap-bin-files applies to token files"),
     ("--data-parallel-random-init", "data-parallel replicas start with the same weights; omit it"),

@@ -316,7 +316,7 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
             "known; add --tokenizer-type"
         )
     elif folder is None:
-        problems.append(f"--patch-tokenizer-type {patch} takes the tokenizer from --load DIR; add --load DIR")
+        problems.append(f"--patch-tokenizer-type {patch} uses the tokenizer of --load DIR; add --load DIR")
     elif not os.path.exists(folder):
         problems.append(f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; pass an existing folder")
     else:

@@ -332,7 +332,7 @@ class InputFile:
         return self.members[line] if self.members else f"{self.name}:{line + 1}"
 
     def identity(self) -> list[Any]:
-        """Return JSON values that identify an unchanged input."""
+        """Return JSON values that stay the same as long as the input file is unchanged."""
         plain: list[Any] = [self.path, self.num_bytes, self.modified_ns]
         names = zlib.crc32("\0".join(self.members).encode("utf-8", "surrogateescape"))
         return plain if self.kind == "jsonl" else [*plain, self.kind, len(self.members), names]

@@ -226,7 +226,7 @@ class RunFolder:
                     continue  # The folder was just removed.
                 megabytes = ""  # A file of a checkpoint in progress was renamed, or a file cannot be read.
             notes = ["loaded by default"] if folder.name == newest else []
-            notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
+            notes += ["validated"] if (folder / "known_to_train.json").is_file() else []
             health = self.checks.of(folder)
             cells = f'<td>{megabytes}</td><td class="text">{", ".join(notes)}</td>'
             cells += f'<td class="text{"" if health.is_whole else " bad"}">{escape(health.words)}</td>'

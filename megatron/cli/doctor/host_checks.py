@@ -247,7 +247,7 @@ def examine_data(prefix: str, mounts: str) -> Iterator[Finding]:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 content[-1]
     except (OSError, ValueError) as error:
-        yield Finding("wrong", subject, f"cannot be mapped: {error}", "copy the data to another file system")
+        yield Finding("wrong", subject, f"cannot be mapped: {error}", "copy the data to a different file system")
         return
     size = sum(path.stat().st_size for path in paths)
     yield Finding("ok", subject, f"{size / _GIB:.2f} GiB on {file_system_of(paths[0], mounts)}, can be mapped")

@@ -105,7 +105,7 @@ class DataSetKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Samples of a data set that are shuffled together: whole epochs for a number of samples, and a seed."""
+    """Epochs of a data set that are shuffled together: as many whole epochs as ``num_samples`` needs, and the seed."""
 
     num_samples: int | None
     """Samples that determine the number of epochs; None for one epoch."""

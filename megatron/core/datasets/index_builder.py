@@ -359,7 +359,7 @@ class CountedIndexBuilder:
         self._tell(0)
 
     def next_data_set(self, num_samples: int) -> None:
-        """Count the previous data set as done and start one of which ``num_samples`` samples are taken."""
+        """Count the previous data set as done, and start the next, from which ``num_samples`` samples are taken."""
         self._done, self._share = self._done + self._share, num_samples
         self._tell(0)
 

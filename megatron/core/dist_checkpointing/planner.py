@@ -107,7 +107,7 @@ def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
 
 
 def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:
-    """Create the sharded tensor of an unsharded tensor."""
+    """Create a ``ShardedTensor`` whose only shard is the whole tensor."""
     return ShardedTensor(name, tuple(data.shape), full_shards(data.shape), data.detach())
 
 
@@ -231,7 +231,7 @@ class AverageChoice:
 
 
 def average_choice(tensors: Sequence[ShardedTensor], index: CheckpointIndex) -> AverageChoice:
-    """Select the optimizer tensors to load: averages only if both the run and the checkpoint have them."""
+    """Select the optimizer tensors to load: EMA weights only if both the run and the checkpoint have them."""
     is_wanted = any(tensor.name.startswith(AVERAGE_PREFIX) for tensor in tensors)
     is_stored = any(name.startswith(AVERAGE_PREFIX) for name in index.tensors)
     if is_wanted == is_stored:

@@ -144,7 +144,7 @@ class PromptBatch:
         position = self.length + step - 1 - int(self.prompts.starts[row])
         return InputError(
             f"the model's logits are not finite at position {position}: its weights contain NaN, or its activations "
-            f"overflow {self.staged.model.config.params_dtype}; use another checkpoint"
+            f"overflow {self.staged.model.config.params_dtype}; use a different checkpoint"
         )
 
     def _forward(self, tokens: torch.Tensor, start: int, all_positions: bool = False) -> torch.Tensor | None:

@@ -418,7 +418,7 @@ class RunningBatch:
         if code == NOT_FINITE:
             return InputError(
                 f"the model's logits are not finite at position {row.num_seen - 1}: its weights contain NaN, or its "
-                f"activations overflow {self.staged.model.config.params_dtype}; use another checkpoint"
+                f"activations overflow {self.staged.model.config.params_dtype}; use a different checkpoint"
             )
         if code == NOTHING_LEFT:
             size = row.request.sampling.no_repeat_ngram_size

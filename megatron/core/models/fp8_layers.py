@@ -87,7 +87,7 @@ def describe_float8(config: TransformerConfig, device: torch.device | str) -> st
     if not layers:
         return None
     recipe, device = Float8Recipe.of(config.fp8), torch.device(device)
-    by = "torch's scaled products"
+    by = "torch's FP8 GEMMs"
     if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
         by = "float32 GEMMs of the quantized operands: this device has no FP8 GEMMs for them"
     if config.transformer_impl == TRANSFORMER_ENGINE:

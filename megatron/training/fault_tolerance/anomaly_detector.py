@@ -175,7 +175,7 @@ class AnomalyDetector(Callback):
     """Detector of anomalous results before they reach the weights; every rank has one, and all decide in the same way.
 
     ``left_out`` are the samples that the run has skipped, and skips again after a rollback. ``newest_known`` returns
-    the newest checkpoint that is known to train and that the run can roll back to.
+    the newest validated checkpoint that the run can roll back to.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class MixtralFamily(MistralFamily):
         return super().own_fields(settings) | expert_fields(settings, experts, settings.integer("intermediate_size"), 2)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of a model."""
+        """Return the model's values for Hugging Face's ``config.json``."""
         # With YaRN transformers does not compute head_dim from the other sizes.
         return super().write_settings(config) | {
             "head_dim": config.kv_channels,

@@ -84,7 +84,7 @@ class Settings:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a non-negative number setting; null counts as absent."""
+        """Return a setting that must be a number of 0 or more; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             if default is None:

@@ -122,7 +122,7 @@ class LoadedWeights:
             raise CheckpointError(f"{name}: {empty} has no values (it is on the meta device); load the model's weights")
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor."""
+        """Return a slice of a tensor."""
         weight = self._weights[name]
         return weight[box.slices] if box.shape else weight
 

@@ -162,7 +162,10 @@ def value_of_argument(spec: FieldSpec, name: str, value: Any) -> Any:
 
 
 def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
-    """Convert the model's MLA and MTP fields to ``args``; without either the result only says so."""
+    """Convert the model's MLA and MTP fields to ``args``.
+
+    If the model uses neither, the result is ``multi_latent_attention=False`` and ``mtp_num_layers=None``.
+    """
     values: dict[str, Any] = {"multi_latent_attention": False, "mtp_num_layers": None}
     for switch, kinds in _KINDS.items():
         if field_value(model, switch):
