@@ -50,7 +50,7 @@ def test_a_checkpoint_in_another_format_is_refused_by_name(run: Path) -> None:
 def test_a_tracker_file_that_names_nothing_is_not_taken_for_an_older_checkpoint(tmp_path: Path) -> None:
     write_small(tmp_path, small_common(iteration=2, has_optimizer=False))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
-    with pytest.raises(CheckpointError, match="names iter_0000009, and there is no such folder"):
+    with pytest.raises(CheckpointError, match="names iter_0000009, but there is no such folder"):
         find_checkpoint(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="iter_0000003 exists already; remove it"):
         publish_checked(tmp_path, 3, write, accept, print)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is a file; name a folder"):
+    with pytest.raises(CheckpointError, match="is a file; pass a folder"):
         publish_checked(tmp_path / "file", 3, write, accept, print)
 
 

@@ -349,12 +349,12 @@ def test_a_full_disk_is_said_and_the_next_save_goes_on(
     token = saver._target.folders.token
     path = tmp_path / f".iter_0000020.{token}.saving" / "shard_00000.safetensors"
     assert lines[-1].startswith(
-        f"WARNING: the checkpoint of iteration 20 was not saved: cannot write {path}: No space left on device; "
-        f"{needed} bytes are needed for it, "
+        f"WARNING: the checkpoint of iteration 20 was not saved: cannot write {path}: No space left on device; it "
+        f"needs {needed} bytes, "
     )
-    assert lines[-1].endswith(" are free; what was saved before is still in place")
+    assert lines[-1].endswith(" are free; earlier checkpoints are unchanged")
     assert names(tmp_path) == ["iter_0000010", SAVER_TRACKER]
-    with pytest.raises(TrainingError, match="the last checkpoint, of iteration 20, was not saved: cannot write"):
+    with pytest.raises(TrainingError, match=r"the last checkpoint \(iteration 20\) was not saved: cannot write"):
         saver.check_last()
     assert_loads(tmp_path, 10)
     save_with_saver(saver, 30)

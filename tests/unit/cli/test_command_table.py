@@ -96,14 +96,14 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "serve --laod runs",
-            "one of the arguments --load --load-hf is required; there is no --laod, did you mean --load?",
+            "one of the arguments --load --load-hf is required; there is no --laod; did you mean --load?",
         ),
         (
             "convert --load a --save-dr=b",
-            "the following arguments are required: --load-dir, --save-dir; "
-            "there is no --load, did you mean --load-dir?",
+            "the following arguments are required: --load-dir, --save-dir; there is no --load; did you mean "
+            "--load-dir?",
         ),
-        ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit, did you mean --list?"),
+        ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit; did you mean --list?"),
         ("verify nowhere", "unrecognized arguments: nowhere; see --help"),
         ("inspect", "the following arguments are required: DIR; see --help"),
         ("plot", "the following arguments are required: RUN; see --help"),
@@ -134,7 +134,7 @@ def test_deprecated_names_of_a_command_work_with_one_warning(capsys: pytest.Capt
     assert "--extent" not in parser.format_help()
     with pytest.raises(SystemExit):
         parser.parse_args(["--extent", "3", "--kidn", "large"])
-    assert capsys.readouterr().err.endswith("there is no --kidn, did you mean --kind?\n")
+    assert capsys.readouterr().err.endswith("there is no --kidn; did you mean --kind?\n")
 
 
 def test_the_deprecated_name_of_the_memory_plot_works(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,13 +152,13 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
         (["--gpus", "0"], "--gpus 0 is not between"),
         (
             ["--gpus", "8", "--model-preset", "llama9"],
-            "--model-preset llama9 is not known; possible: deepseek-v3, gpt-oss",
+            "--model-preset llama9 is not known; possible values: deepseek-v3, gpt-oss",
         ),
         (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
         (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),
         (["--gpus", "8"], "--global-batch-size is missing"),
         (["--gpus", "8", "--global-batch-size", "8"], "--num-layers is missing"),
-        (["--gpus", "8", "--gpu", "a100-80gb", "--precision", "fp8", *RUN], "a100-80gb has no products in fp8"),
+        (["--gpus", "8", "--gpu", "a100-80gb", "--precision", "fp8", *RUN], "a100-80gb does not support FP8 GEMMs"),
         (["--gpus", "1", "--model-preset", "llama3.1-70b", *RUN], "no layout fits 1 x h100-80gb"),
     ],
 )
@@ -202,7 +202,9 @@ def test_experts_are_spread_over_every_number_of_ranks_that_divides_them(
     assert {each["ep"] for each in ranking["ranked"]} == {1, 2}
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[1:6] == ["tp", "pp", "cp", "dp", "ep"]
-    assert any("not taken as given: --expert-model-parallel-size" in line for line in lines)
+    assert any(
+        "searched instead of taken from the command line: --expert-model-parallel-size" in line for line in lines
+    )
     launched = next(shlex.split(line) for line in lines if line.startswith("torchrun"))
     best, config = ranking["ranked"][0], resolve_arguments(launched[4:], 2, needs_files=False).config
     assert config.model.expert_model_parallel_size == best["ep"]
@@ -324,7 +326,7 @@ def test_megatron_is_not_offered_a_zero_bubble_schedule_and_searched_flags_are_n
     assert main([*words, "--pipeline-schedule", "1f1b", "--bf16"]) == 0
     printed = capsys.readouterr().out
     assert "zero-bubble" not in printed
-    assert "\nsearched, and not taken as given: --pipeline-schedule, --bf16\n" in printed
+    assert "\nsearched instead of taken from the command line: --pipeline-schedule, --bf16\n" in printed
 
 
 BOUNDED_MODEL = (

@@ -97,12 +97,12 @@ def test_an_explicit_layout() -> None:
     [
         ("Et|mL", "has 'm' at character 4"),
         ("Ett|L)", "closes a parenthesis"),
-        ("E(tt|L", "does not close every parenthesis"),
-        ("*2EttL", "repeats nothing at character 1"),
+        ("E(tt|L", "has an opening parenthesis without a closing parenthesis"),
+        ("*2EttL", "has nothing to repeat at character 1"),
         ("Et*999999999|L", "repeats to 999999999 items"),
-        ("tEt|L", "the embedding E once, at its very beginning"),
-        ("Ett|Lt", "the loss L once, at its very end"),
-        ("Et|L", "has 1 layers and --num-layers is 2"),
+        ("tEt|L", "the embedding E once, at its beginning"),
+        ("Ett|Lt", "the loss L once, at its end"),
+        ("Et|L", "has 1 layers, but --num-layers is 2"),
     ],
 )
 def test_notation_that_cannot_be_read_is_refused(text: str, words: str) -> None:
@@ -140,13 +140,13 @@ def test_notation_that_cannot_be_read_is_refused(text: str, words: str) -> None:
             2,
             8,
             {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},
-            "works on an even split only; omit",
+            "requires an even split; omit",
         ),
         (
             2,
             8,
             {"decoder_last_pipeline_num_layers": 2, "num_layers_per_virtual_pipeline_stage": 2},
-            "--num-layers-per-virtual-pipeline-stage works on an even split only",
+            "--num-layers-per-virtual-pipeline-stage requires an even split",
         ),
         (0, 8, {}, "--pipeline-model-parallel-size 0 must be 1 or more"),
         (2, 0, {}, "--num-layers 0 is not a number of layers"),

@@ -61,7 +61,7 @@ def test_gpt2_is_the_default(gpt2_files: tuple[Path, Path]) -> None:
         ({"extra_vocab_size": -1}, "--extra-vocab-size -1 is negative"),
         ({"vocab_extra_ids": -1}, "--vocab-extra-ids -1 is negative"),
         ({"vocab_extra_ids": 5}, "only SentencePieceTokenizer"),
-        ({"padded_vocab_size": 699}, "699 is less than the 700 ids of the tokenizer; give 700 or more"),
+        ({"padded_vocab_size": 699}, "699 is less than the 700 ids of the tokenizer; use 700 or more"),
         ({"tokenizer_type": "NullTokenizer", "padded_vocab_size": 128}, "give NullTokenizer --vocab-size 127"),
         ({"vocab_size": 701}, "--vocab-size 701: GPT2BPETokenizer has 700 ids"),
     ],
@@ -175,7 +175,7 @@ def test_rows_are_those_of_the_published_model(kind: str, base: int, own: int, e
 
 
 def test_added_tokens_without_a_row_are_refused_with_the_number_that_works() -> None:
-    with pytest.raises(TokenizerError, match=r"vocabulary of 151643, .* ids up to 151664; give --extra-vocab-size 22 "):
+    with pytest.raises(TokenizerError, match=r"vocabulary of 151643, .* ids up to 151664; use --extra-vocab-size 22 "):
         patched_vocab_size("Qwen2Tokenizer", 151643, 151665, 0)
     assert patched_vocab_size("Qwen2Tokenizer", 151643, 151665, 22) == 151665
 
@@ -229,7 +229,7 @@ def test_a_tokenizer_that_is_code_is_named_as_such(hugging_face_folder: Path) ->
     (hugging_face_folder / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}})
     )
-    with pytest.raises(TokenizerError, match=r"Python code of the model's author, which is never run; save a fast"):
+    with pytest.raises(TokenizerError, match=r"custom Python code, which is never run; save a fast"):
         HuggingFaceTokenizer(hugging_face_folder)
 
 

@@ -92,7 +92,9 @@ def test_merges_that_are_cut_short_are_named(hugging_face_folder: Path) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     last = "".join(content["model"]["merges"].pop())
     path.write_text(json.dumps(content), encoding="utf-8")
-    message = rf"tokenizer.json has 442 merges, but the 699 tokens of .* need 443: none makes '{re.escape(last)}'"
+    message = (
+        rf"tokenizer.json has 442 merges, but the 699 tokens of .* need 443: no merge produces '{re.escape(last)}'"
+    )
     with pytest.raises(TokenizerError, match=message):
         HuggingFaceTokenizer(hugging_face_folder)
     content["model"]["ignore_merges"] = True  # such a model finds whole words in its vocabulary

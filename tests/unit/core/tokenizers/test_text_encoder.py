@@ -131,9 +131,9 @@ def test_cuts() -> None:
     ("changes", "reason"),
     [
         ({"normalizer": {"type": "Prepend", "prepend": "x"}}, "it normalizes texts"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "its words do not begin at spaces"),
-        ({"pre_tokenizer": SPLIT_ALONE}, "its words do not begin at spaces"),
-        ({"pre_tokenizer": BYTES_ALONE}, "its words do not begin at spaces"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "its words do not start at spaces"),
+        ({"pre_tokenizer": SPLIT_ALONE}, "its words do not start at spaces"),
+        ({"pre_tokenizer": BYTES_ALONE}, "its words do not start at spaces"),
     ],
 )
 def test_tokenizers_that_do_not_cut_there_are_refused(
@@ -267,7 +267,7 @@ def test_an_engine_that_differs_on_the_input_is_not_used(
     reports: list[str] = []
     assert choose_encoder(gpt2, "auto", ["a plain text", "an odd text"], reports.append).name == "reference"
     assert reports == [
-        "the engine gigatoken is not used with GPT2BPETokenizer: it gives other ids, for 'an odd text' first"
+        "the engine gigatoken is not used with GPT2BPETokenizer: it produces different ids, first for 'an odd text'"
     ]
     with pytest.raises(TokenizerError, match="it gives other ids"):
         choose_encoder(gpt2, "gigatoken", ["an odd text"], no_report)

@@ -108,7 +108,7 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="version 9, expected 1"):
         rebuild_tokenizer(record | {"record_version": 9})
     with pytest.raises(
-        TokenizerError, match="has 128 ids and end-of-document id 127, but the checkpoint recorded 500 and 127"
+        TokenizerError, match="has 128 ids and end-of-document id 127, but the checkpoint was trained with 500 and 127"
     ):
         rebuild_tokenizer(record | {"vocab_size": 500})
     with pytest.raises(TokenizerError, match="record is damaged"):

@@ -205,7 +205,7 @@ def test_beside_training_a_save_under_way_comes_first() -> None:
     line = measured(13, is_async=True).line(3.5)
     assert line is not None
     assert "may need 14.0 s" in line
-    assert "3.5 s for a checkpoint, one under way and one more)" in line
+    assert "3.5 s for a checkpoint, including a save in progress)" in line
 
 
 def test_it_is_said_again_when_it_is_much_worse() -> None:

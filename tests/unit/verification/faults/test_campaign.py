@@ -48,14 +48,14 @@ def test_a_run_that_goes_on_after_each_kill_holds(tmp_path: Path) -> None:
     assert second.resumed_at >= first.iteration
     assert checks(report) == {"losses": True, "checkpoints": True}
     assert report.to_json()["held"] is True
-    assert "all 30 iterations have the same bits" in report.to_text()
+    assert "bitwise equal in all 30 iterations" in report.to_text()
 
 
 def test_a_last_bit_that_differs_is_found(tmp_path: Path) -> None:
     report = attack(tmp_path, wrong="forgets", rounds=1)
     assert checks(report) == {"losses": False, "checkpoints": True}
     assert not report.held
-    assert "BROKEN  losses: iterations [" in report.to_text()
+    assert "FAILED  losses: iterations [" in report.to_text()
 
 
 @pytest.mark.long
@@ -65,7 +65,7 @@ def test_a_tolerance_is_of_the_last_loss(tmp_path: Path) -> None:
 
 def test_a_process_that_stays_is_found_and_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(campaign, "LEFT_AFTER_S", 0.5)
-    with pytest.raises(campaign.LaunchError, match=r"processes \[\d+\] of .* still ran 0.5 s after it"):
+    with pytest.raises(campaign.LaunchError, match=r"processes \[\d+\] of .* were still running 0.5 s after its end"):
         attack(tmp_path, wrong="leaves", rounds=1)
 
 

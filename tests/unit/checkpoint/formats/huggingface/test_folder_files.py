@@ -125,7 +125,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
 
 def test_pickled_weights_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: pickles can run code") as caught:
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: pickle files can run code") as caught:
         WeightFiles(tmp_path)
     assert "\n" not in str(caught.value)
 
