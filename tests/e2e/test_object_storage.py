@@ -101,7 +101,7 @@ def store_tracker(store: Path) -> Path:
         ("--save memory://x --ckpt-format torch", "--ckpt-format torch can only be written to a file system"),
         ("--save memory://x --log-progress", "--log-progress appends to a file next to checkpoints"),
         ("--tensorboard-dir memory://x", "--tensorboard-dir memory://...: object stores are not supported here"),
-        ("--load memory://x --finetune", "--load memory://x does not exist, and --finetune is given"),
+        ("--load memory://x --finetune", "--load memory://x does not exist, but --finetune needs a checkpoint"),
     ],
 )
 def test_what_no_store_can_do_is_refused_in_a_line(tmp_path: Path, words: str, line: str) -> None:

@@ -311,7 +311,7 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
             "--load {llama} --prompt 5 --expert-model-parallel-size 0",
             "--expert-model-parallel-size 0 is not positive; use 1 or more",
         ),
-        ("--load {llama} --prompt five", "NullTokenizer reads ids"),
+        ("--load {llama} --prompt five", "NullTokenizer reads token ids"),
         ("--load {llama} --prompt 100", "id 100 is not in 0..99"),
         ("--load {llama} --prompt 5 --vocab-size 200", "NullTokenizer has 201 ids, but the model was trained with 100"),
         ("--load {llama} --prompt 5 --tokenizer-type GPT2BPETokenizer", "--vocab-file"),

@@ -178,7 +178,7 @@ def check_refusals(server: Running) -> None:
     assert server.put(b"{")[0] == 400
     assert server.put({}) == (400, "prompts is missing; pass a list of 1 to 128 strings")
     status, text = server.put({"prompts": ["five"]})
-    assert (status, "NullTokenizer reads ids" in text) == (400, True)
+    assert (status, "NullTokenizer reads token ids" in text) == (400, True)
     status, text = server.put({"prompts": ["5"], "tokens_to_generate": 2_000_000})
     assert (status, "the maximum context length is" in text) == (400, True)
     assert server.put({"prompts": ["5"]}, path="/other")[0] == 404

@@ -775,7 +775,7 @@ def _check_kind(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
     """Check a path against the kind of --dataset."""
     dataset = config.data.dataset
     if config.data.sft and dataset is not None and is_raw(prefix) != (dataset in RAW_DATASETS):
-        kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("no file", INDEXED_DATASETS)
+        kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("not a file", INDEXED_DATASETS)
         yield f"{name} {prefix} is {kind}, which does not match --dataset {dataset}; use {' or '.join(others)}"
 
 

@@ -61,7 +61,7 @@ def test_a_lost_tracker_file_is_no_choice_of_ours(text: str | None, tmp_path: Pa
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     if text is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(CheckpointError, match=r"name one of its iterations with --ckpt-step: 2, 4$"):
+    with pytest.raises(CheckpointError, match=r"select one of its iterations with --ckpt-step: 2, 4$"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path, 4).folder == tmp_path / "iter_0000004"
 
@@ -72,7 +72,7 @@ def test_a_release_beside_a_lost_tracker_file_is_not_taken_unasked(text: str, tm
     (tmp_path / "iter_0000002").rename(tmp_path / "release")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text(text)
-    with pytest.raises(CheckpointError, match=r"name \S*/release, or write 'release' to that file$"):
+    with pytest.raises(CheckpointError, match=r"pass \S*/release, or write 'release' to that file$"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path / "release").folder == tmp_path / "release"
     tracker.write_text("release")

@@ -123,7 +123,7 @@ def test_streams_of_another_device_or_layout_start_again(tmp_path: Path, lines: 
     loaded = load_checkpoint(tmp_path, other, STATE, CheckpointConfig(), CONFIG, lines.append)
     assert loaded is not None
     assert loaded.rng == {}
-    assert "random number streams: default restart from the seed and iteration 10 (the checkpoint holds" in lines[-2]
+    assert "random number streams: default restart from the seed and iteration 10 (the checkpoint contains" in lines[-2]
 
 
 def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
@@ -133,7 +133,7 @@ def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
     for ours, theirs in zip(model.parameters(), saved.models[0].parameters()):
         assert torch.equal(ours, theirs)
     wide = ToyModel(STATE, torch.float32)
-    with pytest.raises(CheckpointError, match="dtype bfloat16 in the checkpoint, float32"):
+    with pytest.raises(CheckpointError, match="dtype bfloat16 in the checkpoint, but float32"):
         load_model_weights(tmp_path, [wide], STATE, lines.append)
     load_model_weights(tmp_path, [wide], STATE, lines.append, allow_cast=True)
     for ours, theirs in zip(wide.parameters(), saved.models[0].parameters()):
@@ -163,9 +163,13 @@ def test_without_a_tracker_file_the_run_starts_from_random(tmp_path: Path, lines
     ("files", "options", "reason"),
     [
         (None, {}, "does not exist; pass the folder that a run saved to"),
-        (None, {"save": "{}", "finetune": True}, "does not exist, and --finetune is given"),
-        (None, {"save": "{}", "no_load_optim": True}, "does not exist, and --no-load-optim is given"),
-        (None, {"save": "{}", "use_checkpoint_args": True}, "does not exist, and --use-checkpoint-args is given"),
+        (None, {"save": "{}", "finetune": True}, "does not exist, but --finetune needs a checkpoint"),
+        (None, {"save": "{}", "no_load_optim": True}, "does not exist, but --no-load-optim needs a checkpoint"),
+        (
+            None,
+            {"save": "{}", "use_checkpoint_args": True},
+            ("does not exist, but --use-checkpoint-args needs a checkpoint"),
+        ),
         (["notes.txt"], {}, "contains no checkpoint"),
         (["tokenizer.json"], {"finetune": True}, "contains no checkpoint"),
         (

@@ -79,7 +79,7 @@ def test_a_folder_of_texts_becomes_jsonl(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert b'{"text":"a line",  "n":1e2}\n' in (tmp_path / "out.jsonl").read_bytes()  # copied as it was
     printed = capsys.readouterr().out
-    assert "left out 1 files of other kinds" in printed
+    assert "skipped 1 files of other kinds" in printed
     assert "Read 7 documents" in printed
     assert "dropped 1 (14.29 %, 0.00 MB): no text" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "texts"]
@@ -156,9 +156,9 @@ def test_wrong_usage_is_said_in_one_line(tmp_path: Path, refused: Refusal) -> No
     assert "--workers 0 is not positive; --min-tokens -1 is negative; --similarity 1.5" in error
     assert "no file matches" in refused("--input", tmp_path / "absent*")
     assert "more than once" in refused("--input", path, path)
-    assert "are not different" in refused("--input", path, "--report", tmp_path / "out.jsonl")
+    assert "must be different" in refused("--input", path, "--report", tmp_path / "out.jsonl")
     assert "--vocab-file" in refused("--input", path, "--min-tokens", "3")  # GPT-2's without its files
-    assert f"it lies in {tmp_path}" in refused("--input", tmp_path, path)
+    assert f"it is in {tmp_path}" in refused("--input", tmp_path, path)
     empty = tmp_path / "folder"
     empty.mkdir()
     assert "contains no file" in refused("--input", empty)

@@ -60,7 +60,7 @@ def subjects(findings: list[Finding], status: str) -> list[str]:
 @pytest.mark.parametrize(
     ("environment", "warned", "remedy"),
     [
-        ({"NCCL_SOCKET_IFNAMES": "eth0"}, "NCCL_SOCKET_IFNAMES", "write NCCL_SOCKET_IFNAME"),
+        ({"NCCL_SOCKET_IFNAMES": "eth0"}, "NCCL_SOCKET_IFNAMES", "use NCCL_SOCKET_IFNAME"),
         ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "unset"),
         ({"NCCL_DEBUG": "info"}, "NCCL_DEBUG", "NCCL_DEBUG=WARN"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "unset"),
@@ -113,7 +113,7 @@ def test_the_file_system_of_a_path_is_the_nearest(path: str, kind: str) -> None:
 def test_a_folder_to_save_to_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("megatron.cli.doctor.host_checks.PROBE_BYTES", 2**20)
     findings = list(examine_save(tmp_path / "not" / "there", f"x {tmp_path.resolve()} overlay rw 0 0\n"))
-    assert "goes with the container" in findings[0].text
+    assert "is lost with the container" in findings[0].text
     assert findings[0].status == "warning"
     assert subjects(findings, "wrong") == []
     texts = [finding.text for finding in findings]
@@ -362,9 +362,9 @@ def test_healthy_gpus_have_no_problem() -> None:
         ({"ecc.errors.uncorrected.volatile.total": "3"}, "wrong", "its memory is failing"),
         ({"mig.mode.current": "Enabled"}, "warning", "-mig 0"),
         ({"compute_mode": "Prohibited"}, "wrong", "-c 0"),
-        ({"memory.used": "30211 MiB"}, "warning", "end the process"),
+        ({"memory.used": "30211 MiB"}, "warning", "stop the process"),
         ({"temperature.gpu": "91"}, "warning", "cooling"),
-        ({"pcie.link.width.current": "8"}, "warning", "less than 16 lanes"),
+        ({"pcie.link.width.current": "8"}, "warning", "fewer than 16 lanes"),
         ({"clocks.applications.graphics": "1200 MHz"}, "warning", "up to 1980 MHz"),
     ],
 )
@@ -378,7 +378,7 @@ def test_a_gpu_that_is_not_well_is_named(change: dict[str, str], status: str, re
     ("seen", "status", "subject", "text"),
     [
         (TorchCuda(None), "wrong", "GPUs", "built for the CPU"),
-        (TorchCuda("13.0"), "wrong", "GPUs", "sees none of 2"),
+        (TorchCuda("13.0"), "wrong", "GPUs", "sees none of the 2"),
         (replace(H100S, peers=((), ())), "warning", "peers", "0-1 communicate through host memory"),
         (replace(H100S, architectures=("sm_80", "sm_86")), "wrong", "architecture", "kernels for 9.0"),
         (replace(H100S, names=("A", "B")), "warning", "GPUs", "run on equal GPUs"),

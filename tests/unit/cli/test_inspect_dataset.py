@@ -86,7 +86,7 @@ def test_what_is_printed(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[0] == str(prefix)
     assert "  tokens     216 (uint16, 0.00 MB)" in lines
     assert "  documents  7 (2 of them empty)" in lines
-    assert "  sequences  11 (1.57 a document)" in lines
+    assert "  sequences  11 (1.57 per document)" in lines
     assert "  checksums  data.checksums.json" in lines
     assert "    mean 30.9, smallest 0, largest 139" in lines
     assert "16 to            31             1 documents  14.35 % of tokens ####################" in text
@@ -165,7 +165,7 @@ def test_tokens_outside_the_vocabulary_are_faults(prefix: Path, capsys: pytest.C
     [
         (["absent"], "does not exist"),
         (["absent", "--verify"], "does not exist"),
-        (["data", "--documents", "7"], "--documents 7 is not in"),
+        (["data", "--documents", "7"], "--documents 7 is out of range"),
         (["data", "--samples", "-1", "--max-tokens", "-2"], "--samples -1 is negative; --max-tokens -2 is negative"),
         (["data", "--tokenizer-type", "Nonsense"], "Nonsense"),
         (["data", "--json", "absent/file"], "cannot be written"),

@@ -178,7 +178,7 @@ def test_pairs_beside_token_files_are_named(tmp_path: Path, capsys) -> None:
     assert main([*arguments, "--output-prefix", str(folder / "b")]) == 0
     capsys.readouterr()
     assert main([*arguments, "--output-prefix", str(tmp_path / "out")]) == 0
-    assert f"Leaving out 1 .bin/.idx pairs in {folder}" in capsys.readouterr().out
+    assert f"Skipping 1 .bin/.idx pairs in {folder}" in capsys.readouterr().out
     assert len(IndexedDataset(tmp_path / "out")) == 2
 
 

@@ -62,14 +62,14 @@ def test_files_of_earlier_versions_have_one_share_for_all_matmuls(tmp_path: Path
     ("change", "told"),
     [
         ({"half_flops": 0}, "half_flops is 0, but must be a number above 0"),
-        ({"memory_bandwidth": 1e999}, "memory_bandwidth inf"),
-        ({"product_share": True}, "product_share True"),
-        ({"float8_share": 0}, "float8_share 0 with float8_flops"),
-        ({"memory_bytes": "80"}, "memory_bytes '80'"),
+        ({"memory_bandwidth": 1e999}, "memory_bandwidth is inf"),
+        ({"product_share": True}, "product_share is True"),
+        ({"float8_share": 0}, "float8_share is 0, but float8_flops"),
+        ({"memory_bytes": "80"}, "memory_bytes is '80'"),
         ({"capability": [9]}, "capability"),
-        ({"flash": {"64": {}}}, "forward None"),
+        ({"flash": {"64": {}}}, "forward is None"),
         ({"cudnn": 3}, "the cudnn rates for head size 64 are missing"),
-        ({"sources": None}, "no list of sources"),
+        ({"sources": None}, "sources must be a list"),
     ],
 )
 def test_a_file_of_other_figures_is_refused(change: dict[str, object], told: str, tmp_path: Path) -> None:

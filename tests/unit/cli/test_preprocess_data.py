@@ -142,7 +142,7 @@ def test_patterns_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
         (b'{"text": 5}', ":3: 'text' contains int"),
         (b'{"text": ["1", null]}', ":3: 'text' contains NoneType"),
         (b'{"text": "1 \\ud83d 2"}', ":3: the text is not valid Unicode: character 2 is the lone surrogate U+D83D"),
-        (b'{"text": "1 two"}', ":3: NullTokenizer reads ids"),
+        (b'{"text": "1 two"}', ":3: NullTokenizer reads token ids"),
         (b'{"text": "128"}', ":3: NullTokenizer: id 128 is not in 0..127"),
     ],
 )

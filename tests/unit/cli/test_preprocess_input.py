@@ -301,7 +301,7 @@ def test_rows_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         stopped = preprocess(tmp_path / "out", *flags)
         assert stopped.returncode == 2
-        assert f"{tmp_path}/x.parquet:41: NullTokenizer reads ids".encode() in stopped.stderr
+        assert f"{tmp_path}/x.parquet:41: NullTokenizer reads token ids".encode() in stopped.stderr
     assert b"Resuming in" in stopped.stdout
     assert preprocess(tmp_path / "out", *flags, "--restart", "--on-error", "skip").returncode == 0
     assert documents(tmp_path / "out_text_document") == EXPECTED * 2
@@ -389,7 +389,7 @@ def test_no_file_of_a_folder_is_passed_over_in_silence(tmp_path: Path, capsys) -
     corpus = tmp_path / "corpus"
     files = [Path(file.path) for file in find_input([str(corpus)])]
     assert files == [corpus / "a.jsonl", corpus / "link" / "c.jsonl"]
-    assert f"Leaving out 2 files of {corpus} " in (said := capsys.readouterr().out)
+    assert f"Skipping 2 files of {corpus} " in (said := capsys.readouterr().out)
     assert f"({corpus / 'b.csv'}, {corpus / 'wiki_00'}): pass them in --input" in said
     assert len(find_input([str(corpus)], kind="jsonl")) == 4
     assert capsys.readouterr().out == ""

@@ -260,10 +260,10 @@ def test_validation_sets_have_names_and_numbers(lists: Path) -> None:
 
 def test_what_does_not_fit_together_is_refused(lists: Path) -> None:
     for values, words in (
-        (problems("web", "lists/books", samples=(3,)), "--extra-valid-data-samples is given 1 times and"),
-        (problems(names=("c4",)), "--extra-valid-data-names is given 1 times and --extra-valid-datalist 0 times"),
+        (problems("web", "lists/books", samples=(3,)), "--extra-valid-data-samples is passed 1 times, but"),
+        (problems(names=("c4",)), "--extra-valid-data-names is passed 1 times, but --extra-valid-datalist 0 times"),
         (problems("web", samples=(0,)), "--extra-valid-data-samples 0: use 1 or more"),
-        (problems("web", names=("validation",)), "'validation' is taken"),
+        (problems("web", names=("validation",)), "'validation' is already in use"),
         (problems("web", "web"), "two validation sets have the name web"),
     ):
         assert len(values) == 1

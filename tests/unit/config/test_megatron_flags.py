@@ -486,7 +486,7 @@ def test_which_template() -> None:
         ("--fim-rate 1.5 --data-path text --split 1", "--fim-rate 1.5: a value from 0 to 1 is expected"),
         (
             "--sft --dataset LLama-SFT-Raw --train-data-path packed",
-            "--train-data-path packed is no file, which does not match --dataset LLama-SFT-Raw; use MMAP or",
+            "--train-data-path packed is not a file, which does not match --dataset LLama-SFT-Raw; use MMAP or",
         ),
         (
             "--sft --dataset MMAP --train-data-path talk.jsonl",

@@ -274,7 +274,7 @@ def test_the_command_prints_errors_and_writes_every_prediction(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "abacus"], "no figures are known"),
+        (["--gpu", "abacus"], "there are no built-in figures"),
         (["--implementation", "abacus"], "possible: native, megatron-te"),
         (["--output", "/no/such/folder/file"], "cannot be written"),
     ],

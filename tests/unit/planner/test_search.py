@@ -80,7 +80,7 @@ def test_the_best_command_parses_and_is_predicted_as_the_table_says(
     page = (tmp_path / "page.html").read_text()
     assert '<pre id="ranking"' in page
     # What was dropped is text, whose lines may be broken.
-    assert "<li>dropped, " in page
+    assert "<li>excluded, " in page
 
 
 SHORT = ("--model-preset", "gpt2-345m", "--gpus", "1", "--precision", "bf16")
@@ -159,7 +159,7 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
         (["--gpus", "8"], "--global-batch-size is missing"),
         (["--gpus", "8", "--global-batch-size", "8"], "--num-layers is missing"),
         (["--gpus", "8", "--gpu", "a100-80gb", "--precision", "fp8", *RUN], "a100-80gb does not support FP8 GEMMs"),
-        (["--gpus", "1", "--model-preset", "llama3.1-70b", *RUN], "no layout fits 1 x h100-80gb"),
+        (["--gpus", "1", "--model-preset", "llama3.1-70b", *RUN], "no layout fits on 1 x h100-80gb"),
     ],
 )
 def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,10 +171,16 @@ def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsy
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--evaluate x --json a --html b --gpus 4 --precision bf16", "not go with --gpus, --precision, --json, --html"),
-        ("--evaluate x --model-preset gpt2-345m --train-tokens 1B", "not go with --model-preset, --train-tokens"),
-        ("--evaluate x --top 0", "not go with --top"),
-        ("--gpus 8 --output x", "--output goes with --evaluate"),
+        (
+            "--evaluate x --json a --html b --gpus 4 --precision bf16",
+            "not supported with --gpus, --precision, --json, --html",
+        ),
+        (
+            "--evaluate x --model-preset gpt2-345m --train-tokens 1B",
+            "not supported with --model-preset, --train-tokens",
+        ),
+        ("--evaluate x --top 0", "not supported with --top"),
+        ("--gpus 8 --output x", "--output is supported only with --evaluate"),
     ],
 )
 def test_flags_of_the_other_mode_are_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,12 +173,12 @@ def test_a_beginning_is_in_the_segments_and_not_in_the_text(translator: ApiTrans
         ({"prompts": ["a", "a" * 60], "tokens_to_generate": 20}, None),
         (
             {"prompts": ["a"] * 9, "tokens_to_generate": 80},
-            "4 prompts x 81 tokens = 324 at once, at most 300 are taken",
+            "4 prompts x 81 tokens = 324 tokens at once, but at most 300 are accepted",
         ),
         ({"prompts": ["a"] * 9, "tokens_to_generate": 74}, None),
         (
             {"prompts": ["a"] * 9, "tokens_to_generate": 80, "beam_width": 2},
-            "2 prompts x 2 beams x 81 tokens = 324 at once, at most 300 are taken",
+            "2 prompts x 2 beams x 81 tokens = 324 tokens at once, but at most 300 are accepted",
         ),
         ({"prompts": ["a"] * 9, "tokens_to_generate": 80, "beam_width": 3}, None),
         ({"beam_width": 300}, "num_beams 300 is too large: "),

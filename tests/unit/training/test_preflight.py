@@ -81,7 +81,7 @@ def test_too_little_memory_is_refused_with_the_number_of_layers_that_fits() -> N
     needed = offloaded_bytes(config)
     check_host_memory(config, None)  # nobody says what is free
     check_host_memory(config, HostRoom(2 * needed, 2))
-    with pytest.raises(ConfigurationError, match=r"GiB for 3 of them.* --cpu-offloading-num-layers 2 fits$"):
+    with pytest.raises(ConfigurationError, match=r"GiB for 3 processes.* --cpu-offloading-num-layers 2 would fit$"):
         check_host_memory(config, HostRoom(2 * needed, 3))
     with pytest.raises(ConfigurationError, match="omit --cpu-offloading"):
         check_host_memory(config, HostRoom(2 * needed, 12))

@@ -129,7 +129,7 @@ def test_another_kind_of_model_is_named(tmp_path: Path) -> None:
     for problem in (
         "missing: layers.2.ffn_norm.weight",
         "unexpected: layers.0.moe.router.gate.weight",
-        "layers.1.attention.wo.weight: shape [5, 7] in the files, [48, 48] by",
+        "layers.1.attention.wo.weight: shape [5, 7] in the files, but [48, 48] according",
     ):
         assert problem in str(caught.value)
 

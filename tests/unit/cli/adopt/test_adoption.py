@@ -330,7 +330,7 @@ def test_other_starters_of_ranks_are_named(tmp_path: Path) -> None:
     path.write_text("accelerate launch pretrain_gpt.py --mock-data\npython pretrain_gpt.py --mock-data\n")
     adoption = adopt_file(path, (), {}, CHECKS)
     assert len(adoption.commands) == 1
-    assert adoption.notes[0].startswith("line 1 starts pretrain_gpt.py with accelerate, whose flags are not read")
+    assert adoption.notes[0].startswith("line 1 starts pretrain_gpt.py with accelerate, whose flags are not translated")
 
 
 SWITCH_THEN = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --bf16 "

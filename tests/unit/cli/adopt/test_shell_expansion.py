@@ -266,7 +266,7 @@ def test_every_unknown_has_a_reason() -> None:
     assert script.state.unknowns["A"] == "is the output of $(hostname)"
     assert "[ $1 = x ] (line 2)" in script.state.unknowns["B"]
     assert "--set C=VALUE" in script.state.unknowns["C"]
-    assert "$1 is not given" in script.state.unknowns["ARG1"]
+    assert "$1 is not set" in script.state.unknowns["ARG1"]
 
 
 def test_parameters_and_variables_are_taken_from_the_user() -> None:

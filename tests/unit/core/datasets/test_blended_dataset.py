@@ -129,7 +129,7 @@ def test_configuration_reports_all_problems_at_once() -> None:
         )
     text = str(caught.value)
     assert len(caught.value.problems) == 5
-    for words in ("--seq-length", "2 sources of data", "--eod-mask-loss", "--split 'x'", "the weight of b is 0"):
+    for words in ("--seq-length", "2 data sources", "--eod-mask-loss", "--split 'x'", "the weight of b is 0"):
         assert words in text
 
 
@@ -182,7 +182,7 @@ def test_a_share_of_zero_is_off_and_reported(tmp_path: Path) -> None:
     splits = build(tmp_path, (10, 2, 2), lines, blend=blend, split="90,10,0")
     assert splits.test is None
     assert " > no test data: --split 90,10,0 has no share for it" in lines
-    assert "gives training no share" in refusal(tmp_path, (10, 2, 2), blend=blend, split="0,1,1")
+    assert "has a training share of 0" in refusal(tmp_path, (10, 2, 2), blend=blend, split="0,1,1")
 
 
 def test_a_split_that_asks_for_nothing_may_be_empty(tmp_path: Path) -> None:

@@ -232,8 +232,8 @@ def test_jsonl_is_packed_once_and_a_bad_line_is_named(tmp_path: Path, monkeypatc
     config = config_of(Blend((str(file),)), tmp_path)
     (sample,) = build(config, 1, report=lines.append).train
     assert sample["loss_mask"].sum() == 5
-    kept = f"kept in {tmp_path / 'cache'}"
-    assert lines[0] == f" > tokenizing {file} with the template plain, once: it is {kept}"
+    kept = f"cached in {tmp_path / 'cache'}"
+    assert lines[0] == f" > tokenizing {file} with the template plain, once: the result is {kept}"
     assert lines[1] == " > tokenized 2 conversations, 8 tokens"
     monkeypatch.setattr(IndexedDatasetBuilder, "finalize", None)  # nothing is written again
     (again,) = build(config, 1).train

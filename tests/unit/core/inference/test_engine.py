@@ -191,7 +191,7 @@ def test_rotary_positions_go_on() -> None:
     [
         ([[1], []], 3, "prompt 2 of 2 has no tokens"),
         ([[1, 101]], 3, "prompt 1 of 1 contains token 101, which is outside the model's vocabulary 0..100"),
-        ([[-1]], 3, "prompt 1 of 1 has token -1"),
+        ([[-1]], 3, "prompt 1 of 1 contains token -1"),
         ([[1]], 0, "0 tokens to generate is not positive"),
         ([[1]], -1, "-1 tokens to generate is not positive"),
     ],
@@ -657,7 +657,7 @@ def test_scores_are_those_of_a_whole_forward_pass(at_once: int, monkeypatch) -> 
     [
         (ScoredRow((3,), 1), "1 of 1 tokens cannot be scored"),
         (ScoredRow((3, 4), 0), "0 of 2 tokens cannot be scored"),
-        (ScoredRow((3, 101, 5), 1), "prompt 1 of 1 has token 101"),
+        (ScoredRow((3, 101, 5), 1), "prompt 1 of 1 contains token 101"),
         (ScoredRow((1,) * 39, 1), "has 37 learned positions"),
     ],
 )

@@ -274,7 +274,7 @@ def test_tokens_that_a_file_beside_lists_were_added(
     gpt2_files: tuple[Path, Path], name: str, content: dict[str, Any]
 ) -> None:
     with_tokens(gpt2_files[0], "qq")
-    with pytest.raises(TokenizerError, match="none makes 'qq'"):
+    with pytest.raises(TokenizerError, match="no merge produces 'qq'"):
         GPT2BPETokenizer(*gpt2_files)
     (gpt2_files[0].parent / name).write_text(json.dumps(content))
     assert GPT2BPETokenizer(*gpt2_files).vocab_size == 701

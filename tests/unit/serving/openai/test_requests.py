@@ -73,7 +73,7 @@ def test_what_cannot_be_is_named_with_its_value(fields: dict[str, Any], message:
         ({"top_logprobs": 2}, "top_logprobs requires logprobs: true"),
         ({"tools": [{"type": "function"}]}, "tools is not supported here"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported here"),
-        ({"echo": True}, "echo is of /v1/completions"),
+        ({"echo": True}, "echo is supported only in /v1/completions"),
         ({"prompt": "a"}, "prompt is not a known field"),
     ],
 )
@@ -173,7 +173,7 @@ def test_the_command_line_warns_of_a_text_beyond_the_context() -> None:
     assert describe_long_text(config, GenerationRequest(prompts=((1, 2), (3,) * 5), max_new_tokens=4)) is None
     warning = describe_long_text(config, GenerationRequest(prompts=((1, 2), (3,) * 6), max_new_tokens=4))
     assert warning is not None
-    assert warning.startswith("WARNING: a prompt of 6 tokens and --tokens-to-generate 4 are 10 tokens, and the model")
+    assert warning.startswith("WARNING: a prompt of 6 tokens and --tokens-to-generate 4 are 10 tokens, but the model")
 
 
 class Bytes:

@@ -220,7 +220,7 @@ def test_what_cannot_be_parallelized_is_refused_in_one_line(expected: Any) -> No
         parallelize(folder, num_gpus=0)
     with pytest.raises(ConfigurationError, match=r"attention heads are not divisible by tensor-parallel size 5; .*"):
         parallelize(folder, num_gpus=5)
-    with pytest.raises(ConfigurationError, match=r'^fp16=True and params_dtype="bfloat16" are two precisions'):
+    with pytest.raises(ConfigurationError, match=r'^fp16=True and params_dtype="bfloat16" contradict each other'):
         parallelize(folder, fp16=True, params_dtype="bfloat16")
     with pytest.raises(
         ConfigurationError,

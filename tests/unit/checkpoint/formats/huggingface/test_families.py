@@ -59,8 +59,8 @@ def test_gpt_neo_has_windows_unscaled_scores_and_no_biases_of_queries(tmp_path: 
     assert (config.score_scalar, config.has_qkv_bias, config.add_bias_linear) == (1, False, True)
     assert config.activation == "gelu_tanh"
     for values, problem in (
-        ({"num_layers": 4}, "does not make global or local of 4 layers"),
-        ({"attention_types": [[["global", "axial"], 1], [["global"], 1]]}, "does not make global or local of 3"),
+        ({"num_layers": 4}, "does not describe 4 layers of the kinds global"),
+        ({"attention_types": [[["global", "axial"], 1], [["global"], 1]]}, "does not describe 3"),
         ({"embed_dropout": 0.1}, "embed_dropout 0.1 and resid_dropout 0.0 differ"),
     ):
         with pytest.raises(ConfigurationError, match=problem):
@@ -299,18 +299,22 @@ REFUSED = [
     (LLAMA, {"num_key_value_heads": 4}, "num_attention_heads 6 is not divisible by num_key_value_heads 4"),
     (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
     (LLAMA, {"hidden_size": "48"}, "hidden_size is '48'"),
-    (LLAMA, {"head_dim": 7}, "heads are 7 channels wide"),
+    (LLAMA, {"head_dim": 7}, "head_dim is 7; rotary"),
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
     (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
     (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
-    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has x; supported are full_"),
+    (
+        QWEN,
+        {"layer_types": ["full_attention", "sliding_attention", "x"]},
+        ("layer_types contains x; supported values are full_"),
+    ),
     (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries, but the model has 3 layers"),
     (QWEN, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
     (NEOX, {"attention_bias": False}, "attention_bias is false"),
     (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
     (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
     (NEOX, {"head_dim": 16}, "head_dim is 16, but only 8 (hidden_size / num_attention_heads) is supported"),
-    (MISTRAL, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "for a Ministral"),
+    (MISTRAL, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "as a Ministral"),
     (
         QWEN3,
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -351,7 +355,7 @@ REFUSED = [
     (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
     (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
     (DEEPSEEK, {"n_group": 3}, "n_group 3 must divide the 16 experts"),
-    (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 is not 2"),
+    (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 must be 2"),
     (DEEPSEEK, {"first_k_dense_replace": 3}, "none of the 3 layers has experts; use 2 or less"),
     (
         DEEPSEEK,

@@ -147,7 +147,7 @@ def test_factors_that_are_missing_or_too_few_are_named(own: Path) -> None:
     quantize(own)
     name = "model.layers.0.self_attn.kv_b_proj.weight"
     rewrite(own, lambda values: values.update({f"{name}_scale_inv": torch.ones(2, 2)}))
-    with pytest.raises(CheckpointError, match=r"kv_b_proj\.weight_scale_inv has shape \[2, 2\]; .* \[7, 2\]"):
+    with pytest.raises(CheckpointError, match=r"kv_b_proj\.weight_scale_inv has shape \[2, 2\], but .* \[7, 2\]"):
         HuggingFaceSource(own)
     rewrite(own, lambda values: values.pop(f"{name}_scale_inv"))
     with pytest.raises(CheckpointError, match=r"in FP8, but its scales .*kv_b_proj\.weight_scale_inv are missing"):
@@ -313,7 +313,10 @@ def test_blocks_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     spoiled: list[tuple[dict[str, torch.Tensor | None], str]] = [
         ({f"{name}_scales": None}, r"in MXFP4, but its scales .*down_proj_scales are missing"),
         ({f"{name}_scales": torch.zeros(3, 64, 2, dtype=torch.uint8)}, r"down_proj_scales has shape \[3, 64, 2\]"),
-        ({f"{name}_scales": torch.zeros(3, 64, 1)}, r"down_proj_scales is torch\.float32; torch\.uint8 is expected"),
+        (
+            {(f"{name}_scales"): torch.zeros(3, 64, 1)},
+            r"down_proj_scales has dtype torch\.float32; torch\.uint8 is expected",
+        ),
         (
             {f"{name}_blocks": torch.zeros(3, 64, 1, 8, dtype=torch.uint8)},
             ("four dimensions are expected, the last of size 16"),
@@ -346,7 +349,7 @@ def test_only_layers_without_a_window_are_scaled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rope_theta": 10000.0}, "give rope_parameters with a rope_theta for sliding_attention"),
+        ({"rope_theta": 10000.0}, "set rope_parameters with a rope_theta for sliding_attention"),
         ({"rope_parameters": PLAIN}, "it has neither full_attention nor sliding_attention"),
         ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": SCALED}}, 'rope_type is "yarn"'),
         ({"attention_bias": True}, "attention biases are not supported"),

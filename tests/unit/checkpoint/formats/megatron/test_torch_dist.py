@@ -65,7 +65,7 @@ def test_every_entry_has_its_place() -> None:
     [
         (
             move_first(relative_path="__7_0.distcp"),
-            ("__7_0.distcp: No such file or directory; .* according to .* it contains embed"),
+            ("__7_0.distcp: No such file or directory; according to .* it contains embed"),
         ),
         (move_first(relative_path="../../secret"), "instead of a file name"),
         (move_first(offset=10**12), "ends within embedding.word_embeddings.weight"),
@@ -146,7 +146,7 @@ def test_values_of_other_shapes_than_the_args_say_are_refused(folder: Path) -> N
         TorchDistSource(folder)
     del common["args"]
     torch.save(common, folder / "common.pt")
-    with pytest.raises(CheckpointError, match="records no args"):
+    with pytest.raises(CheckpointError, match="contains no args"):
         TorchDistSource(folder)
 
 
@@ -231,5 +231,5 @@ def test_buffers_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     written = [(place, values + (1 if place.key.endswith(".param") else 0)) for place, values in bucket_space(shapes)]
     folder = rewrite("dp_reshardable", tmp_path / "iter_0000002", iter(written), shapes)
-    with pytest.raises(CheckpointError, match="do not match Megatron's layout"):
+    with pytest.raises(CheckpointError, match="does not match Megatron's layout"):
         TorchDistSource(folder)
