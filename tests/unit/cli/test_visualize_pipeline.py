@@ -119,7 +119,7 @@ def test_a_recorded_run_is_drawn(tmp_path: Path) -> None:
         (("--forward-time", -1), "--forward-time -1.0 must be a number of 0 or more"),
         (("--forward-time", "nan"), "--forward-time nan must be"),
         (("--global-batch-size", 7, "--micro-batch-size", 2), "use 6 or 8"),
-        (("--global-batch-size", 8, "--num-microbatches", 2), "omit one of them"),
+        (("--global-batch-size", 8, "--num-microbatches", 2), "pass only one of them"),
         (("--recorded", "absent.json"), "absent.json cannot be read"),
         (("--format", "png"), "--format png needs --output"),
         (("--output", "absent/folder/chart.svg"), "change --output"),

@@ -165,7 +165,7 @@ def test_print_config_writes_a_file_with_the_help_of_every_flag(tmp_path: Path) 
         ("a.toml", "[model]\nzzz = 3", "unknown key zzz; --print-config lists all keys"),
         ("a.toml", "num_layers = 2\n[model]\nnum-layers = 3", "num_layers is set twice; remove one of them"),
         ("a.toml", "num_layers = [1, 2]", "num_layers = [1, 2]: one value is expected, not a list"),
-        ("a.toml", "num_layers = true", "num_layers = True: --num-layers takes N"),
+        ("a.toml", "num_layers = true", "num_layers = True: --num-layers needs N"),
         ("a.toml", "swiglu = 1", "swiglu = 1: true or false is expected"),
         ("a.toml", "lr = 2020-01-01", "lr has a value of type date; use a number, string, true, false or a list"),
         ("a.toml", "[a.b.c]\nlr = 1", "b has a value of type dict; use"),

@@ -63,7 +63,7 @@ def test_layers(flags: str, layers: range) -> None:
         ("--fp8-format hybrid --fp8-e4m3", 1, ("--fp8-e4m3 and --fp8-format hybrid exclude each other",)),
         ("--fp8-hybrid --fp8-e4m3", 1, ("--fp8-hybrid and --fp8-e4m3 exclude each other",)),
         ("--fp8-param-gather", 1, ("--fp8-param-gather has no effect without --fp8-format",)),
-        ("--fp8-format hybrid --fp8-param-gather", 2, ("with --use-distributed-optimizer only",)),
+        ("--fp8-format hybrid --fp8-param-gather", 2, ("gathered only with --use-distributed-optimizer",)),
         ("--fp8-format hybrid --fp8-recipe custom", 1, ("--fp8-recipe custom",)),
         ("--fp8-format e5m2", 1, ("--fp8-format e5m2: possible values are hybrid, e4m3",)),
         ("--fp8-format hybrid --fp8-margin 18", 1, ("--fp8-margin 18: a number of at most 17 is expected",)),
@@ -71,7 +71,7 @@ def test_layers(flags: str, layers: range) -> None:
         (
             "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
             1,
-            ("leaves none of 4 layers", "their sum may be at most 3"),
+            ("leaves none of the 4 layers", "their sum may be at most 3"),
         ),
         ("--fp8-format hybrid --hidden-size 72", 1, ("--hidden-size 72", "use 80", "--kv-channels 18", "channels 20")),
         (
@@ -84,16 +84,16 @@ def test_layers(flags: str, layers: range) -> None:
             2,
             ("--kv-channels 12 makes 24 query channels and 72 query,", "use --kv-channels 16"),
         ),
-        ("--fp8-format hybrid --seq-length 40", 1, ("makes 40 tokens of a micro-batch", "use --seq-length 48")),
+        ("--fp8-format hybrid --seq-length 40", 1, ("makes 40 tokens per micro-batch", "use --seq-length 48")),
         (
             "--fp8-format hybrid --seq-length 48 --context-parallel-size 2",
             2,
-            ("makes 24 tokens of a micro-batch", "use --seq-length 64"),
+            ("makes 24 tokens per micro-batch", "use --seq-length 64"),
         ),
         (
             "--fp8-format hybrid --seq-length 48 --tensor-model-parallel-size 2 --sequence-parallel",
             2,
-            ("makes 24 tokens of a micro-batch", "use --seq-length 64"),
+            ("makes 24 tokens per micro-batch", "use --seq-length 64"),
         ),
     ],
 )

@@ -43,7 +43,7 @@ WRONG = [
     (f"{EIGHT} --moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0.0: a value greater than 0 is expected"),
     (f"{EIGHT} --moe-pad-expert-input-to-capacity", "has no effect without --moe-expert-capacity-factor X; add it"),
     (f"{EIGHT} --moe-router-enable-expert-bias", "add --moe-router-score-function sigmoid"),
-    (f"{EIGHT} --moe-layer-freq [0,1]", "a list of 4 works"),
+    (f"{EIGHT} --moe-layer-freq [0,1]", "use a list of 4"),
     (f"{EIGHT} --moe-layer-freq [0]*4", "gives experts to none of the 4 layers"),
     (f"{EIGHT} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__('os'): a number or a list"),
     (f"{EIGHT} --moe-router-load-balancing-type aux_loss none", "use each type at most once, and none only by itself"),
@@ -164,7 +164,7 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
             "but --num-query-groups 2 shares them; omit --num-query-groups",
         ),
         ("--multi-latent-attention", "use --position-embedding-type rope"),
-        (f"{LATENT} --qk-pos-emb-head-dim 7", "give 8"),
+        (f"{LATENT} --qk-pos-emb-head-dim 7", "use 8"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "without --multi-latent-attention"),
         (f"{LATENT} --rotary-percent 0.5", "omit --rotary-percent"),
         (f"{LATENT} --rotary-interleaved", "omit --rotary-interleaved"),
@@ -215,7 +215,7 @@ def test_a_number_skips_every_nth_layer_and_a_list_those_with_a_1(pattern: str, 
 def test_a_number_above_the_layers_is_said_to_count_for_nothing() -> None:
     flags = (*BASE_FLAGS, *ROTARY, "--no-rope-freq")
     (note,) = resolve_arguments([*flags, "5"], 1, needs_files=False).notes
-    assert note.startswith("--no-rope-freq 5 has no effect on fewer layers than that")
+    assert note.startswith("--no-rope-freq 5 has no effect on fewer layers than its value")
     assert resolve_arguments([*flags, "4"], 1, needs_files=False).notes == ()
 
 

@@ -253,8 +253,8 @@ def test_credentials_are_never_told(text: str) -> None:
         ("s3:/bucket/run", "s3:/bucket/run lacks a slash; write s3://"),
         ("memory:run", "memory:run lacks a slash"),
         ("S3://bucket/run", "S3:// is not a supported object store; supported are s3://, gs:// and az://"),
-        ("http://host/run", "http:// is not a store"),
-        ("hdfs://name/run", "hdfs:// is not a store"),
+        ("http://host/run", "http:// is not a supported object store"),
+        ("hdfs://name/run", "hdfs:// is not a supported object store"),
         ("s3://", "s3:// has no bucket; write s3://BUCKET/FOLDER"),
         ("s3:///run", "s3:///run has no bucket"),
         ("s3://bucket", None),
@@ -262,10 +262,10 @@ def test_credentials_are_never_told(text: str) -> None:
         ("s3://key:hunter2@bucket/run", "s3://*** contains a credential or a port"),
         ("s3://hunter2@bucket/run", "s3://*** contains a credential or a port"),
         ("s3://bucket:9000/run", "s3://*** contains a credential or a port"),
-        ("s3://bucket/run?token=hunter2", "holds one of ? #"),
-        ("s3://bucket/*", "holds one of ? #"),
+        ("s3://bucket/run?token=hunter2", "contains one of ? #"),
+        ("s3://bucket/*", "contains one of ? #"),
         ("memory://a/../b", "contains . or .. as a path component"),
-        ("memory://a/b\nc", "what cannot be printed"),
+        ("memory://a/b\nc", "unprintable character"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_told(text: str, problem: str | None, monkeypatch) -> None:
@@ -443,7 +443,7 @@ def test_an_upload_is_compared_in_size_and_given_up_after_an_error(monkeypatch) 
     file = UploadedFile(remote("run/short"), 3)
     file.append(b"12")
     file.num_bytes = 3
-    with pytest.raises(OSError, match="the store has only 2 of its 3 bytes"):
+    with pytest.raises(OSError, match="the store has only 2 of 3 bytes"):
         file.__exit__(None, None, None)
 
 

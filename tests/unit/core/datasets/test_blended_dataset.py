@@ -88,7 +88,7 @@ def test_parse_blend() -> None:
     for items, words in (
         (["0.3", "a", "b", "c"], "'b' is not a weight"),
         (["1", "a", "2"], "mix entries with and without a weight"),
-        ([], "an empty list"),
+        ([], "list of data paths is empty"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             parse_blend(items)
@@ -217,7 +217,7 @@ def test_per_split_paths(tmp_path: Path) -> None:
     assert splits.test is None
     assert " > no test data: --test-data-path is not set" in lines
     text = refusal(tmp_path, (5, 6, 7), blend_per_split=(None, Blend((two,)), None))
-    assert "--train-data-path is not given" in text
+    assert "--train-data-path is not set" in text
 
 
 def test_missing_file_of_a_blend_is_named(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_the_first_token_of_a_vocabulary_is_one_of_it(tmp_path: Path) -> None:
         builder.add_document([1, -1] * 10)
         builder.finalize()
     text = refusal(tmp_path, (1, 0, 0), blend=Blend((str(tmp_path / "negative"),)), split="1", vocab_size=3)
-    assert "holds token id -1" in text
+    assert "contains token id -1" in text
 
 
 def test_short_last_samples_of_a_validation_blend_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:

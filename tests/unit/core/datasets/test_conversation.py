@@ -105,7 +105,7 @@ def test_a_system_message_begins_another_conversation() -> None:
         ('{"messages": []}', "'messages' is not a list of messages"),
         ('{"messages": [{"content": "a"}]}', "message 1 of 'messages' has no 'role'"),
         ('{"messages": [{"role": "user"}]}', "message 1 of 'messages' has no 'content'"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant (roles: user)"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role assistant (roles: user)"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "the first message has the role assistant"),
         ('{"conversations": [{"from": "bot", "value": "a"}]}', "a message has the role 'bot'; known roles are human"),
         ('{"prompt": 1, "completion": "a"}', "'prompt' contains int; a string is expected"),

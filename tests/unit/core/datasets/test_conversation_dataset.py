@@ -221,7 +221,7 @@ def test_token_files_without_masks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"other has no loss masks: .* python tools/preprocess_data\.py --sft"):
         build(config_of(Blend((other,)), tmp_path), 1)
     (tmp_path / "raw.jsonl").touch()
-    with pytest.raises(DataError, match=r"raw is not a data set; .*raw\.jsonl, use"):
+    with pytest.raises(DataError, match=r"raw is not a data set; .*raw\.jsonl, pass"):
         build(config_of(Blend((str(tmp_path / "raw"),)), tmp_path), 1)
 
 

@@ -290,7 +290,7 @@ def test_what_cannot_go_on_is_refused(texts: tuple[str, ...], tmp_path: Path) ->
     with pytest.raises(DataError, match="cyclic shuffled all samples of the old blend together; use the --data-path"):
         cyclic.build(Blend(texts[:2], (0.5, 0.5)), 50)
     cyclic.seed = 6
-    with pytest.raises(DataError, match=r"has --seed 5, .* use --seed 5, or --finetune"):
+    with pytest.raises(DataError, match=r"used --seed 5, .* use --seed 5, or --finetune"):
         cyclic.build(blend, 50)
     single = Run(tmp_path).train(blend, 50, 30)
     single.consumed = 29

@@ -104,7 +104,7 @@ def test_no_samples_left_is_refused_with_the_values() -> None:
         match=r"20 of the data set's 23 samples are consumed: 3 are left, but one micro-batch on every rank needs 6",
     ):
         MicroBatchSampler(order, 20, 2, 0, 3)
-    with pytest.raises(DataError, match="without samples"):
+    with pytest.raises(DataError, match="has no samples"):
         SampleOrder("cyclic", 0)
 
 

@@ -112,7 +112,7 @@ def test_no_hidden_file_is_left_of_a_writer_that_cannot_publish_its_index(tmp_pa
 
 def test_builder_refuses_what_it_cannot_store(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
-        with pytest.raises(DataError, match="token 65536 does not fit uint16"):
+        with pytest.raises(DataError, match="token 65536 does not fit in uint16"):
             builder.add_document([3, 65536], [2])
         with pytest.raises(DataError, match="token -1 does not fit"):
             builder.add_document([3, -1], [2])
@@ -229,7 +229,7 @@ def test_header_has_the_documented_layout(tmp_path: Path) -> None:
 def test_raw_text_is_named_with_the_command_that_tokenizes_it(given: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
     command = (
-        "python tools/preprocess_data.py --input .*/corpus.jsonl --output-prefix corpus .* give corpus_text_document"
+        "python tools/preprocess_data.py --input .*/corpus.jsonl --output-prefix corpus .* pass corpus_text_document"
     )
     with pytest.raises(
         DataError, match=f"corpus.jsonl is raw text, not a tokenized data set; tokenize it first: {command}"

@@ -111,7 +111,7 @@ def test_an_error_says_the_reason_and_what_is_needed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: usage._replace(free=7))
     path = tmp_path / "f"
     assert str(write_error(path, full, 5)) == (
-        f"cannot write {path}: No space left on device; it needs 5 bytes, 7 are free"
+        f"cannot write {path}: No space left on device; it needs 5 bytes, but 7 bytes are free"
     )
     assert str(write_error(path, full)) == f"cannot write {path}: No space left on device, 7 are free"
     assert str(write_error(path, OSError("it is shorter"))) == f"cannot write {path}: it is shorter, 7 are free"

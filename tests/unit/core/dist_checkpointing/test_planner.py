@@ -97,7 +97,7 @@ def test_saving_with_a_gap_is_refused_by_name() -> None:
 
 def test_parts_that_overlap_are_refused_by_name() -> None:
     held = [[describe("a", (4, 2), Box((0, 0), (4, 2)))], [describe("a", (4, 2), Box((0, 0), (1, 2)))]]
-    with pytest.raises(CheckpointError, match=r"no replicas of each other own the same part of a$"):
+    with pytest.raises(CheckpointError, match=r"not replicas of each other own the same part of a$"):
         check_writes(held)
 
 

@@ -655,8 +655,8 @@ def test_scores_are_those_of_a_whole_forward_pass(at_once: int, monkeypatch) -> 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (ScoredRow((3,), 1), "1 of 1 tokens cannot be scored"),
-        (ScoredRow((3, 4), 0), "0 of 2 tokens cannot be scored"),
+        (ScoredRow((3,), 1), "cannot score 1 of 1 tokens"),
+        (ScoredRow((3, 4), 0), "cannot score 0 of 2 tokens"),
         (ScoredRow((3, 101, 5), 1), "prompt 1 of 1 contains token 101"),
         (ScoredRow((1,) * 39, 1), "has 37 learned positions"),
     ],

@@ -89,8 +89,8 @@ def test_the_state_of_a_built_in_rule_exists_from_the_start() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("lr_mult=2", "no pattern"),
-        (":lr_mult=2", "no pattern"),
+        ("lr_mult=2", "not a pattern"),
+        (":lr_mult=2", "not a pattern"),
         ("a:lr=2", "'lr=2' is neither"),
         ("a:lr_mult=x", "'x' of lr_mult is not a number"),
         ("a:wd_mult=-1", "wd_mult=-1 must be 0 or more"),

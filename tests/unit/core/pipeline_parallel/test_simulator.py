@@ -170,14 +170,14 @@ def test_deferred_weight_gradients_hide_behind_other_ranks() -> None:
 
 
 def test_an_output_weight_without_its_backward_pass_is_found() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 0: output weight of micro-batch 1, chunk 0 comes before"):
+    with pytest.raises(ScheduleError, match=r"rank 0: output weight of micro-batch 1, chunk 0 is out of order"):
         simulate([[Action(Pass.FORWARD, 1), Action(Pass.OUTPUT_WEIGHT, 1), Action(Pass.BACKWARD, 1)]])
 
 
 def test_an_output_weight_comes_once() -> None:
     late = Action(Pass.OUTPUT_WEIGHT, 0)
     simulate([[forward(0), backward(0), late]])
-    with pytest.raises(ScheduleError, match="output weight of micro-batch 0, chunk 0 comes before"):
+    with pytest.raises(ScheduleError, match="output weight of micro-batch 0, chunk 0 is out of order"):
         simulate([[forward(0), backward(0), late, late]])
 
 

@@ -96,10 +96,10 @@ def test_an_explicit_layout() -> None:
     ("text", "words"),
     [
         ("Et|mL", "has 'm' at character 4"),
-        ("Ett|L)", "closes a parenthesis"),
+        ("Ett|L)", "closing parenthesis without an opening"),
         ("E(tt|L", "has an opening parenthesis without a closing parenthesis"),
         ("*2EttL", "has nothing to repeat at character 1"),
-        ("Et*999999999|L", "repeats to 999999999 items"),
+        ("Et*999999999|L", "expands to 999999999 items"),
         ("tEt|L", "the embedding E once, at its beginning"),
         ("Ett|Lt", "the loss L once, at its end"),
         ("Et|L", "has 1 layers, but --num-layers is 2"),

@@ -224,7 +224,7 @@ def test_damaged_merges(gpt2_files: tuple[Path, Path]) -> None:
     ):
         GPT2BPETokenizer(vocab_file, merge_file)
     merge_file.write_text("#version: 0.2\nq zz\n", encoding="utf-8")
-    with pytest.raises(TokenizerError, match="do not fit"):
+    with pytest.raises(TokenizerError, match="do not match"):
         GPT2BPETokenizer(vocab_file, merge_file)
 
 

@@ -69,7 +69,7 @@ def test_end_of_document(hugging_face_folder: Path, name: str, content: object, 
 
 def test_unknown_end_of_document(hugging_face_folder: Path) -> None:
     (hugging_face_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|stop|>"}))
-    with pytest.raises(TokenizerError, match=r"eos_token '<\|stop\|>', which tokenizer.json"):
+    with pytest.raises(TokenizerError, match=r"eos_token to '<\|stop\|>', but tokenizer.json"):
         HuggingFaceTokenizer(hugging_face_folder)
 
 

@@ -130,7 +130,7 @@ def test_cuts() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"normalizer": {"type": "Prepend", "prepend": "x"}}, "it normalizes texts"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x"}}, "it normalizes text"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "its words do not start at spaces"),
         ({"pre_tokenizer": SPLIT_ALONE}, "its words do not start at spaces"),
         ({"pre_tokenizer": BYTES_ALONE}, "its words do not start at spaces"),
@@ -151,7 +151,7 @@ def test_added_tokens_that_take_spaces_are_refused(hugging_face_folder: Path, rs
     description["added_tokens"][-1] |= {"rstrip": rstrip, "content": content}
     path.write_text(json.dumps(description))
     tokenizer = HuggingFaceTokenizer(hugging_face_folder)
-    with pytest.raises(ValueError, match="takes spaces in"):
+    with pytest.raises(ValueError, match="strips adjacent spaces"):
         WordEncoder(tokenizer, tokenizer.tokenizer_json())
 
 

@@ -89,7 +89,7 @@ def test_lines_of_base64(tiktoken_ranks: list[bytes], tiktoken_file: Path, tmp_p
         ({"vocab_size": 270}, "vocabulary size 270 is not between 20 special tokens"),
         ({"vocab_size": 300}, r"20 \+ 269 entries"),
         ({"special_tokens": ["<unk>", "<s>"]}, "required special tokens are missing: </s>"),
-        ({"special_tokens": ["<unk>", "<s>", "</s>", "<s>"]}, "special tokens repeat"),
+        ({"special_tokens": ["<unk>", "<s>", "</s>", "<s>"]}, "special tokens are repeated"),
         ({"num_special_tokens": 4}, "--tiktoken-num-special-tokens 4 is less than the number of special tokens, 7"),
     ],
 )

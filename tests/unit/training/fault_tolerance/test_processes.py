@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_said_with_its_parts() -> None:
     line = measured(10).line(3.5)
     assert line is not None
     assert "may need 10.5 s (7.0 s until it looks for signals, 3.5 s for a checkpoint)" in line
-    assert "--preemption-grace-seconds 10 is less" in line
+    assert "--preemption-grace-seconds is only 10" in line
 
 
 def test_beside_training_a_save_under_way_comes_first() -> None:
