@@ -86,7 +86,7 @@ def test_token_ids_beyond_the_vocabulary_name_the_sample_and_the_file(tmp_path: 
         read(dataset, [low, high], 300)
     text = str(caught.value)
     assert text.startswith(f"sample {high} from {tmp_path / 'high'}: ")
-    assert f"holds token id {largest}, but the vocabulary has 300 ids" in text
+    assert f"contains token id {largest}, but the vocabulary has 300 ids" in text
     assert "--tokenizer-type" in text
     assert "\n" not in text
     assert read(dataset, [low, high]).shape == (2, LENGTH)

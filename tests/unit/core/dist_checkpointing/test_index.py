@@ -184,7 +184,7 @@ def with_piece(**changes: Any) -> CheckpointIndex:
         ({"offset": (1, 2)}, "is outside of"),
         ({"offset": (0, 3)}, "is outside of"),
         ({"num_bytes": 44}, "with shape \\(3, 4\\) has 44 bytes"),
-        ({"dtype": "float64"}, "of shape \\(3, 4\\) in 48 bytes"),
+        ({"dtype": "float64"}, "with shape \\(3, 4\\) has 48 bytes"),
         ({"dtype": "float31"}, "has the dtype float31"),
         ({"start": 97}, "at byte 97 of shard_00000.safetensors, beyond its end"),
         ({"file": "shard_00001.safetensors"}, "at byte 96 of shard_00001.safetensors, beyond its end"),
