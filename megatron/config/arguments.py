@@ -33,6 +33,7 @@ from megatron.config.megatron_flags import (
 )
 from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint
 from megatron.config.run_config import CheckpointConfig, RunConfig, command_line_fields, config_parts
+from megatron.config.translated_flags import translate_flags
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs, from_fields
 from megatron.core.errors import ConfigurationError, InputError
@@ -91,6 +92,8 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
         ConfigurationError: with every problem of the command line.
     """
     argv, renamed = with_current_flags(argv)
+    translated = translate_flags(argv)
+    argv, renamed = translated.words, [*renamed, *translated.notes]
     off: tuple[FieldSpec, ...] = ()
     if any(word.lower().endswith(("=false", "=true")) for word in argv):
         from megatron.config.config_sources import split_switched_off
@@ -102,6 +105,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
         argv = with_sources(argv, off, renamed)
     given, extras, problems = _parse_words(argv)
     given |= {spec.name: spec.default for spec in off}
+    problems += translated.problems
     problems += unknown_flags(extras, all_flags().keys() - deprecated_flags().keys(), argv)
     notes, refused = table_flags(given)
     notes = [*renamed, *notes]

@@ -226,14 +226,17 @@ class SchedulerConfig(Config, role="run", in_args=True):
     """On resume, use the checkpoint's schedule."""
 
 
+DEFAULT_EVAL_ITERS = 100
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Config, role="run"):
     """Interval and length of evaluations, additional validation sets, and evaluation tasks."""
 
     eval_interval: int = flag(1000, bounds=NOT_NEGATIVE, in_args=True)
     """Iterations between validations; 0 for never."""
-    eval_iters: int = flag(100, bounds=NOT_NEGATIVE, in_args=True)
-    """Iterations per evaluation; 0 for none."""
+    eval_iters: int | None = flag(None, bounds=NOT_NEGATIVE, in_args=True)
+    """Iterations per evaluation; 0 for none. By default 100, or each sample once if the data has fewer."""
     full_validation: bool = False
     """Evaluate every sample of each validation set once, instead of --eval-iters iterations."""
     extra_valid_datalist: tuple[str, ...] = flag((), append=True, metavar="FILE")
@@ -253,6 +256,11 @@ class ValidationConfig(Config, role="run"):
     """Few-shot examples; by default the task's own."""
     eval_tasks_limit: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
     """Evaluate only the first N questions of each task."""
+
+    @property
+    def most_eval_iters(self) -> int:
+        """Return the iterations of an evaluation, or the maximum if --eval-iters is not given."""
+        return DEFAULT_EVAL_ITERS if self.eval_iters is None else self.eval_iters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -560,6 +568,15 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     """Validation data; excludes --data-path and --split."""
     test_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
     """Test data; excludes --data-path and --split."""
+    train_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE")
+    """JSON lines to train on, tokenized on first use with the run's tokenizer; divided by --split, unless --valid-data
+    or --test-data is given."""
+    valid_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE", needs="train_data")
+    """JSON lines to validate on, tokenized on first use."""
+    test_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE", needs="train_data")
+    """JSON lines to test on, tokenized on first use."""
+    text_key: str = flag("text", metavar="KEY", needs="train_data")
+    """Key of the text in the JSON lines of --train-data, --valid-data and --test-data."""
     data_args_path: str | None = flag(None, metavar="FILE")
     """File with the value of --data-path."""
     per_split_data_args_path: str | None = flag(None, metavar="FILE")
@@ -599,9 +616,8 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     @property
     def has_data_per_split(self) -> bool:
         """Return whether the training, validation and test sets have separate data paths."""
-        return bool(
-            self.train_data_path or self.valid_data_path or self.test_data_path or self.per_split_data_args_path
-        )
+        prefixes = self.train_data_path or self.valid_data_path or self.test_data_path
+        return bool(prefixes or self.per_split_data_args_path or self.valid_data or self.test_data)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -433,8 +433,9 @@ def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: in
         yield f"{number:4}  {_row(each, train_tokens)}"
     yield ""
     yield (
-        f"{found.num_choices} layouts, {found.num_predicted} of them predicted in full (bounds excluded the others), "
-        f"{len(found.candidates)} of these fit; times and memory are predictions"
+        f"{found.num_choices} layouts: {found.num_choices - found.num_predicted} were excluded without a full "
+        f"prediction, {found.num_predicted} were predicted, and {len(found.candidates)} of these fit; times and memory "
+        "are predictions"
     )
     yield from _dropped(found)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         format_first_step,
         format_memory,
         format_step,
+        format_training_finished,
         is_terminal,
         pinned_memory_told,
     )
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from megatron.training.loggers.run_record import (
         CONFIG_FILE,
         CONTINUE_FILE,
+        END_FILE,
         ENVIRONMENT_FILE,
         RECORD_FOLDER,
+        STARTS_FILE,
         RunRecord,
     )
     from megatron.training.loggers.startup_lines import (
@@ -44,10 +47,10 @@ __getattr__ = lazy_exports(
         "experiment_loggers": "check_packages check_services",
         "log_lines": (
             "DataSetLoss IntervalAverage StepReport format_datetime format_evaluation format_first_step "
-            "format_memory format_step is_terminal pinned_memory_told"
+            "format_memory format_step format_training_finished is_terminal pinned_memory_told"
         ),
         "metrics": "MetricsWriter open_metrics",
-        "run_record": "CONFIG_FILE CONTINUE_FILE ENVIRONMENT_FILE RECORD_FOLDER RunRecord",
+        "run_record": "CONFIG_FILE CONTINUE_FILE END_FILE ENVIRONMENT_FILE RECORD_FOLDER STARTS_FILE RunRecord",
         "startup_lines": (
             "describe_batch_and_tokenizer describe_buckets describe_datasets describe_initialized "
             "describe_precision describe_schedule_values log_arguments"

@@ -166,6 +166,11 @@ def format_evaluation(heading: str, lm_loss: float) -> str:
     return f"{rule}\n{line}\n{rule}"
 
 
+def format_training_finished(evaluation_s: float | None) -> str:
+    """Format the line before the last evaluations, with their estimated seconds; None is unknown."""
+    return "training finished, evaluating" + ("" if evaluation_s is None else f", about {max(evaluation_s, 1):.0f} s")
+
+
 def format_datetime(heading: str) -> str:
     return f"[{heading}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
 

@@ -304,7 +304,8 @@ class Campaign:
                 read_checkpoint(iteration_folder(checkpoints, iteration))
             except CheckpointError as error:
                 problems.append(str(error))
-        detail = "; ".join(problems) or f"all of {', '.join(map(str, iterations)) or 'none'} load"
+        found = f"all are readable (iterations {', '.join(map(str, iterations))})" if iterations else "none was saved"
+        detail = "; ".join(problems) or found
         self.report.checks.append(Check("checkpoints", held=not problems and bool(iterations), detail=detail))
 
 

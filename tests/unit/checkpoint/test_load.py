@@ -214,7 +214,7 @@ def test_without_a_tracker_file_the_newest_complete_checkpoint_is_taken(
     assert loaded is not None
     assert loaded.progress.iteration == 50
     assert lines[0].startswith(
-        f"WARNING: {tmp_path / TRACKER} {'is missing' if text is None else 'holds ' + repr(text)}"
+        f"WARNING: {tmp_path / TRACKER} {'is missing' if text is None else 'contains ' + repr(text)}"
     )
     assert lines[0].endswith(": loading the newest complete checkpoint in its folder, iter_0000050")
 

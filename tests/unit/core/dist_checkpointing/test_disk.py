@@ -114,7 +114,9 @@ def test_an_error_says_the_reason_and_what_is_needed(tmp_path: Path, monkeypatch
         f"cannot write {path}: No space left on device; it needs 5 bytes, but 7 bytes are free"
     )
     assert str(write_error(path, full)) == f"cannot write {path}: No space left on device, but 7 bytes are free"
-    assert str(write_error(path, OSError("it is shorter"))) == f"cannot write {path}: it is shorter, but 7 bytes are free"
+    assert (
+        str(write_error(path, OSError("it is shorter"))) == f"cannot write {path}: it is shorter, but 7 bytes are free"
+    )
     away = read_error("f", OSError(errno.ESTALE, os.strerror(errno.ESTALE)), "; lost: a")
     assert isinstance(away, StorageError)
     assert str(away) == "f: Stale file handle; restart when the file system is available"
