@@ -184,7 +184,10 @@ def write_checkpoint(folder: Path) -> None:
     write_index(folder, CheckpointIndex({}, files, {"progress": {}}))
 
 
-WHOLE = '<td class="text" data-name="health">complete: the index matches its checksum, 2 shards have the recorded sizes</td>'
+WHOLE = (
+    '<td class="text" data-name="health">complete: the index matches its checksum, '
+    "2 shards have the recorded sizes</td>"
+)
 
 
 def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
