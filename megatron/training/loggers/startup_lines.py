@@ -95,9 +95,9 @@ def log_arguments(config: RunConfig, log: Callable[[str], None]) -> None:
     asks = config.logging.log_arguments
     log(format_arguments(config) if asks or not is_terminal() else summarize(config))
     if asks and not is_terminal():
-        log("--log-arguments has no effect: all arguments are printed wherever standard output is no terminal")
+        log("--log-arguments has no effect: all arguments are printed if standard output is not a terminal")
     if config.checkpoint.save is None and not config.training.skip_train:
-        log("WARNING: --save is not given: nothing will be left of this run but its log")
+        log("WARNING: --save is not set: this run will not save checkpoints")
 
 
 _TITLES = {"train": "train", "valid": "validation", "test": "test"}
