@@ -131,23 +131,21 @@ def _train(argv: Sequence[str]) -> int:
         if any(word in HELP_FLAGS for word in words):
             with reader_may_leave():
                 print(build_parser().format_help())
-        parse_arguments(words, place.world_size)
+        parse_arguments(words, place.world_size, is_train_command=True)
     script = training_script()
     if "script" in own:
         script = Path(own["script"])
         if not script.is_file():
             raise ConfigurationError(f"--script {script} is not there; name a Python file that trains")
     elif "--explain" not in words:
-        resolve_arguments(words, place.world_size)  # report invalid flags before any rank is started
-    if sys.stderr.isatty():
-        # Importing torch takes some seconds before the run prints its first line.
-        print_line(f"starting {place.nproc} process{'es' if place.nproc > 1 else ''} ...", sys.stderr)
+        # Report invalid flags before any rank is started.
+        resolve_arguments(words, place.world_size, is_train_command=True)
     if place.world_size > 1 or "script" in own:
         return launch(script, words, place)
     from megatron.cli.pretrain import main as pretrain
 
     _end_on_interrupt()
-    return pretrain(words)
+    return pretrain(words, is_train_command=True)
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -410,6 +410,7 @@ class RunCheckpoints:
             self.log,
             self._check_schedule,
             self.told,
+            is_brief=self.config.logging.brief_log,
         )
         if loaded is None:
             return TrainState()
@@ -498,7 +499,8 @@ class RunCheckpoints:
 
     def _check_schedule(self, state: Mapping[str, Any]) -> None:
         check_schedule(state, self.config)
-        self.log(describe_schedule_values(state, self.config))
+        if not self.config.logging.brief_log:
+            self.log(describe_schedule_values(state, self.config))
 
     def tensors(self) -> CheckpointState:
         """Collect the tensors of a checkpoint of the current state."""
