@@ -42,8 +42,9 @@ def test_a_printed_configuration_is_the_same_run_and_its_record_goes_on_with_it(
 
     record = ours / "checkpoints" / "run_record"
     assert sorted(path.name for path in record.iterdir()) == [
-        *("config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
+        *("arguments.txt", "config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
     ]
+    assert (record / "arguments.txt").read_text() in first.stdout
     environment = json.loads((record / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
     assert (environment["processes_per_machine"], environment["folder"]) == (1, os.getcwd())
