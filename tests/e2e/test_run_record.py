@@ -144,7 +144,7 @@ def test_a_run_in_an_object_store_has_its_record_there(tmp_path: Path) -> None:
             RunRecord(config, LaunchEnvironment(), iteration, print).close()
         record = as_path("memory://bucket/run/run_record")
         assert sorted(path.name for path in record.iterdir()) == [
-            *("config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
+            *("arguments.txt", "config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
         ]
         starts = [json.loads(line)["iteration"] for line in (record / "starts.jsonl").read_text().splitlines()]
         assert starts == [0, 3]
