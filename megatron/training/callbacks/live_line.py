@@ -61,7 +61,7 @@ class LiveLine(Callback):
                 sys.stdout.write(CLEAR_LINE)
                 sys.stdout.flush()
 
-    def on_begin(self, run: TrainingRun) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         self._stepped = time.monotonic()
 
     def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
