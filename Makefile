@@ -25,7 +25,6 @@ format: setup  ## rewrite the code in the project's style
 	$(PYTHON) -m ruff format .
 
 generate: setup  ## bring generated pages and the frozen lists of the tests up to date
-	$(PYTHON) tools/generate_argument_docs.py
 	$(PYTHON) -m tests.unit.config.mistakes
 	$(PYTHON) docs/scripts/draw_parallelism.py
 	$(PYTHON) docs/scripts/draw_planner.py
@@ -43,7 +42,7 @@ test-gpu:  ## run the tests that need a CUDA device
 docs:  ## build the site of the documentation strictly, into build/site, in an environment of its own
 	test -x .venv-docs/bin/python || python3 -m venv .venv-docs
 	.venv-docs/bin/python -m pip install -qq -r requirements/docs.txt
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
 clean:  ## remove what checkers and builds leave behind
 	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis megatron_gpt.egg-info

@@ -9,9 +9,9 @@ from typing import Any
 # MkDocs loads a hook by its path and does not put the repository on the import path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from docs.scripts import list_refusals
+from docs.scripts import list_flags, list_refusals
 
-PAGES = {"messages.md": list_refusals.page}
+PAGES = {"arguments.md": list_flags.page, "messages.md": list_refusals.page}
 """The functions that return the Markdown of each built page, by the page's path below docs/."""
 
 

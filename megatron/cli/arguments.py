@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.checkpoint.formats import told_specs
-from megatron.config import rename_words, unused_tokenizer_flags
+from megatron.config import rename_words
 from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path, is_url
-from megatron.core.tokenizers import DEFAULT_NUM_SPECIAL_TOKENS, TOKENIZER_TYPES, Tokenizer
+from megatron.core.tokenizers import DEFAULT_NUM_SPECIAL_TOKENS, TOKENIZER_TYPES, Tokenizer, unused_tokenizer_flags
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 
 _CLOSE = 0.8

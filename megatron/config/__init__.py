@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, ForeignFlag, foreign_flag
     from megatron.config.printed_config import format_arguments, format_config, summarize
-    from megatron.config.resolution import DEFAULT_SPLIT, machine_notes, unused_tokenizer_flags
+    from megatron.config.resolution import DEFAULT_SPLIT, machine_notes
     from megatron.config.run_config import (
         INDEXED_DATASETS,
         NATIVE_FORMAT,
@@ -50,7 +50,7 @@ __getattr__ = lazy_exports(
         "deprecated_names": "deprecation_warning rename_words with_current_fields with_current_flags",
         "megatron_flags": "ForeignFlag NOT_SUPPORTED NO_EFFECT foreign_flag",
         "printed_config": "format_arguments format_config summarize",
-        "resolution": "DEFAULT_SPLIT machine_notes unused_tokenizer_flags",
+        "resolution": "DEFAULT_SPLIT machine_notes",
         "run_config": (
             "CheckpointConfig DataConfig FaultConfig INDEXED_DATASETS NATIVE_FORMAT RAW_DATASETS RunConfig "
             "TokenizerConfig TrainingConfig command_line_fields config_parts extra_validation_sets"

@@ -31,11 +31,12 @@ from megatron.config.megatron_flags import (
     table_flags,
     unknown_flags,
 )
-from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint, unused_tokenizer_flags
+from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint
 from megatron.config.run_config import CheckpointConfig, RunConfig, command_line_fields, config_parts
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs, from_fields
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.tokenizers import unused_tokenizer_flags
 
 _PRINTED = (
     "Printed by --print-config for {} process(es), to be given as --config FILE. What is at its default is a comment."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint import candidate_folders
@@ -23,7 +23,6 @@ from megatron.core.model_parallel_config import Fp8Config
 from megatron.core.object_store import as_path
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import read_overlap_methods
-from megatron.core.tokenizers import SENTENCE_PIECE_TYPES
 
 BF16 = "bf16"
 PREDICTED_MS: Mapping[str, Mapping[str, float]] = {
@@ -286,25 +285,6 @@ def _idle_offload_notes(optimizer: OptimizerConfig) -> Iterator[str]:
 
 _HUGGING_FACE = "tokenizer.json"
 _SENTENCE_PIECE = "tokenizer.model"
-
-
-_FLAGS_OF_TOKENIZERS = {
-    "vocab_file": ("GPT2BPETokenizer",),
-    "merge_file": ("GPT2BPETokenizer",),
-    "tokenizer_model": ("HuggingFaceTokenizer", *SENTENCE_PIECE_TYPES, "TikTokenizer"),
-    "tiktoken_pattern": ("TikTokenizer",),
-    "tiktoken_num_special_tokens": ("TikTokenizer",),
-    "tiktoken_special_tokens": ("TikTokenizer",),
-}
-
-
-def unused_tokenizer_flags(tokenizer_type: str, given: Collection[str]) -> list[str]:
-    """Return a note for each given flag that this tokenizer type does not use; ``given`` has field names."""
-    return [
-        f"--{name.replace('_', '-')} has no effect: the tokenizer is {tokenizer_type}"
-        for name, kinds in _FLAGS_OF_TOKENIZERS.items()
-        if name in given and tokenizer_type not in kinds
-    ]
 
 
 def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], problems: list[str]) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.errors import TokenizerError
@@ -21,6 +21,24 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 _FileTokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer
+
+_FLAGS_OF_TOKENIZERS = {
+    "vocab_file": ("GPT2BPETokenizer",),
+    "merge_file": ("GPT2BPETokenizer",),
+    "tokenizer_model": ("HuggingFaceTokenizer", *SENTENCE_PIECE_TYPES, "TikTokenizer"),
+    "tiktoken_pattern": ("TikTokenizer",),
+    "tiktoken_num_special_tokens": ("TikTokenizer",),
+    "tiktoken_special_tokens": ("TikTokenizer",),
+}
+
+
+def unused_tokenizer_flags(tokenizer_type: str, given: Collection[str]) -> list[str]:
+    """Return a note for each given flag that this tokenizer type does not use; ``given`` has field names."""
+    return [
+        f"--{name.replace('_', '-')} has no effect: the tokenizer is {tokenizer_type}"
+        for name, kinds in _FLAGS_OF_TOKENIZERS.items()
+        if name in given and tokenizer_type not in kinds
+    ]
 
 
 def build_tokenizer(

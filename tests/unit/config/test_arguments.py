@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -433,13 +431,6 @@ def test_dotted_block_is_sorted_and_reaches_column_51() -> None:
     # As in Megatron, a name that fills the column by itself pushes its value out.
     assert {line[50:52] for line in lines[1:-1] if len(line.split()[0]) < 48} == {". "}
     assert {"world_size", "data_parallel_size", "params_dtype"} <= set(names)
-
-
-def test_the_argument_document_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/generate_argument_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_levels_of_context_parallelism_count_for_their_exchange_only() -> None:

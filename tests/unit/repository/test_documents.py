@@ -11,7 +11,7 @@ import pytest
 from tests.unit.repository.source_tree import PACKAGE, REPOSITORY, relative, tracked_files
 
 DOCS = REPOSITORY / "docs"
-BUILT_PAGES = {"messages.md"}
+BUILT_PAGES = {"arguments.md", "messages.md"}
 """Pages that the build of the site adds: other pages may link to them, files outside docs/ may not."""
 
 

@@ -10,16 +10,12 @@ from collections.abc import Iterator
 import markdown
 import pytest
 
-from docs.hooks import flag_page
-from docs.scripts import list_refusals
+from docs.scripts import list_flags, list_refusals
 from docs.scripts.markdown_cells import code, flags_as_code, prose
 from megatron.config.megatron_flags import NO_EFFECT
 from megatron.config.run_config import config_parts
 from megatron.core.config_base import field_docs, field_specs
 from tests.unit.config.mistakes import FROZEN
-from tests.unit.repository.source_tree import REPOSITORY
-
-DOCS = REPOSITORY / "docs"
 
 
 def rows(page: str) -> Iterator[list[str]]:
@@ -85,7 +81,7 @@ def test_flags_in_prose_are_code(text: str, shown: str) -> None:
 
 
 def test_the_page_of_flags_shows_what_their_fields_say() -> None:
-    shown = definitions(flag_page.formatted((DOCS / "arguments.md").read_text(encoding="utf-8")))
+    shown = definitions(list_flags.page())
     said = {name: note.reason for name, note in NO_EFFECT.items()}
     for kind in config_parts().values():
         docs = field_docs(kind)

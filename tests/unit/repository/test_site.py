@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,14 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert pages == sorted({page for page in there if not page.startswith("adr/0")} | BUILT_PAGES)
 
 
+def test_the_build_fails_if_a_link_or_an_anchor_does_not_exist() -> None:
+    settings = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
+    assert settings["validation"]["links"]["anchors"] == settings["validation"]["links"]["not_found"] == "warn"
+    (command,) = re.findall(r"-m mkdocs build (.*)", (REPOSITORY / "Makefile").read_text(encoding="utf-8"))
+    # With --quiet MkDocs drops the warnings before --strict counts them.
+    assert command.split() == ["--strict"]
+
+
 def hook(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, REPOSITORY / "docs" / "hooks" / f"{name}.py")
     assert spec is not None
@@ -50,11 +59,12 @@ def site_links() -> ModuleType:
     return hook("site_links")
 
 
-def test_the_build_adds_the_page_of_messages() -> None:
+def test_the_build_adds_the_pages_of_flags_and_messages() -> None:
     pages = hook("built_pages").PAGES
     assert set(pages) == BUILT_PAGES
     # A page in docs/ with the same name would shadow the built one.
     assert [path for path in pages if (REPOSITORY / "docs" / path).exists()] == []
+    assert "# Flags of pretrain_gpt.py\n" in pages["arguments.md"]()
     assert "# Error messages\n" in pages["messages.md"]()
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config.resolution import unused_tokenizer_flags
 from megatron.core.errors import InputError, TokenizerError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_tokenizer_flags
 from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer, patched_vocab_size
 from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer, record_tokenizer
