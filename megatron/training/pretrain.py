@@ -100,7 +100,7 @@ class Program:
     forward_step: ForwardStep
     callbacks: Sequence[Callback]
     start_time: float
-    is_brief: bool
+    is_brief: bool = False
 
     def log(self, text: str) -> None:
         """Print a line on the first rank."""
