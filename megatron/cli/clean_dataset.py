@@ -74,6 +74,7 @@ def build_parser() -> Parser:
     filters = parser.add_argument_group("filters")
     filters.add_argument("--fix-encoding", action="store_true", help="repair mojibake (package ftfy)")
     filters.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents with fewer tokens (0)")
+    filters.add_argument("--min-words", type=int, default=0, metavar="N", help="drop documents with fewer words (0)")
     filters.add_argument(
         "--language", nargs="+", default=[], metavar="CODE", help="languages to keep, such as en (package py3langid)"
     )
@@ -128,8 +129,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         for name in ("max_document_bytes", "shingle_words", "workers", "log_interval")
         if (value := vars(arguments)[name]) < 1
     ]
-    if arguments.min_tokens < 0:
-        problems.append(f"--min-tokens {arguments.min_tokens} is negative")
+    problems += [
+        f"--{name.replace('_', '-')} {value} is negative"
+        for name in ("min_tokens", "min_words")
+        if (value := vars(arguments)[name]) < 0
+    ]
     if not 0 < arguments.similarity <= 1:
         problems.append(f"--similarity {arguments.similarity} is not above 0 and at most 1")
     if not 0 <= arguments.min_language_probability <= 1:
@@ -197,6 +201,7 @@ def clean(arguments: argparse.Namespace) -> None:
         similarity=arguments.similarity if arguments.deduplicate == "near" else None,
         num_permutations=arguments.num_permutations,
         shingle_words=arguments.shingle_words,
+        min_words=arguments.min_words,
     )
     plan = CleaningPlan(
         inputs=inputs,

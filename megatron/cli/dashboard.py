@@ -1,4 +1,4 @@
-"""Show the runs of a folder in a browser, compared and live.
+"""Show the runs of a folder in a browser: status, metrics and checkpoints, compared and live.
 
 megatron dashboard checkpoints
 

@@ -287,6 +287,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
         InputError: the arguments, the tokenizer or the data are invalid; finished work is kept.
         WorkerError: a worker died; finished work is kept.
     """
+    # Each worker encodes in one thread; the threads of the tokenizers package would not survive the fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     check_arguments(arguments)
     files = find_input(arguments.input, arguments.json_keys, arguments.input_format)
     if not arguments.split_sentences:
@@ -350,6 +352,4 @@ def preprocess(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments = build_parser().parse_args(argv)
-    # Each worker encodes in one thread; the threads of the tokenizers package would not survive the fork.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return exit_status_of(lambda: preprocess(arguments))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
+from megatron.config import RunConfig
 from megatron.core.console import waiting
+from megatron.core.errors import InputError
 from megatron.training import (
+    LaunchEnvironment,
     forward_step,
     launch_environment_or_exit,
     parse_arguments_or_exit,
     provide_datasets,
     provide_model,
+    reasons_of,
+    refuse_in_run,
 )
 
 
@@ -23,6 +29,8 @@ def main(argv: Sequence[str], *, is_train_command: bool = False) -> int:
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank, is_train_command=is_train_command)
     # Imported late, so that --help and a wrong command line do not wait for the import of torch.
+    if config.data.train_data:
+        config = _with_tokenized_text_or_exit(config, launch)
     from megatron.training import prepare_data_or_exit
     from megatron.training.fault_tolerance import keep_rank
 
@@ -32,3 +40,13 @@ def main(argv: Sequence[str], *, is_train_command: bool = False) -> int:
         from megatron.training.pretrain import pretrain
 
     return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step, kept)
+
+
+def _with_tokenized_text_or_exit(config: RunConfig, launch: LaunchEnvironment) -> RunConfig:
+    """Tokenize the text of the run; end the program with status 2 if that is impossible."""
+    from megatron.cli.text_data import with_tokenized_text
+
+    try:
+        return with_tokenized_text(config, is_reporter=launch.rank == 0)
+    except InputError as error:
+        sys.exit(refuse_in_run(reasons_of(error), launch))

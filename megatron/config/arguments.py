@@ -33,6 +33,7 @@ from megatron.config.megatron_flags import (
 )
 from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint
 from megatron.config.run_config import CheckpointConfig, RunConfig, command_line_fields, config_parts
+from megatron.config.translated_flags import translate_flags
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs, from_fields
 from megatron.core.errors import ConfigurationError, InputError
@@ -99,6 +100,8 @@ def resolve_arguments(
         ConfigurationError: with every problem of the command line.
     """
     argv, renamed = with_current_flags(argv)
+    translated = translate_flags(argv)
+    argv, renamed = translated.words, [*renamed, *translated.notes]
     off: tuple[FieldSpec, ...] = ()
     if any(word.lower().endswith(("=false", "=true")) for word in argv):
         from megatron.config.config_sources import split_switched_off
@@ -110,6 +113,7 @@ def resolve_arguments(
         argv = with_sources(argv, off, renamed)
     given, extras, problems = _parse_words(argv)
     given |= {spec.name: spec.default for spec in off}
+    problems += translated.problems
     problems += unknown_flags(extras, all_flags().keys() - deprecated_flags().keys(), argv)
     notes, refused = table_flags(given)
     notes = [*renamed, *notes]
@@ -127,14 +131,17 @@ def resolve_arguments(
         raise ConfigurationError(problems)
     notes += packing_notes(given, config)
     if is_train_command:
-        config = _with_brief_log(config, "log_interval" in given)
+        config = _with_brief_log(config, given)
     return ParsedArguments(config, (*notes, *resolution.notes))
 
 
-def _with_brief_log(config: RunConfig, is_interval_given: bool) -> RunConfig:
-    logging = config.logging
-    interval = logging.log_interval if is_interval_given else 0
-    logging = dataclasses.replace(logging, brief_log=not logging.log_megatron_lines, log_interval=interval)
+def _with_brief_log(config: RunConfig, given: Collection[str]) -> RunConfig:
+    logging = dataclasses.replace(
+        config.logging,
+        brief_log=not config.logging.log_megatron_lines,
+        given_arguments=tuple(spec.name for spec, _ in config.flags() if spec.name in given),
+        log_interval=config.logging.log_interval if "log_interval" in given else 0,
+    )
     return dataclasses.replace(config, logging=logging)
 
 

@@ -358,8 +358,12 @@ def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def _is_among(word: str, values: Sequence[str]) -> bool:
-    """Return whether a word equals one of the values, as text or as a number."""
-    return word in values or _number(word) in [_number(value) for value in values if _number(value) is not None]
+    return any(same_value(word, value) for value in values)
+
+
+def same_value(word: str, other: str) -> bool:
+    """Return whether two words are equal, as texts or as numbers."""
+    return word == other or (_number(word) is not None and _number(word) == _number(other))
 
 
 def _number(word: str) -> float | None:

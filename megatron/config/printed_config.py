@@ -59,13 +59,15 @@ def summarize(config: RunConfig, record: str | None = None) -> str:
 
 
 def given_arguments(config: RunConfig) -> list[str]:
-    """Return each flag whose value differs from its default, as typed on the command line; long values are cut."""
+    """Return each given flag whose value differs from its default, as typed; long values are cut.
+
+    Values that are derived from others are left out.
+    """
     found = []
     for spec, value in config.flags():
-        if value is None or (value == spec.default and not spec.is_required) or spec.name in _NEVER:
+        is_default = value is None or (value == spec.default and not spec.is_required)
+        if is_default or spec.name not in config.logging.given_arguments or spec.name in _NEVER:
             continue
-        if spec.name == "log_interval" and value == 0:
-            continue  # the default of a brief log
         text = " ".join(" ".join(map(str, value if isinstance(value, tuple) else (value,))).split())
         found.append(spec.typed(text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"))
     return found

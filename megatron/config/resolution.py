@@ -22,6 +22,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import Fp8Config
 from megatron.core.object_store import as_path
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.tensor_parallel import read_overlap_methods
 
 BF16 = "bf16"
@@ -62,6 +63,7 @@ def model_notes(config: RunConfig) -> list[str]:
         *_level_notes(config),
         *_window_notes(config),
         *_routing_notes(config),
+        *_mtp_notes(config),
         *float8_notes(config),
     ]
 
@@ -96,6 +98,20 @@ def _window_notes(config: RunConfig) -> list[str]:
         return []
     pattern = model.window_attn_skip_freq
     return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} selects no layer"]
+
+
+def _mtp_notes(config: RunConfig) -> list[str]:
+    model = config.model
+    layout = model.pipeline_model_parallel_layout
+    if layout is None or layout_problems(model, model.num_layers, layout):
+        return []  # The checks report the problem.
+    named = mtp_modules_per_stage(layout)
+    if not any(named[:-1]):
+        return []
+    return [
+        f"--pipeline-model-parallel-layout {layout}: the MTP modules (m) run on the stage of the loss (L), and not on "
+        "a stage before it; results are the same"
+    ]
 
 
 def _routing_notes(config: RunConfig) -> list[str]:
@@ -290,16 +306,18 @@ _SENTENCE_PIECE = "tokenizer.model"
 def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], problems: list[str]) -> RunConfig:
     """Take the tokenizer from the folder of --tokenizer-model or --load if no type or vocabulary is given.
 
-    With --patch-tokenizer-type the folder must have a tokenizer.
+    With --patch-tokenizer-type the folder must have a tokenizer, unless it is GPT2BPETokenizer.
     """
     tokenizer = config.tokenizer
     patch = tokenizer.patch_tokenizer_type
     if is_type_given or tokenizer.vocab_file is not None or tokenizer.merge_file is not None:
-        if patch is not None and tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        if patch is not None and tokenizer.tokenizer_type not in ("HuggingFaceTokenizer", patch):
             notes.append(
                 f"--patch-tokenizer-type {patch} has no effect: the tokenizer is {tokenizer.tokenizer_type}, as the "
                 "other flags say"
             )
+        return config
+    if patch == "GPT2BPETokenizer":
         return config
     source, folder = "--load", config.checkpoint.load
     if tokenizer.tokenizer_model is not None:

@@ -291,6 +291,8 @@ class LoggingConfig(Config, role="output"):
     step time."""
     brief_log: bool = flag(False, cli=False)
     """Print the short log of megatron train instead of Megatron's lines."""
+    given_arguments: tuple[str, ...] = flag((), cli=False)
+    """Fields that the command line, a file or a preset sets; a short log lists those that are not at their defaults."""
     log_arguments: bool = False
     """Under megatron train, print all arguments, not only those that differ from their defaults."""
     log_throughput: bool = False
@@ -569,6 +571,15 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     """Validation data; excludes --data-path and --split."""
     test_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
     """Test data; excludes --data-path and --split."""
+    train_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE")
+    """JSON lines to train on, tokenized on first use with the run's tokenizer; divided by --split, unless --valid-data
+    or --test-data is given."""
+    valid_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE", needs="train_data")
+    """JSON lines to validate on, tokenized on first use."""
+    test_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE", needs="train_data")
+    """JSON lines to test on, tokenized on first use."""
+    text_key: str = flag("text", metavar="KEY", needs="train_data")
+    """Key of the text in the JSON lines of --train-data, --valid-data and --test-data."""
     data_args_path: str | None = flag(None, metavar="FILE")
     """File with the value of --data-path."""
     per_split_data_args_path: str | None = flag(None, metavar="FILE")
@@ -608,9 +619,8 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     @property
     def has_data_per_split(self) -> bool:
         """Return whether the training, validation and test sets have separate data paths."""
-        return bool(
-            self.train_data_path or self.valid_data_path or self.test_data_path or self.per_split_data_args_path
-        )
+        prefixes = self.train_data_path or self.valid_data_path or self.test_data_path
+        return bool(prefixes or self.per_split_data_args_path or self.valid_data or self.test_data)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.data.cleaner import Cleaner, CleaningPlan
+    from megatron.data.cleaner import Cleaner, CleaningPlan, OutputFile
     from megatron.data.dataset_inspection import (
         LengthStatistics,
         TokenStatistics,
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from megatron.data.text_filters import TextRules, UrlBlacklist
     from megatron.data.token_shards import TokenShard, find_token_shards
     from megatron.data.tokenized_chunk import Recipe, load_splitter
+    from megatron.data.url_filter import UrlFilter
     from megatron.data.work_folder import FORMAT, WorkFolder, differences, record_path, unfinished_path
     from megatron.data.worker_pool import WorkerPool, num_slots, work
 
 __getattr__ = lazy_exports(
     __name__,
     {
-        "cleaner": "Cleaner CleaningPlan",
+        "cleaner": "Cleaner CleaningPlan OutputFile",
         "dataset_inspection": (
             "LengthStatistics TokenStatistics count_tokens describe_ends describe_lengths document_lengths "
             "faults_in_vocabulary intact_dataset verify_dataset without_suffix"
@@ -47,6 +48,7 @@ __getattr__ = lazy_exports(
         "text_filters": "TextRules UrlBlacklist",
         "token_shards": "TokenShard find_token_shards",
         "tokenized_chunk": "Recipe load_splitter",
+        "url_filter": "UrlFilter",
         "work_folder": "FORMAT WorkFolder differences record_path unfinished_path",
         "worker_pool": "WorkerPool num_slots work",
     },

@@ -153,6 +153,7 @@ class TextRules:
 
     Attributes:
         tokenizer: keyword arguments of `build_tokenizer`, needed if ``min_tokens`` is not 0.
+        min_words: minimum number of words between white space.
         similarity: minimum Jaccard similarity of near duplicates, over n-grams of ``shingle_words`` words.
     """
 
@@ -165,6 +166,7 @@ class TextRules:
     similarity: float | None
     num_permutations: int
     shingle_words: int
+    min_words: int = 0
 
 
 class Finding(NamedTuple):
@@ -212,6 +214,8 @@ class TextExaminer:
         stripped = text.strip()
         if not stripped:
             return Finding(text, NO_TEXT)
+        if rules.min_words and (num_words := len(stripped.split())) < rules.min_words:
+            return Finding(text, TOO_SHORT, f"{num_words} words of {rules.min_words}")
         if self._tokenizer is not None:
             num_tokens = self._count_tokens(stripped)
             if num_tokens < rules.min_tokens:

@@ -88,6 +88,8 @@ def data_need(config: RunConfig) -> DataNeed:
 def _data_sets(config: RunConfig) -> tuple[tuple[DataSetNeed, ...], str | None]:
     data = config.data
     paths = data.train_data_path or data.data_path
+    if data.train_data:
+        return (), "--train-data is tokenized when the run starts"
     if data.mock_data or not paths:
         return (), "no data path is given" if not data.mock_data else "the data are made up"
     if data.sft:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,7 +20,7 @@ class MetricsRecord:
 
     ``evaluations`` are losses by validation set. ``data_sets`` are training losses by data set, as (iteration, loss,
     tokens), if several are blended. ``stragglers`` are straggler reports by iteration, and ``skipped`` lists the
-    iterations whose update was skipped.
+    iterations whose update was skipped. ``color`` is the index of the run's color.
     """
 
     name: str
@@ -31,6 +31,7 @@ class MetricsRecord:
     samples: dict[int, list[dict[str, str]]] = field(default_factory=dict)
     stragglers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
+    color: int = 0
 
     @property
     def last_iteration(self) -> int:
@@ -74,7 +75,7 @@ def read_metrics(given: Path, name: str | None = None) -> MetricsRecord:
 
 
 def read_several(given: list[Path]) -> list[MetricsRecord]:
-    """Read several runs and give each a unique name: the shortest unique suffix of its path.
+    """Read several runs and give each a color and a unique name: the shortest unique suffix of its path.
 
     Raises:
         DataError: a run cannot be read.
@@ -88,7 +89,8 @@ def read_several(given: list[Path]) -> list[MetricsRecord]:
     if len(set(names)) < len(names):
         names = [str(record.path) for record in records]
     if len(records) > 1:
-        records = [MetricsRecord(name, *list(vars(record).values())[1:]) for name, record in zip(names, records)]
+        both = zip(names, records, strict=True)
+        records = [replace(record, name=name, color=number) for number, (name, record) in enumerate(both)]
     return records
 
 

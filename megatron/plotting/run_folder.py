@@ -30,7 +30,9 @@ from megatron.core.pipeline_parallel import (
 )
 from megatron.planner import draw_svg
 from megatron.plotting.metrics_record import METRICS_FILE
+from megatron.plotting.run_page import table
 from megatron.training.fault_tolerance import HangReportError, read_hang_report
+from megatron.training.loggers import CONFIG_FILE, RECORD_FOLDER
 
 Content = TypeVar("Content")
 
@@ -166,14 +168,22 @@ _CHART_WIDTH = 1080
 
 
 def find_runs(folder: Path) -> dict[str, Path]:
-    """Find run folders down to four levels below a folder, newest first, and return them by relative path."""
+    """Find run folders down to four levels below a folder, the last started first, and return them by relative path."""
     found: list[Path] = []
     level = [folder]
     for _ in range(_DEEPEST + 1):
         found += [each for each in level if (each / METRICS_FILE).is_file()]
         level = [below for each in level for below in _folders_in(each)]
-    found.sort(key=lambda run: (run / METRICS_FILE).stat().st_mtime, reverse=True)
+    found.sort(key=_started, reverse=True)
     return {str(run.relative_to(folder)): run for run in found[:_MOST_RUNS]}
+
+
+def _started(run: Path) -> float:
+    """Return the time of the last start, which the run's record has, or else of the last line of the metrics."""
+    try:
+        return (run / RECORD_FOLDER / CONFIG_FILE).stat().st_mtime
+    except OSError:
+        return (run / METRICS_FILE).stat().st_mtime
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -200,10 +210,12 @@ class RunFolder:
         """Yield the parts that exist: checkpoints, hang reports and recorded schedules."""
         rows = list(self._checkpoints())
         if rows:
+            heads = ("checkpoint", "MiB", "state", "health")
             yield (
-                f"<h2>Checkpoints of {escape(self.name)}</h2><table><tr><th>checkpoint</th><th>MiB</th>"
-                f"<th class='text'>state</th><th class='text'>health</th></tr>{''.join(rows)}</table><p>Names and "
-                "sizes of files are compared; <code>megatron inspect DIR --verify</code> reads every byte.</p>"
+                f"<h2>Checkpoints of {escape(self.name)}</h2>"
+                f"{table(f'checkpoints:{escape(self.name)}', heads, rows, texts=('state', 'health'))}"
+                '<p class="muted">Names and sizes of files are compared; <code>megatron inspect DIR --verify</code> '
+                "reads every byte.</p>"
             )
         for number, path in enumerate(sorted(self.path.glob("hang-*.json"), reverse=True)[:_MOST_SHOWN]):
             yield (
@@ -215,7 +227,7 @@ class RunFolder:
         for path in sorted(self.path.glob("*schedule*.json"))[:_MOST_SHOWN]:
             yield from self._schedule(path)
 
-    def _checkpoints(self) -> Iterator[str]:
+    def _checkpoints(self) -> Iterator[tuple[str, ...]]:
         newest = self._newest()
         for folder in sorted(self.path.glob("iter_*"), reverse=True)[:_MOST_SHOWN]:
             try:
@@ -228,9 +240,9 @@ class RunFolder:
             notes = ["the one that is loaded"] if folder.name == newest else []
             notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
             health = self.checks.of(folder)
-            cells = f'<td>{megabytes}</td><td class="text">{", ".join(notes)}</td>'
-            cells += f'<td class="text{"" if health.is_whole else " bad"}">{escape(health.words)}</td>'
-            yield f"<tr><td>{escape(folder.name)}</td>{cells}</tr>"
+            words = escape(health.words)
+            shown = words if health.is_whole else f'<span class="bad">{words}</span>'
+            yield escape(folder.name), megabytes, ", ".join(notes), shown
 
     def _newest(self) -> str:
         try:

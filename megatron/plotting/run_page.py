@@ -2,68 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from importlib import resources
 
-from megatron.plotting.chart import COLORS, charts_of, draw_chart
+from megatron.plotting.chart import COLORS, PLAIN, ChartView, charts_of, draw_chart
 from megatron.plotting.metrics_record import MetricsRecord, Points
 
-STYLE = """
-body { font: 15px/1.45 sans-serif; margin: 1.5em auto; max-width: 1140px; padding: 0 1em; color: #222;
-background: #fff; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); gap: 14px; }
-h2 { margin-top: 1.2em; } .charts { margin-top: 14px; }
-svg.chart { width: 100%; height: auto; border: 1px solid #ddd; border-radius: 4px; }
-circle:hover { fill-opacity: 1; } table { border-collapse: collapse; }
-td, th { padding: 3px 12px; text-align: right; border-bottom: 1px solid #ddd; } td:first-child, th:first-child,
-td.text, th.text { text-align: left; overflow-wrap: anywhere; } .wide { overflow-x: auto; }
-.key { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
-.bad { color: #a00; } form { margin: 6px 0; }
-.sample { white-space: pre-wrap; overflow-wrap: anywhere; } .sample b { color: #555; font-weight: normal; }
-"""
 _SHOWN_SAMPLES = 20
+
+
+def read_resource(name: str) -> str:
+    """Return the text of a style sheet or a script of the pages."""
+    return resources.files("megatron.plotting").joinpath(name).read_text(encoding="utf-8")
 
 
 def to_page(records: Sequence[MetricsRecord]) -> str:
     """Return the page of one run, or of several runs for comparison."""
     title = records[0].name if len(records) == 1 else f"{len(records)} runs"
-    return page(title, to_body(records))
+    parts = [to_table(records), to_charts(records), *further_parts(records)]
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts, f"<script>\n{read_resource('charts.js')}</script>"])
+    return page(title, body)
 
 
-def page(title: str, body: str, head: str = "") -> str:
+def page(title: str, body: str) -> str:
     """Wrap a body in a complete HTML page."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>{head}</head><body>\n'
-        f"<h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>\n{read_resource("page.css")}'
+        f"</style></head><body>\n{body}\n</body></html>\n"
     )
 
 
-def to_body(records: Sequence[MetricsRecord]) -> str:
-    """Return the body of the page below its title."""
-    drawn = "\n".join(draw_chart(chart) for chart in charts_of(records))
-    parts = [f'<div class="wide">{_table(records)}</div>', f'<div class="charts" id="charts">{drawn}</div>']
-    return "\n".join([*parts, *_samples(records), *_stragglers(records)])
+def to_charts(records: Sequence[MetricsRecord], smoothing: float = 0.0, view: ChartView = PLAIN) -> str:
+    """Return the charts of the runs; ``smoothing`` is the weight of `moving_average`."""
+    drawn = "\n".join(draw_chart(chart, view) for chart in charts_of(records, smoothing))
+    return f'<div class="charts">{drawn}</div>'
 
 
-def _table(records: Sequence[MetricsRecord]) -> str:
-    heads = ("run", "iteration", "training loss", "best validation loss", "tokens/s, median", "skipped")
-    rows = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
-    for number, record in enumerate(records):
+def further_parts(records: Sequence[MetricsRecord]) -> Iterator[str]:
+    """Yield what the metrics files hold besides figures: generated texts and slow ranks."""
+    yield from _samples(records)
+    yield from _stragglers(records)
+
+
+def to_table(records: Sequence[MetricsRecord]) -> str:
+    """Return the table of the runs, whose colors are those of the charts."""
+    rows = []
+    for record in records:
         best = min((value for _, value in record.evaluations.get("validation", [])), default=None)
         speeds = sorted(value for _, value in record.figures.get("tokens_per_second", []))
-        cells = (
-            f"{record.last_iteration}",
-            _figure(_last(record.figures.get("lm_loss", []))),
-            _figure(best),
-            _figure(speeds[len(speeds) // 2] if speeds else None),
-            f"{len(record.skipped)}",
-        )
-        key = f'<span class="key" style="background:{COLORS[number % len(COLORS)]}"></span>'
+        key = f'<span class="key c{record.color % len(COLORS)}"></span>'
         rows.append(
-            f"<tr><td>{key}{escape(record.name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+            (
+                f"{key}{escape(record.name)}",
+                f"{record.last_iteration}",
+                _figure(_last(record.figures.get("lm_loss", []))),
+                _figure(best),
+                _figure(speeds[len(speeds) // 2] if speeds else None),
+                f"{len(record.skipped)}",
+            )
         )
-    return f'<table id="runs">{"".join(rows)}</table>'
+    heads = ("run", "iteration", "training loss", "best validation loss", "tokens/s, median", "skipped")
+    return table("runs", heads, rows)
+
+
+def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = ()) -> str:
+    """Return a table of cells in HTML; ``texts`` names the columns that hold text, which is aligned to the left.
+
+    Each cell has the name of its column, which narrow screens show instead of the heads.
+    """
+    kinds = [' class="text"' if head in texts else "" for head in heads]
+    lines = ["".join(f"<th{kind}>{head}</th>" for head, kind in zip(heads, kinds))]
+    for row in rows:
+        cells = zip(heads, kinds, row, strict=True)
+        lines.append("".join(f'<td{kind} data-name="{head}">{cell}</td>' for head, kind, cell in cells))
+    return f'<table id="{name}">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
 
 
 def _last(points: Points) -> float | None:

@@ -109,9 +109,14 @@ def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
     """Return the configuration of the data sets.
 
     Raises:
-        ConfigurationError: the flags contradict each other.
+        ConfigurationError: the flags contradict each other, or the text of --train-data has not been tokenized.
     """
     data = config.data
+    if data.train_data:
+        raise ConfigurationError(
+            "--train-data: this script does not tokenize text; tokenize it with tools/preprocess_data.py and give "
+            "--data-path PREFIX, or run pretrain_gpt.py"
+        )
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
     return GPTDatasetConfig(
         sequence_length=data.seq_length,

@@ -378,7 +378,8 @@ def _resume(
         train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
     runtime.flight.iteration = train_state.iteration
     if runtime.is_reporter and config.checkpoint.save is not None:
-        kept_open.callback(RunRecord(config, program.launch, train_state.iteration, program.log).close)
+        record = RunRecord(config, program.launch, train_state.iteration, program.log)
+        kept_open.push(lambda kind, error, trace: record.end(runtime.flight.iteration, error))
     program.log_detail(timers.report(runtime.state, ["load-checkpoint"]))
     program.log_detail(format_datetime("after model, optimizer, and learning rate scheduler are built"))
     return checkpoints, train_state

@@ -383,16 +383,34 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed: no fast
 pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvicorn")
 
 MARKUP = "<b>bold</b>"
-SEND = "byId('temperature').value = 0; byId('question').value = {}; byId('send').click()"
+SEND = "byId('temperature').value = 0; byId('max-tokens').value = {}; byId('question').value = {}; byId('send').click()"
 STEPS = [
-    {"do": "0", "until": "model", "ask": "[document.title, byId('model').textContent, byId('error').textContent]"},
     {
-        "do": SEND.format(json.dumps(MARKUP)),
-        "until": "!running && conversation.length == 2",
-        "ask": "[...document.querySelectorAll('.message')].map(each => [each.className, each.textContent])",
+        "do": "0",
+        "until": "model",
+        "ask": "[document.title, byId('model').textContent, byId('error').textContent, byId('about').textContent]",
     },
     {
-        "do": SEND.format("'x'.repeat(600)"),
+        "do": SEND.format(64, json.dumps(MARKUP)),
+        "until": "!running && conversation.length == 2",
+        "ask": "[...document.querySelectorAll('.message')].map(each => [each.className, each.firstChild.textContent])",
+    },
+    {
+        # The server would generate for long. It is stopped at the first letters.
+        "do": SEND.format(300, "'go on'")
+        + "; stop = byId('stop-chat'); before = [stop.hidden, byId('send').disabled]; "
+        "timer = setInterval(() => { if (document.querySelector('.growing .text')?.textContent) { "
+        "clearInterval(timer); stop.click(); } }, 1)",
+        "until": "!running && conversation.length == 4",
+        "ask": "[before, [stop.hidden, byId('send').disabled], document.querySelectorAll('.told')[1].textContent]",
+    },
+    {
+        "do": "byId('reset').click()",
+        "until": "conversation.length == 0",
+        "ask": "[document.querySelectorAll('.message').length, byId('welcome').textContent]",
+    },
+    {
+        "do": SEND.format(64, "'x'.repeat(600)"),
         "until": "!running && byId('error').textContent",
         "ask": "[byId('error').textContent, conversation.length, byId('question').value.length]",
     },
@@ -437,10 +455,15 @@ def test_a_browser_chats_and_looks_at_probabilities(tmp_path: Path) -> None:
         lines: list[Any] = [json.loads(line) for line in shown if line[:1] in '["tf']
         answer = "".join(likeliest(server, f"<|user|>{MARKUP}<|assistant|>", 64))
         tokens = likeliest(server, "abc", 5)
-    name, messages, refused, (shown_tokens, chat_is_hidden, num_bold), (num_rows, best, overflows), is_local = lines
-    assert name == [NAME, NAME, ""]
+    name, messages, stopped, cleared, refused, continued, (num_rows, best, overflows), is_local = lines
+    shown_tokens, chat_is_hidden, num_bold = continued
+    assert name[:3] == [NAME, NAME, ""]
+    assert "context 500 tokens" in name[3]
+    assert stopped[:2] == [[False, True], [True, False]]
+    assert stopped[2].startswith("stopped")
+    assert cleared == [0, "Send a message to start a conversation."]
     assert messages == [["message user", MARKUP], ["message assistant", answer]]
-    assert (refused[0].startswith("a prompt of "), refused[1:]) == (True, [2, 600])
+    assert (refused[0].startswith("the maximum context length is 500 tokens"), refused[1:]) == (True, [0, 600])
     assert (shown_tokens, chat_is_hidden, num_bold) == (["a", "b", "c", *tokens], True, 0)
     assert (num_rows, best, overflows) == (10, json.dumps(tokens[0], ensure_ascii=False), False)
     assert is_local

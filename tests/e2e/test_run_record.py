@@ -6,6 +6,9 @@ import dataclasses
 import hashlib
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,11 @@ from megatron.cli.train import ContinuedRun
 from megatron.cli.visualize_pipeline import main
 from megatron.config.arguments import resolve_arguments
 from megatron.config.printed_config import format_config
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, StorageError
 from megatron.core.object_store import as_path
 from megatron.core.pipeline_parallel.schedules import Pass
 from megatron.core.pipeline_parallel.timeline import read_timeline
+from megatron.plotting.run_status import read_status
 from megatron.training.initialize import LaunchEnvironment
 from megatron.training.loggers.run_record import RunRecord
 from tests.e2e.toy_run import DATA, assert_same_checkpoints, exact_figures, leftovers, newest, toy_args
@@ -42,8 +46,12 @@ def test_a_printed_configuration_is_the_same_run_and_its_record_goes_on_with_it(
 
     record = ours / "checkpoints" / "run_record"
     assert sorted(path.name for path in record.iterdir()) == [
-        *("arguments.txt", "config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
+        *("arguments.txt", "config.toml", "continue.toml", "data.json", "end.json", "environment.json"),
+        "starts.jsonl",
     ]
+    end = json.loads((record / "end.json").read_text())
+    assert (end["iteration"], end["error"]) == (6, None)
+    assert read_status(ours / "checkpoints").state == "finished"
     assert (record / "arguments.txt").read_text() in first.stdout
     environment = json.loads((record / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
@@ -60,6 +68,43 @@ def test_a_printed_configuration_is_the_same_run_and_its_record_goes_on_with_it(
     assert [line["iteration"] for line in resumed.iterations()] == [*range(1, 9)]
     starts = [json.loads(line)["iteration"] for line in (record / "starts.jsonl").read_text().splitlines()]
     assert starts == [0, 6]
+    assert json.loads((record / "end.json").read_text())["iteration"] == 8
+
+
+def test_a_killed_run_is_known_to_have_crashed(tmp_path: Path) -> None:
+    words = toy_args(tmp_path, "--train-iters 1000000 --eval-interval 1000000 --save-interval 1000000")
+    folder = tmp_path / "checkpoints"
+    with subprocess.Popen([sys.executable, "pretrain_gpt.py", *words], stdout=subprocess.DEVNULL) as process:
+        try:
+            metrics = folder / "metrics.jsonl"
+            deadline = time.monotonic() + 120
+            while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.1)
+            running = read_status(folder)
+        finally:
+            process.kill()
+    assert (running.state, running.total) == ("running", 1000000)
+    crashed = read_status(folder)
+    assert (crashed.state, f"process {process.pid} on " in crashed.reason) == ("crashed", True)
+
+
+def test_the_record_of_an_end_has_the_error_and_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    config = resolve_arguments(toy_args(tmp_path, "--train-iters 6"), 1).config
+    Path(config.checkpoint.save or "").mkdir(parents=True)
+    path = Path(config.checkpoint.save or "") / "run_record" / "end.json"
+    for error, expected in (
+        (None, None),
+        (StorageError("the disk\nis full"), "the disk is full"),
+        (ValueError("x" * 2000), f"ValueError: {'x' * 1000}"),
+        (KeyError(), "KeyError"),
+    ):
+        record = RunRecord(config, LaunchEnvironment(), 0, print)
+        assert not path.exists()
+        record.end(3, error)
+        written = json.loads(path.read_text())
+        assert (written["iteration"], written["error"]) == (3, expected)
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -13,6 +13,7 @@ from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
+from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.transformer import GATED_ACTIVATIONS, adapted_parts
 
 _MOST_VALUES = 10**13
@@ -433,12 +434,26 @@ def _check_mtp_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{given} --cuda-graph-impl local does not support MTP; use --cuda-graph-impl none"
 
 
+def _check_mtp_layout(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    layout, depth = model.pipeline_model_parallel_layout, model.mtp.mtp_depth
+    if layout is None or layout_problems(model, model.num_layers, layout):
+        return
+    named = sum(mtp_modules_per_stage(layout))
+    given = f"--pipeline-model-parallel-layout {layout!r} has {named} m (MTP modules)"
+    if named and not depth:
+        yield f"{given}, and the model has none; add --mtp-num-layers {named}"
+    elif named not in (0, depth):
+        yield f"{given}, and --mtp-num-layers is {depth}; write m*{depth}, or leave m out"
+
+
 MTP_CHECKS = (
     Check(
         ("mtp_num_layers", "seq_length", "position_embedding_type", "hidden_size", "tensor_model_parallel_size"),
         _check_mtp_shape,
     ),
     Check(("mtp_num_layers", "lora_rank", "cuda_graph_impl"), _check_mtp_conflicts),
+    Check(("mtp_num_layers", *LAYOUT_FIELDS), _check_mtp_layout),
 )
 
 

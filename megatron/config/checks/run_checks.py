@@ -654,9 +654,11 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
         "--data-path": bool(data.data_path) and data.data_args_path is None,
         "--data-args-path": data.data_args_path is not None,
         "--train-data-path (or --valid-data-path, --test-data-path)": (
-            data.has_data_per_split and data.per_split_data_args_path is None
+            bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+            and data.per_split_data_args_path is None
         ),
         "--per-split-data-args-path": data.per_split_data_args_path is not None,
+        "--train-data": bool(data.train_data or data.valid_data or data.test_data),
         "--mock-data": data.mock_data,
     }
     given = [name for name, is_given in sources.items() if is_given]
@@ -666,7 +668,8 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
         yield f"{' and '.join(given)} exclude each other; keep one"
     if data.split is not None and data.has_data_per_split:
         yield f"--split {data.split} has no effect where each set has data of its own; leave it out"
-    if data.has_data_per_split and not data.train_data_path and not config.training.skip_train:
+    has_training_data = bool(data.train_data_path or data.train_data)
+    if data.has_data_per_split and not has_training_data and not config.training.skip_train:
         yield "--train-data-path is missing; --valid-data-path and --test-data-path alone train nothing"
 
 
@@ -696,6 +699,22 @@ def _check_blends(config: RunConfig) -> Iterator[str]:
         for prefix in dict.fromkeys(blend.prefixes):
             yield from _check_kind(config, name, prefix)
             yield from _check_data_set(config, name, prefix)
+
+
+def _check_text(config: RunConfig) -> Iterator[str]:
+    """Check the files of text that are tokenized on first use."""
+    data = config.data
+    flags = (("--train-data", data.train_data), ("--valid-data", data.valid_data), ("--test-data", data.test_data))
+    for name, files in flags:
+        for file in files:
+            if not os.path.exists(file):
+                yield f"{name} {file}: there is no such file; give a file with a JSON object per line"
+            elif not os.path.isfile(file):
+                yield f"{name} {file} is not a file; give a file with a JSON object per line"
+    if data.train_data and config.tokenizer.tokenizer_type == "NullTokenizer":
+        yield "--train-data is text, which NullTokenizer cannot encode; give another --tokenizer-type"
+    if data.train_data and data.sft:
+        yield "--train-data is tokenized as text; for --sft give --train-data-path FILE.jsonl"
 
 
 def _check_extra_valid(config: RunConfig) -> Iterator[str]:
@@ -824,6 +843,7 @@ DATA_FILE_CHECKS = (
     Check(("data_path", "dataloader_type"), _check_sources),
     Check(("split",), _check_split),
     Check(("data_path", "split", "eval_iters", "eval_interval"), _check_blends),
+    Check(("train_data", "valid_data", "test_data", "tokenizer_type", "sft"), _check_text),
     Check(("extra_valid_datalist", "extra_valid_data_samples", "extra_valid_data_names"), _check_extra_valid),
     Check(("eval_iters", "extra_valid_datalist", "full_validation", "dataloader_type"), _check_full_validation),
 )

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         StageContents,
         StageLayout,
         layout_problems,
+        mtp_modules_per_stage,
         plan_stage_layout,
     )
     from megatron.core.pipeline_parallel.timeline import Event, RankTimeline, Timeline, read_timeline, write_timeline
@@ -61,7 +62,7 @@ __getattr__ = lazy_exports(
             "most_in_flight most_passes_in_flight schedule_problems with_deferred_grads"
         ),
         "simulator": "Durations ScheduleError simulate",
-        "stage_layout": "StageContents StageLayout layout_problems plan_stage_layout",
+        "stage_layout": "StageContents StageLayout layout_problems mtp_modules_per_stage plan_stage_layout",
         "timeline": "Event RankTimeline Timeline read_timeline write_timeline",
     },
 )

@@ -1,6 +1,7 @@
 """Pipeline stage layout: the layers of each stage, and the stages of the embedding and the loss. Imports no torch.
 
-The notation of --pipeline-model-parallel-layout: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages.
+The notation of --pipeline-model-parallel-layout: ``E`` embedding, ``t`` layer, ``m`` MTP module, ``L`` loss, ``|``
+between stages.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from dataclasses import dataclass
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import ModelParallelConfig
 
-_TOKENS = re.compile(r"\s+|,|(?P<item>[EtL|()])|\*\s*(?P<count>\d+)|(?P<wrong>.)", re.DOTALL)
+_TOKENS = re.compile(r"\s+|,|(?P<item>[EtmL|()])|\*\s*(?P<count>\d+)|(?P<wrong>.)", re.DOTALL)
 _FLAG = "--pipeline-model-parallel-layout"
 _MAX_EXPANDED_LENGTH = 100_000
 
 
 def parse_layout(text: str, num_layers: int) -> tuple[str, ...]:
-    """Parse a layout into its stages, each a string of ``E``, ``t`` and ``L``.
+    """Parse a layout into its stages, each a string of ``E``, ``t``, ``m`` and ``L``.
 
     ``x*3`` repeats a letter or a bar, and ``(tt|)*4`` a group, which may be nested. Commas and spaces are ignored. A
-    stage may be empty. ``Et|(tt|)*2L`` has four stages, the last of which has only the loss.
+    stage may be empty. ``Et|(tt|)*2L`` has four stages, the last of which has only the loss. All MTP modules are on one
+    stage, after the layers.
 
     Raises:
         ConfigurationError: the layout cannot be parsed, or does not consist of the embedding first, ``num_layers``
-            layers, and the loss last.
+            layers, MTP modules, and the loss last.
     """
     expanded = _expand(text)
     stages = tuple(expanded.split("|"))
@@ -37,9 +39,18 @@ def parse_layout(text: str, num_layers: int) -> tuple[str, ...]:
         problems.append(f"{_FLAG} {text!r} must hold the loss L once, at its very end")
     if expanded.count("t") != num_layers:
         problems.append(f"{_FLAG} {text!r} has {expanded.count('t')} layers and --num-layers is {num_layers}")
+    if "t" in expanded.partition("m")[2]:
+        problems.append(f"{_FLAG} {text!r} has a layer t after an MTP module m; write m after the last t")
+    if sum("m" in stage for stage in stages) > 1:
+        problems.append(f"{_FLAG} {text!r} has MTP modules m on several stages; write all of them on one stage")
     if problems:
         raise ConfigurationError(problems)
     return stages
+
+
+def mtp_modules_per_stage(layout: str) -> tuple[int, ...]:
+    """Return how many MTP modules a valid layout names on each stage."""
+    return tuple(stage.count("m") for stage in _expand(layout).split("|"))
 
 
 def _expand(text: str) -> str:
@@ -53,7 +64,7 @@ def _expand(text: str) -> str:
         if match["wrong"] is not None:
             raise ConfigurationError(
                 f"{_FLAG} {text!r} has {match['wrong']!r} at character {match.start() + 1}; write E (embedding), "
-                "t (layer), L (loss), | (next stage), (…) and *number"
+                "t (layer), m (MTP module), L (loss), | (next stage), (…) and *number"
             )
         if item == "(":
             open_groups.append([])

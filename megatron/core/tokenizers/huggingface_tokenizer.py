@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.gpt2_bpe_tokenizer import byte_characters, check_merges
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer, byte_characters, check_merges
 from megatron.core.tokenizers.tokenizer import read_added_tokens, read_json_object, require_path, with_companions
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 _FIXED_ROWS = {
     "BloomTokenizerFromHF": 250880,
+    "BloomTokenizerFromCustom": 134298,
     "StarcoderTokenizerFromHF": 49152,
     "VicunaTokenizerFromHF": 32000,
 }
 _ALL_BUT_TWO = ("DeepSeekV2Tokenizer",)
+_WITH_ADDED_TOKENS = ("QwenTokenizer", "QwenVLTokenizer")
 PATCH_TOKENIZER_TYPES = (
     "LLamaTokenizer",
     "LLama2Tokenizer",
@@ -35,18 +37,17 @@ PATCH_TOKENIZER_TYPES = (
     "FalconTokenizer",
     "OPTTokenizer",
     *_ALL_BUT_TWO,
+    *_WITH_ADDED_TOKENS,
     *_FIXED_ROWS,
+    GPT2BPETokenizer.name,
 )
-"""Types whose tokenizer is loaded from the files of a folder."""
+"""Types whose tokenizer is loaded from the files of a folder. GPT2BPETokenizer is Megatron-LM's own."""
 CODE_TOKENIZER_TYPES = (
     "BaichuanTokenizer",
-    "BloomTokenizerFromCustom",
     "ChatGLMTokenizerFromHF",
     "GLM10BZHTokenizerFromHF",
     "IcetkGLM130BTokenizer",
     "JiebaBPETokenizer",
-    "QwenTokenizer",
-    "QwenVLTokenizer",
 )
 """Unsupported types, whose tokenizers consist of custom Python code, which is never executed."""
 
@@ -63,6 +64,8 @@ def patched_vocab_size(patch_tokenizer_type: str, base_size: int, own_size: int,
         size = _FIXED_ROWS[patch_tokenizer_type]
     elif patch_tokenizer_type in _ALL_BUT_TWO:
         size = own_size - 2 + extra_vocab_size
+    elif patch_tokenizer_type in _WITH_ADDED_TOKENS:
+        size = own_size + extra_vocab_size
     else:
         size = base_size + extra_vocab_size
     if size < own_size:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         name_of,
         parent_of,
     )
-    from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, RunLock, own_folder
+    from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, LockOwner, RunLock, own_folder, read_owner
     from megatron.training.fault_tolerance.step_replay import Rewind
     from megatron.training.fault_tolerance.supervisor import REPLACE, KeptRank, keep_rank
     from megatron.training.fault_tolerance.watchdog import phase_marker, watching
@@ -36,7 +36,7 @@ __getattr__ = lazy_exports(
         "hang_report": "HangReport HangReportError describe_communication read_hang_report",
         "inprocess_restart": "RendezvousMember train_with_restarts",
         "processes": "KEEPER_NAME ProcessIdentity die_with_launcher find_launcher identify name_of parent_of",
-        "run_lock": "FOLDER_RECORD RunLock own_folder",
+        "run_lock": "FOLDER_RECORD LockOwner RunLock own_folder read_owner",
         "step_replay": "Rewind",
         "supervisor": "KeptRank REPLACE keep_rank",
         "watchdog": "phase_marker watching",

@@ -19,7 +19,13 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import ObjectPath
 from megatron.core.safe_io import parse_json, read_plain_text
 from megatron.training import elastic_run_id
-from megatron.training.fault_tolerance.processes import ProcessIdentity, find_launcher, identify
+from megatron.training.fault_tolerance.processes import (
+    ProcessIdentity,
+    ProcessName,
+    find_launcher,
+    identify,
+    state_of,
+)
 
 FOLDER_RECORD = ".owner"
 _POLL_INTERVAL_S = 0.2
@@ -46,18 +52,20 @@ class OwnerTimes:
 class OwnerRecord:
     """Record of the process that holds a run lock.
 
-    The record names the process, its launcher (the owner ends when the launcher ends), and the purpose.
+    The record names the process, its launcher (the owner ends when the launcher ends), the purpose, and the time of the
+    lock in seconds since 1970 by the owner's clock.
     """
 
     process: ProcessIdentity
     launcher: ProcessIdentity | None
     token: str
     purpose: str
+    since: float = 0.0
 
     @classmethod
     def of_this_process(cls, token: str, purpose: str) -> OwnerRecord:
         launcher = find_launcher(elastic_run_id())
-        return cls(identify(os.getpid()), None if launcher is None else identify(launcher), token, purpose)
+        return cls(identify(os.getpid()), None if launcher is None else identify(launcher), token, purpose, time.time())
 
     @classmethod
     def read(cls, path: Path) -> OwnerRecord | None:
@@ -70,6 +78,7 @@ class OwnerRecord:
                 None if launcher is None else ProcessIdentity(**launcher),
                 str(content["token"]),
                 str(content["purpose"]),
+                float(content.get("since", 0.0)),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -188,6 +197,41 @@ def own_folder(
         # Another process added a record between the check and this record.
         own.unlink()
         time.sleep(random.uniform(0.0, _POLL_INTERVAL_S))
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """Owner of a run lock, seen by a process that only reads; ``silent_s`` is the time since its last renewal.
+
+    ``is_alive`` is whether its process runs. If the process is on another node, ``is_alive`` is whether it renewed its
+    record within `OwnerTimes`. ``is_suspended`` is whether a signal or a debugger stopped the process.
+    """
+
+    record: OwnerRecord
+    silent_s: float
+    is_alive: bool
+    is_suspended: bool
+
+
+def read_owner(directory: Path, prefix: str = FOLDER_RECORD) -> LockOwner | None:
+    """Read the owner of a folder, or the last owner if it did not release the folder.
+
+    Return None if there is no record, or an incomplete one. Nothing is written, so the renewal is compared with the
+    clock of this node.
+    """
+    path = directory / f"{prefix}.{max(_numbers(directory, prefix), default=0):08d}"
+    record = OwnerRecord.read(path)
+    if record is None:
+        return None
+    try:
+        silent_s = max(time.time() - path.stat().st_mtime, 0.0)
+    except OSError:  # the owner released the folder meanwhile
+        return None
+    is_alive = record.process.is_alive
+    if is_alive is None:
+        return LockOwner(record, silent_s, silent_s <= OwnerTimes().expired_after_s, is_suspended=False)
+    state = state_of(ProcessName(**vars(record.process))) if is_alive else ""
+    return LockOwner(record, silent_s, is_alive, state.startswith("stopped"))
 
 
 class _Waiting:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from megatron.training.loggers.run_record import (
         CONFIG_FILE,
         CONTINUE_FILE,
+        END_FILE,
         ENVIRONMENT_FILE,
         RECORD_FOLDER,
+        STARTS_FILE,
         RunRecord,
     )
     from megatron.training.loggers.startup_lines import (
@@ -49,7 +51,7 @@ __getattr__ = lazy_exports(
             "format_memory format_step is_terminal pinned_memory_told"
         ),
         "metrics": "MetricsWriter open_metrics",
-        "run_record": "CONFIG_FILE CONTINUE_FILE ENVIRONMENT_FILE RECORD_FOLDER RunRecord",
+        "run_record": "CONFIG_FILE CONTINUE_FILE END_FILE ENVIRONMENT_FILE RECORD_FOLDER STARTS_FILE RunRecord",
         "startup_lines": (
             "describe_batch_and_tokenizer describe_buckets describe_datasets describe_initialized "
             "describe_precision describe_samples describe_schedule_values log_arguments"

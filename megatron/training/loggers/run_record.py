@@ -6,7 +6,8 @@
 - ``arguments.txt``: all arguments, as Megatron prints them,
 - ``environment.json``: command line, node, processes, versions, the commit of the code and its local changes,
 - ``data.json``: size and checksum of each data file,
-- ``starts.jsonl``: a line for each start of the run.
+- ``starts.jsonl``: a line for each start of the run,
+- ``end.json``: how the last start ended; a run that was killed has none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import RunConfig, format_arguments, format_config
-from megatron.core.errors import StorageError
+from megatron.core.errors import MegatronError, StorageError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range
 from megatron.training import LaunchEnvironment
@@ -35,6 +36,7 @@ from megatron.training import LaunchEnvironment
 RECORD_FOLDER = "run_record"
 CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
 ARGUMENTS_FILE = "arguments.txt"
+STARTS_FILE, END_FILE = "starts.jsonl", "end.json"
 
 _PACKAGES = (
     "megatron-gpt",
@@ -50,10 +52,11 @@ _GIT_LIMIT_S = 10.0
 _MOST_CHANGED = 200
 _BLOCKS, _BLOCK_BYTES = 16, 2**16
 _JOIN_S = 5.0
+_LONGEST_ERROR = 1000
 
 
 class RunRecord:
-    """Record of a run at its start: the configuration is written at once, the rest in a background thread.
+    """Record of a run: the configuration is written at once, the rest in a background thread, and the end by `end`.
 
     If a file cannot be written, a warning is printed and the run continues.
     """
@@ -64,8 +67,10 @@ class RunRecord:
         assert config.checkpoint.save is not None, "there is no record without --save"
         self._folder = as_path(config.checkpoint.save) / RECORD_FOLDER
         self._config, self._launch, self._iteration, self._log = config, launch, iteration, log
+        self._started = _now()
         try:
             self._folder.mkdir(exist_ok=True)
+            (self._folder / END_FILE).unlink(missing_ok=True)
             self._write(CONFIG_FILE, _described(config, launch))
             self._write(ARGUMENTS_FILE, format_arguments(config) + "\n")
             continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
@@ -81,10 +86,19 @@ class RunRecord:
         if "_thread" in vars(self):
             self._thread.join(_JOIN_S)
 
+    def end(self, iteration: int, error: BaseException | None) -> None:
+        """Close the record, and write the last iteration and the error that ended the run, if there is one."""
+        self.close()
+        values = {"ended": _now(), "iteration": iteration, "error": None if error is None else _in_one_line(error)}
+        try:
+            self._write(END_FILE, json.dumps(values) + "\n")
+        except (OSError, StorageError) as failure:
+            self._cannot_write(failure)
+
     def _write_rest(self) -> None:
         launch, code = self._launch, _state_of_code()
-        start = {"started": datetime.now().isoformat(timespec="seconds"), "iteration": self._iteration}
-        start |= {"world_size": launch.world_size, "commit": code.get("commit")}
+        start = {"started": self._started, "iteration": self._iteration}
+        start |= {"world_size": launch.world_size, "commit": code.get("commit"), **_lengths(self._config)}
         environment = {
             **start,
             "command": sys.argv,
@@ -99,7 +113,7 @@ class RunRecord:
         }
         try:
             self._write(ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
-            self._append("starts.jsonl", json.dumps(start) + "\n")
+            self._append(STARTS_FILE, json.dumps(start) + "\n")
             files = {str(path): _checksum(path) for path in _data_files(self._config)}
             self._write("data.json", json.dumps(files, indent=1) + "\n")
         except (OSError, StorageError) as error:
@@ -124,6 +138,25 @@ class RunRecord:
 
     def _cannot_write(self, error: OSError | StorageError) -> None:
         self._log(f"WARNING: --save {self._folder.parent}: the run's record cannot be written: {error}")
+
+
+def _now() -> str:
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def _lengths(config: RunConfig) -> dict[str, int | None]:
+    """Return the numbers from which a reader can tell how far the run is, and how long it may be silent."""
+    return {
+        "train_iters": config.train_iters,
+        "eval_interval": config.validation.eval_interval,
+        "save_interval": config.checkpoint.save_interval,
+        "hang_timeout_seconds": config.initialization.hang_timeout_seconds,
+    }
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:_LONGEST_ERROR]
+    return text if text and isinstance(error, MegatronError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _described(config: RunConfig, launch: LaunchEnvironment) -> str:

@@ -53,6 +53,7 @@ ANSWERED = {
     "--wandb-exp-name": "--wandb-exp-name x has no effect without --wandb-project",
     "--wandb-project": "error: --wandb-project p needs the package wandb",
     "--wandb-save-dir": "/w has no effect without --wandb-project",
+    "--train-data": "error: --train-data: this script does not tokenize text",  # but pretrain_gpt.py does
     "--record-memory-history": "--record-memory-history has no effect on a CPU",
 }
 # Their companions are answered so, and with those they have nothing to change.
@@ -68,6 +69,9 @@ OF_ANSWERED = {
     "--non-persistent-save-interval": "--inprocess-restart",
     "--replication": "--inprocess-restart",
     "--replication-jump": "--inprocess-restart",
+    "--test-data": "--train-data",
+    "--text-key": "--train-data",
+    "--valid-data": "--train-data",
 }
 # Alone they ask for what is done anyway, for some of checkpoints that there are none of, or for slow saves to be told.
 STATED = {

@@ -77,8 +77,18 @@ def test_a_patch_tokenizer_that_is_not_there_is_asked_for_once(tmp_path: Path) -
     )
     (problem,) = problems_of(f"--patch-tokenizer-type Qwen2Tokenizer --load {tmp_path}", UNNAMED)
     assert f"--load {tmp_path} has no tokenizer.json; save the fast tokenizer there" in problem
-    (problem,) = problems_of("--patch-tokenizer-type QwenTokenizer", UNNAMED)
-    assert problem.startswith("--patch-tokenizer-type QwenTokenizer is not supported yet; possible: LLamaTokenizer, ")
+    (problem,) = problems_of("--patch-tokenizer-type JiebaBPETokenizer", UNNAMED)
+    assert problem.startswith("--patch-tokenizer-type JiebaBPETokenizer is not supported yet; possible: LLamaTokenizer")
+
+
+def test_the_byte_pair_tokenizer_of_a_patch_script_is_not_that_of_its_load_folder(folder: Path) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_text("{}")
+    given = f"--load {folder} --patch-tokenizer-type GPT2BPETokenizer"
+    problems = problems_of(given, UNNAMED)
+    assert [problem.split()[0] for problem in problems] == ["--vocab-file", "--merge-file"]
+    parsed = parse(f"{given} --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt", UNNAMED)
+    assert (parsed.config.tokenizer.tokenizer_type, parsed.notes) == ("GPT2BPETokenizer", ())
 
 
 @pytest.mark.parametrize("split", ["'99,1,0'", '"99,1,0"', " 99,1,0 "])

@@ -239,3 +239,26 @@ def test_a_stage_without_layers_is_refused() -> None:
         "--lora-rank trains adapters of layers, and a pipeline stage has none of these (Etttt|L); give each stage "
         "a layer",
     )
+
+
+MTP = "--num-layers 4 --position-embedding-type rope --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+
+
+def test_the_modules_of_a_layout_are_those_of_the_model() -> None:
+    parsed = resolve_arguments([*MINIMAL, *MTP.split(), "Ettt|tmL", "--mtp-num-layers", "1"], 2)
+    assert not [note for note in parsed.notes if "MTP" in note]
+    parsed = resolve_arguments([*MINIMAL, *MTP.split(), "Ett|t|t|mL", "--mtp-num-layers", "1"], 2)
+    assert not [note for note in parsed.notes if "MTP" in note]
+    parsed = resolve_arguments([*MINIMAL, *MTP.split(), "Ett|tt|m|L", "--mtp-num-layers", "1"], 2)
+    assert (
+        "--pipeline-model-parallel-layout Ett|tt|m|L: the MTP modules (m) run on the stage of the loss (L), and not on "
+        "a stage before it; results are the same"
+    ) in parsed.notes
+    given = "--pipeline-model-parallel-layout 'Ettt|tmL' has 1 m (MTP modules)"
+    for more, rest in (
+        ("--mtp-num-layers 2", "--mtp-num-layers is 2; write m*2, or leave m out"),
+        ("", "the model has none; add --mtp-num-layers 1"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            resolve_arguments([*MINIMAL, *MTP.split(), "Ettt|tmL", *more.split()], 2)
+        assert caught.value.problems == (f"{given}, and {rest}",)

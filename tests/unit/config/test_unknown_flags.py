@@ -49,10 +49,6 @@ def test_a_far_one_gets_none(typed: str) -> None:
         ("--zero-stage 2", "(of DeepSpeed); give --data-parallel-sharding-strategy optim_grads"),
         ("--learning_rate 1e-4", "(of Hugging Face transformers); give --lr 1e-4"),
         ("--n_embd 768", "(of nanoGPT); give --hidden-size 768"),
-        (
-            "--train-data a.json",
-            "give --train-data-path a.json: data are tokenized beforehand: run tools/preprocess_data.py",
-        ),
         ("--deepspeed", "leave it out: torchrun starts the ranks"),
         ("--lazy-loader", "leave it out: token files are always memory-mapped"),
     ],
@@ -71,8 +67,6 @@ def test_a_feature_that_is_not_there_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        ("--shared-moe-ffn-hidden-size 64", "; give --moe-shared-expert-intermediate-size 64: add --moe-shared-expert"),
-        ("--enable-shared-expert", "give --moe-shared-expert-intermediate-size for a shared expert"),
         ("--moe-hybridep-num-blocks-permute 8", "; leave it out: --moe-token-dispatcher-type"),
         ("--use-fused-weighted-squared-relu", "; leave it out: "),
         ("--mtp-use-repeated-layer", "is not supported: this choice of multi-token prediction is not built"),

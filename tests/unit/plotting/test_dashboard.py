@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -24,7 +25,7 @@ from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline
 from megatron.plotting import run_folder
-from megatron.plotting.dashboard_server import DashboardServer, address
+from megatron.plotting.dashboard_server import DashboardServer, address, colors_of
 from megatron.training.fault_tolerance.hang_report import Culprit, Diagnosis, HangReport, read_hang_report
 from megatron.training.fault_tolerance.processes import ProcessName
 from megatron.training.fault_tolerance.rank_state import RankState
@@ -69,14 +70,68 @@ def test_the_page_compares_runs_and_follows_them(server: DashboardServer) -> Non
     status, text = get(server, "")
     assert status == 200
     assert "Training loss" in titles(text)
-    assert get(server, "body")[1].count("<td>12</td>") == 1
+    assert get(server, "body")[1].count('<td data-name="iteration">12</td>') == 1
     write_run(server.folder / "first", iterations=17)
     write_run(server.folder / "deep" / "second", iterations=13)
     both = get(server, "body")[1]
-    assert "<td>17</td>" in both
-    assert "deep/second" in both
-    assert "deep/second" not in get(server, "body?run=first")[1]
+    assert '<td data-name="iteration">17</td>' in both
+    assert both.count("deep/second</td>") == 1
+    one = get(server, "body?run=first")[1]
+    assert "deep/second</td>" not in one
+    # The list has every run, with a box.
+    assert '<input type="checkbox" id="run:first" value="first" checked>' in one
+    assert '<input type="checkbox" id="run:deep/second" value="deep/second">' in one
+    assert "No run is selected" in get(server, "body?run=")[1]
     assert address(server).endswith(f"/?token={TOKEN}")
+
+
+def test_the_list_has_the_status_of_each_run(server: DashboardServer) -> None:
+    record = server.folder / "first" / "run_record"
+    record.mkdir()
+    (record / "starts.jsonl").write_text('{"train_iters": 12}\n')
+    for iteration, error, state, told in (
+        (12, None, "finished", "iteration 12 of 12"),
+        (11, None, "stopped", "on request, before the last iteration"),
+        (11, "<b> is full", "crashed", "&lt;b&gt; is full"),
+    ):
+        (record / "end.json").write_text(json.dumps({"iteration": iteration, "error": error}))
+        text = get(server, "body")[1]
+        assert f'<span class="status {state}">{state}</span>' in text
+        assert told in text
+
+
+def test_smoothing_and_scales_are_in_the_address(server: DashboardServer) -> None:
+    text = get(server, "?smoothing=0.25&log=lm_loss")[1]
+    assert 'value="0.25"><output id="weight" for="smoothing">0.25</output>' in text
+    assert text.count('aria-pressed="true"') == 1
+    assert 'id="log:lm_loss" value="lm_loss" aria-pressed="true"' in text
+    assert 'class="line average"' in text
+    assert 'class="line average"' not in get(server, "?smoothing=0")[1]
+    for wrong in ("1", "-0.1", "nan", "much", ""):
+        status, text = get(server, f"body?smoothing={wrong}")
+        assert status == 400
+        assert f"smoothing is {escape(repr(wrong))}; use a number from 0 to 0.99" in text
+
+
+def test_the_run_that_was_started_last_comes_first(server: DashboardServer) -> None:
+    """The order and the colors do not change with each line that a run writes."""
+    for number, name in enumerate(("old", "new")):
+        run = write_run(server.folder / name, iterations=3)
+        (run / "run_record").mkdir()
+        (run / "run_record" / "config.toml").touch()
+        os.utime(run / "run_record" / "config.toml", (1e9 + number, 1e9 + number))
+    os.utime(server.folder / "new" / "metrics.jsonl", (1, 1))
+    assert list(run_folder.find_runs(server.folder)) == ["first", "new", "old"]
+
+
+def test_a_run_keeps_its_color_when_others_are_selected() -> None:
+    runs = [f"run {number}" for number in reversed(range(12))]
+    assert colors_of(runs, runs[:3]) == {"run 11": 3, "run 10": 2, "run 9": 1}
+    assert colors_of(runs, ["run 10"]) == {"run 10": 2}
+    assert colors_of(["run 12", *runs], ["run 10"]) == {"run 10": 2}
+    # Run 2 was started earlier, and has the color that run 10 would have.
+    assert colors_of(runs, ["run 10", "run 2"]) == {"run 10": 0, "run 2": 2}
+    assert len(set(colors_of(runs, runs[:8]).values())) == 8
 
 
 def test_a_folder_without_runs_says_so(tmp_path: Path, server: DashboardServer) -> None:
@@ -106,11 +161,17 @@ def test_checkpoints_hangs_and_recorded_schedules_are_shown(server: DashboardSer
     write_timeline(run / "schedule.json", simulate(build_schedule("1f1b", 2, 4), 1))
     (run / "old-schedule.json").write_text(json.dumps({"events": []}))
     text = get(server, "body")[1]
-    assert '<td>iter_0000010</td><td>0.0</td><td class="text">the one that is loaded</td><td' in text
-    assert '<td>iter_0000005</td><td>0.0</td><td class="text">known to train</td><td' in text
+    assert f"{checkpoint_row('iter_0000010', 'the one that is loaded')}<td" in text
+    assert f"{checkpoint_row('iter_0000005', 'known to train')}<td" in text
     assert "hang-20261122-140005.json" in text
     assert "is no hang report; name a hang-*.json" in text
     assert text.count("Recorded schedule of first") == text.count("Planned schedule of first") == 1
+
+
+def checkpoint_row(name: str, state: str = "") -> str:
+    """Return the first cells of the row of an empty checkpoint."""
+    cells = f'<td data-name="checkpoint">{name}</td><td data-name="MiB">0.0</td>'
+    return f'{cells}<td class="text" data-name="state">{state}</td>'
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -123,7 +184,7 @@ def write_checkpoint(folder: Path) -> None:
     write_index(folder, CheckpointIndex({}, files, {"progress": {}}))
 
 
-WHOLE = '<td class="text">whole: the index has its checksum, 2 shards have their sizes</td>'
+WHOLE = '<td class="text" data-name="health">whole: the index has its checksum, 2 shards have their sizes</td>'
 
 
 def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
@@ -138,7 +199,7 @@ def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
     (run / "iter_0000006" / "index.json").write_text("{")
     (run / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
     text = get(server, "body")[1]
-    assert f'<td>iter_0000001</td><td>0.0</td><td class="text"></td>{WHOLE}' in text
+    assert f"{checkpoint_row('iter_0000001')}{WHOLE}" in text
     assert text.count(WHOLE) == 1
     for words in (
         "shard_00000.safetensors has 29 of 30 bytes",
@@ -147,8 +208,11 @@ def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
         "index.json was changed after it was written",
         f"{run / 'iter_0000006' / 'index.json'}: not readable as JSON",
     ):
-        assert f'<td class="text bad">{words}' in text
-    assert '<td class="text">Megatron&#x27;s torch format, which has no checksums: not checked</td>' in text
+        assert f'<td class="text" data-name="health"><span class="bad">{words}' in text
+    assert (
+        '<td class="text" data-name="health">Megatron&#x27;s torch format, which has no checksums: not checked</td>'
+        in text
+    )
     # What was damaged is looked at again.
     write_checkpoint(run / "iter_0000008")
     (run / "iter_0000002" / "shard_00000.safetensors").write_bytes(bytes(30))
@@ -208,7 +272,7 @@ def test_what_cannot_be_served_is_one_line(words: str, capsys: pytest.CaptureFix
 
 
 SHOWN = """[
-    [...document.querySelectorAll('#charts svg')].filter(each => each.getBoundingClientRect().width > 200)
+    [...document.querySelectorAll('.charts svg')].filter(each => each.getBoundingClientRect().width > 200)
         .map(each => each.getAttribute('aria-label')),
     [...document.querySelectorAll('#runs td:nth-child(2)')].map(each => each.innerText),
     document.documentElement.scrollWidth > document.documentElement.clientWidth,
@@ -264,3 +328,52 @@ def test_a_browser_follows_a_run_on_the_dashboard(tmp_path: Path) -> None:
     # The run that was written last comes first.
     assert after[1:] == [["13", "17"], False, True]
     assert (tmp_path / "1.png").stat().st_size > 10_000
+
+
+STATE = """[[
+    location.search.replace(/.*?&/, ''),
+    document.querySelectorAll('.average').length,
+    [...document.querySelectorAll('[aria-pressed=true]')].map(each => each.value),
+    [...document.querySelectorAll('#runs td:first-child')].map(each => each.innerText),
+    document.querySelector('#readout').innerText,
+]]"""
+CONTROLS = [
+    {
+        "do": "byId('smoothing').value = 0; byId('smoothing').dispatchEvent(new Event('input', {bubbles: true}))",
+        "until": "!document.querySelector('.average')",
+        "ask": STATE,
+    },
+    {"do": "byId('log:lm_loss').click()", "until": "document.querySelector('[aria-pressed=true]')", "ask": STATE},
+    {"do": "byId('run:first').click()", "until": "document.querySelectorAll('#runs td').length == 6", "ask": STATE},
+    {
+        # In the middle of the axes: the runs have 12 iterations.
+        "do": "svg = document.querySelector('svg.chart'); box = svg.getBoundingClientRect(); "
+        "svg.dispatchEvent(new PointerEvent('pointermove', {bubbles: true, clientX: box.left + box.width * 0.54, "
+        "clientY: box.top + 20}))",
+        "until": "!document.querySelector('#readout').hidden",
+        "ask": STATE,
+    },
+    {"do": "byId('run:second').click()", "until": "!document.querySelector('#runs')", "ask": STATE},
+]
+
+
+def test_the_controls_of_the_dashboard_in_a_browser(tmp_path: Path) -> None:
+    require_browser()
+    runs = tmp_path / "runs"
+    for name in ("first", "second"):
+        write_run(runs / name, iterations=12)
+    steps = [{"do": "byId = id => document.getElementById(id)", "until": "true", "ask": STATE}, *CONTROLS]
+    with DashboardServer(runs, "127.0.0.1", 0, TOKEN) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        lines = browse("browser_driver.py", address(server), str(tmp_path), given=json.dumps(steps))
+        server.shutdown()
+        thread.join()
+    begun, plain, logarithmic, one, pointed, none = (state for (state,) in answers(lines))
+    assert (begun[1] > 4, begun[2], sorted(begun[3]), begun[4]) == (True, [], ["first", "second"], "")
+    assert plain[:2] == ["smoothing=0", 0]
+    assert logarithmic[:3] == ["smoothing=0&log=lm_loss", 0, ["lm_loss"]]
+    assert one[0] == "smoothing=0&log=lm_loss&run=second"
+    assert one[3] == ["second"]
+    assert pointed[4].split() == ["iteration", "6", "second", "4.7"]
+    assert none[0] == "smoothing=0&log=lm_loss&run="

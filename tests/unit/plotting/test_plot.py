@@ -13,9 +13,23 @@ from typing import Any
 import pytest
 
 from megatron.cli.plot import main
-from megatron.plotting.chart import COLORS, MOST_POINTS, charts_of, draw_chart, means, number, thinned, ticks
+from megatron.plotting.chart import (
+    COLORS,
+    MOST_POINTS,
+    Chart,
+    ChartView,
+    Series,
+    charts_of,
+    draw_chart,
+    log_ticks,
+    means,
+    moving_average,
+    number,
+    thinned,
+    ticks,
+)
 from megatron.plotting.metrics_record import read_metrics, read_several
-from megatron.plotting.run_page import to_page
+from megatron.plotting.run_page import read_resource, to_page
 
 
 def write_run(folder: Path, iterations: int = 30, **more: Any) -> Path:
@@ -99,7 +113,8 @@ def test_samples_and_names_are_text_and_never_markup(tmp_path: Path) -> None:
     assert main([str(folder)]) == 0
     page = (folder / "plot.html").read_text()
     assert "<b>&lt;script&gt;</b>&amp;&lt;i&gt;" in page
-    assert "<script>" not in page
+    # The only script is the project's own.
+    assert page.count("<script") == 1
     assert "<b>run" not in page
 
 
@@ -161,6 +176,78 @@ def test_one_point_and_one_value_are_drawn(tmp_path: Path) -> None:
     for chart in charts:
         assert "nan" not in draw_chart(chart)
         xml.etree.ElementTree.fromstring(draw_chart(chart))
+
+
+def shapes(figure: str) -> tuple[int, int]:
+    """Return the numbers of lines and of points."""
+    return figure.count('<path class="line'), figure.count("<circle")
+
+
+@pytest.mark.parametrize(("count", "lines", "circles"), [(1, 0, 1), (2, 0, 2), (3, 1, 3), (40, 1, 40), (41, 1, 0)])
+def test_one_or_two_values_are_points_and_no_line(count: int, lines: int, circles: int) -> None:
+    points = [(float(x), 4.0 - x) for x in range(1, count + 1)]
+    assert shapes(draw_chart(Chart("Loss", "nats", [Series("run", points, 0)]))) == (lines, circles)
+
+
+def test_smoothing_is_the_average_of_tensorboard_with_bias_correction(tmp_path: Path) -> None:
+    points = [(1.0, 4.0), (2.0, 2.0), (5.0, 3.0)]
+    # What the slider of TensorBoard shows for 0.6: each value has the weight 0.6 to the power of its age in values.
+    expected = [4.0, (4 * 0.6 + 2) / 1.6, (4 * 0.36 + 2 * 0.6 + 3) / 1.96]
+    found = moving_average(points, 0.6)
+    assert [x for x, _ in found] == [1.0, 2.0, 5.0]
+    assert [y for _, y in found] == pytest.approx(expected, rel=1e-12)
+    assert moving_average(points, 0.0) == points
+
+    record = read_metrics(write_run(tmp_path / "a"))
+    charts = {chart.key: chart for chart in charts_of([record], 0.6)}
+    (loss,) = charts["lm_loss"].series
+    assert loss.smoothed == moving_average(loss.points, 0.6)
+    for key in ("learning_rate", "evaluations"):
+        assert not any(each.smoothed for each in charts[key].series)
+    figure = draw_chart(charts["lm_loss"])
+    assert (figure.count('class="line raw"'), figure.count('class="line average"')) == (1, 1)
+    assert f'data-averages="1:{loss.points[0][1]:.6g} ' in figure
+    # Two values have no average.
+    (short,) = charts_of([read_metrics(write_run(tmp_path / "b", iterations=2))], 0.6)[0].series
+    assert short.smoothed == []
+
+
+def test_a_logarithmic_scale_leaves_out_what_is_not_positive() -> None:
+    points = [(1.0, 0.0), (2.0, 1.0), (3.0, 10.0), (4.0, 100.0)]
+    chart = Chart("Rate", "per step", [Series("run", points, 0)], "rate")
+    figure = draw_chart(chart, ChartView(frozenset(["rate"]), has_buttons=True))
+    assert "per step, logarithmic (without 1 values that are not positive)" in figure
+    assert 'aria-pressed="true"' in figure
+    heights = [float(y) for y in re.findall(r'<circle cx="[^"]*" cy="([^"]*)"', figure)]
+    assert len(heights) == 3
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.11)
+    assert 'aria-pressed="false"' in draw_chart(chart, ChartView(has_buttons=True))
+    nothing = Chart("Rate", "", [Series("run", [(1.0, 0.0), (2.0, -1.0)], 0)], "rate")
+    assert "logarithmic (" not in draw_chart(nothing, ChartView(frozenset(["rate"])))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (3.0, 70.0, [5, 10, 20, 50]),
+        (0.003, 200.0, [0.01, 0.1, 1, 10, 100]),
+        (1e-9, 1e9, [1e-9, 1e-6, 1e-3, 1, 1e3, 1e6, 1e9]),
+        (4.0, 6.0, [4, 4.5, 5, 5.5, 6]),
+        (4.89, 5.11, [4.9, 4.95, 5, 5.05, 5.1]),
+    ],
+)
+def test_ticks_of_a_logarithmic_scale(low: float, high: float, expected: list[float]) -> None:
+    assert log_ticks(low, high) == pytest.approx(expected)
+
+
+def test_long_names_are_text_of_the_page_that_wraps(tmp_path: Path) -> None:
+    name = "a-very-long-name-of-a-run-" * 8
+    runs = [write_run(tmp_path / name / each) for each in ("one", "two")]
+    page = to_page(read_several(runs))
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", page)
+    assert "iteration" in drawn
+    assert not any("one" in text for text in drawn)
+    assert "overflow-wrap: anywhere" in read_resource("page.css")
 
 
 def test_long_runs_keep_their_peaks() -> None:

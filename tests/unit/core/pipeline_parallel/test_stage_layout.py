@@ -8,7 +8,12 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.stage_layout import layout_problems, parse_layout, plan_stage_layout
+from megatron.core.pipeline_parallel.stage_layout import (
+    layout_problems,
+    mtp_modules_per_stage,
+    parse_layout,
+    plan_stage_layout,
+)
 
 
 def config(pp: int, **fields: Any) -> ModelParallelConfig:
@@ -95,7 +100,10 @@ def test_an_explicit_layout() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("Et|mL", "has 'm' at character 4"),
+        ("Et|xL", "has 'x' at character 4"),
+        ("Et|mtL", "has a layer t after an MTP module m"),
+        ("Ett|m|mL", "has MTP modules m on several stages"),
+        ("Ett|Lm", "the loss L once, at its very end"),
         ("Ett|L)", "closes a parenthesis"),
         ("E(tt|L", "does not close every parenthesis"),
         ("*2EttL", "repeats nothing at character 1"),
@@ -186,3 +194,10 @@ def test_explicit_layouts_that_do_not_fit_the_pipeline(
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):
         plan_stage_layout(config(pp, **fields), 2, layout)
+
+
+def test_the_layout_of_deepseek_v3_has_its_multi_token_prediction_before_the_loss() -> None:
+    text = "Et*3|(tt|)*29,m|L"
+    assert counts(16, 61, text) == [[3, 2]] + [[2, 2]] * 13 + [[2, 0], [2, 0]]
+    assert mtp_modules_per_stage(text) == (0,) * 30 + (1, 0)
+    assert mtp_modules_per_stage("Ett|(t)*2,m*2L") == (0, 2)

@@ -168,6 +168,7 @@ def test_vocabulary_size_is_needed() -> None:
         ("DeepSeekV2Tokenizer", 100000, 100002, 2400, 102400),
         ("DeepSeekV2Tokenizer", 128000, 128815, 467, 129280),  # DeepSeek-V3
         ("StarcoderTokenizerFromHF", 49152, 49152, 0, 49152),
+        ("QwenTokenizer", 151643, 151851, 85, 151936),  # Qwen 7B, whose special tokens count as its vocabulary
     ],
 )
 def test_rows_are_those_of_the_published_model(kind: str, base: int, own: int, extra: int, rows: int) -> None:

@@ -1,0 +1,13 @@
+"""Repair documents and drop short and foreign ones, as Megatron-LM's script of this name does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.cli.openwebtext.cleanup_dataset import main
+
+if __name__ == "__main__":
+    sys.exit(main())
