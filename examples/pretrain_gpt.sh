@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrain GPT-2 345M in one process. The flags are those of Megatron-LM's script of this name.
+# Pretrain GPT-2 345M in one process. The variables and most flags are those of Megatron-LM's script of this name.
 # Variables: DATA_PATH (an output prefix of tools/preprocess_data.py), CHECKPOINT_PATH, VOCAB_FILE and MERGE_FILE
 # (GPT-2's files, by default in the current folder).
 # Further flags override these: examples/pretrain_gpt.sh --train-iters 1000

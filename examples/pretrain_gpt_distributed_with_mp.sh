@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pretrain GPT-2 345M on 8 GPUs with tensor and pipeline parallelism. The flags are those of Megatron-LM's script of this
-# name.
+# Pretrain GPT-2 345M on 8 GPUs with tensor and pipeline parallelism. The variables and most flags are those of
+# Megatron-LM's script of this name.
 # Variables: DATA_PATH (an output prefix of tools/preprocess_data.py), CHECKPOINT_PATH, VOCAB_FILE and MERGE_FILE
 # (GPT-2's files, by default in the current folder); GPUS_PER_NODE, and on several nodes NNODES, NODE_RANK,
 # MASTER_ADDR and MASTER_PORT.

@@ -340,6 +340,10 @@ class LoadedCheckpoint:
     model_record: Mapping[str, Any] | None = None
 
 
+ScheduleCheck = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+"""Callback that takes a scheduler's state and the configuration that it was saved with, and may raise an error."""
+
+
 def load_checkpoint(
     directory: str | Path,
     tensors: CheckpointState,
@@ -347,7 +351,7 @@ def load_checkpoint(
     options: CheckpointConfig,
     config: Mapping[str, Any],
     log: Log,
-    check_schedule: Callable[[Mapping[str, Any]], None] = lambda state: None,
+    check_schedule: ScheduleCheck = lambda state, recorded: None,
     told: Progress = ignore_progress,
     *,
     is_brief: bool = False,
@@ -357,8 +361,8 @@ def load_checkpoint(
     The directory may also be a checkpoint itself. If a checkpoint is damaged, the next older one is loaded, unless
     ``options.ckpt_step`` names the damaged one. Returns None, after a warning, if there is no checkpoint and the run
     may start from random weights. ``config`` is the run's own configuration; differences are logged. ``check_schedule``
-    is called with the scheduler's state before any tensor is read, and may reject it. ``told`` is called with the
-    reading progress. ``is_brief`` shortens the warning.
+    is called with the scheduler's state and the checkpoint's configuration before any tensor is read, and may reject
+    them. ``told`` is called with the reading progress. ``is_brief`` shortens the warning.
 
     Raises:
         CheckpointError: there is no checkpoint and random weights are not accepted; the checkpoint holds another model;
@@ -435,7 +439,7 @@ def _load_folder(
     config: Mapping[str, Any],
     log: Log,
     filled: set[str],
-    check_schedule: Callable[[Mapping[str, Any]], None],
+    check_schedule: ScheduleCheck,
     told: Progress,
 ) -> LoadedCheckpoint:
     """Load one folder. ``filled`` collects the tensors that a damaged checkpoint may have filled before it failed."""
@@ -453,7 +457,7 @@ def _load_folder(
             "--finetune"
         )
     if optimizer is not None and common["scheduler"] is not None:
-        check_schedule(common["scheduler"])
+        check_schedule(common["scheduler"], stored.config)
     progress = TrainProgress() if is_fresh_start else _progress_of(folder, common)
     described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
     described = without_new_adapters(described, folder, stored.index.tensors, config, is_fresh_start)

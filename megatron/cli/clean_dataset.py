@@ -107,7 +107,7 @@ def build_parser() -> Parser:
         type=int,
         default=128,
         metavar="N",
-        help="MinHash permutations; more find more near duplicates (128)",
+        help="number of MinHash permutations (128)",
     )
     add_tokenizer_arguments(parser, "GPT2BPETokenizer")
     running = parser.add_argument_group("execution")

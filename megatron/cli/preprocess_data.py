@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -234,11 +235,17 @@ def is_done(arguments: argparse.Namespace, description: dict[str, Any], prefixes
 
 
 def tokenize(
-    arguments: argparse.Namespace, files: list[InputFile], recipe: Recipe, tokenizer: Tokenizer, folder: WorkFolder
+    arguments: argparse.Namespace,
+    files: list[InputFile],
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    folder: WorkFolder,
+    started: float,
 ) -> tuple[Progress, Recipe]:
     """Tokenize the remaining chunks: choose an engine, start the workers, wait until all chunks are written.
 
-    The returned recipe keeps the engine alive until the end of the process, because freeing it is slow.
+    ``started`` is the start of the command, as returned by `time.monotonic`. The returned recipe keeps the engine alive
+    until the end of the process, because freeing it is slow.
 
     Raises:
         InputError: the input or an engine is invalid.
@@ -264,6 +271,7 @@ def tokenize(
         growth = max(WORKERS_MEMORY_BYTES // arguments.workers - needed, MIN_WORKER_GROWTH_BYTES)
         skip_errors = arguments.on_error == "skip"
         with WorkerPool(arguments.workers, slot_bytes, work, (files, recipe, growth)) as pool:
+            print(f"Time to startup: {time.monotonic() - started:.3f}", flush=True)
             leader = Leader(pool, folder, files, recipe.num_partitions, skip_errors, progress)
             leader.run(itertools.chain([first], chunks))
     if folder.token_bytes == 0:
@@ -287,6 +295,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         InputError: the arguments, the tokenizer or the data are invalid; finished work is kept.
         WorkerError: a worker died; finished work is kept.
     """
+    started = time.monotonic()
     # Each worker encodes in one thread; the threads of the tokenizers package would not survive the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     check_arguments(arguments)
@@ -333,7 +342,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
             print(f"Resuming in {folder.path} after {folder.num_documents} documents", flush=True)
         progress = None
         if not folder.is_complete:
-            progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder)
+            progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder, started)
             folder.complete(groups, dtypes)
         # Conversations have two streams with the same number of tokens but different item sizes.
         num_tokens = folder.token_bytes // sum({item.itemsize for item in dtypes})
@@ -342,7 +351,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         folder.close()
     if progress is not None:
         progress.finish()
-        print(f"Done: {progress.rates()}, {progress.elapsed_s:.2f} s.")
+        print(f"Done in {progress.elapsed_s:.2f} s.")
     skipped = f", {folder.num_skipped} lines skipped" if folder.num_skipped else ""
     print(f"{folder.num_documents} documents, {num_tokens} tokens{skipped}")
     for prefix in prefixes:

@@ -74,12 +74,25 @@ def given_arguments(config: RunConfig) -> list[str]:
 
 
 def argument_values(config: RunConfig) -> dict[str, Any]:
-    """Return every argument of a run by Megatron's name, including derived arguments."""
+    """Return every argument of a run by Megatron's name, including derived arguments, as rank 0 prints them."""
     values = {spec.name: list(value) if isinstance(value, tuple) else value for spec, value in config.flags()}
-    values["world_size"] = config.world_size
-    values["data_parallel_size"] = config.data_parallel_size
-    values["params_dtype"] = config.model.params_dtype
-    return values
+    model = config.model
+    num_chunks = config.stage_layout.num_chunks
+    return values | {
+        "world_size": config.world_size,
+        "rank": 0,
+        "data_parallel_size": config.data_parallel_size,
+        "virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None,
+        "params_dtype": model.params_dtype,
+        "encoder_num_layers": model.num_layers,
+        "encoder_seq_length": config.data.seq_length,
+        "layernorm_epsilon": model.norm_epsilon,
+        "consumed_train_samples": 0,
+        # Attention and dropout are always computed so; the flags of these arguments have no effect.
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": True,
+        "bias_dropout_fusion": True,
+    }
 
 
 _WIDTH = 118

@@ -226,14 +226,17 @@ class SchedulerConfig(Config, role="run", in_args=True):
     """On resume, use the checkpoint's schedule."""
 
 
+DEFAULT_EVAL_ITERS = 100
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Config, role="run"):
     """Interval and length of evaluations, additional validation sets, and evaluation tasks."""
 
     eval_interval: int = flag(1000, bounds=NOT_NEGATIVE, in_args=True)
     """Iterations between validations; 0 for never."""
-    eval_iters: int = flag(100, bounds=NOT_NEGATIVE, in_args=True)
-    """Iterations per evaluation; 0 for none."""
+    eval_iters: int | None = flag(None, bounds=NOT_NEGATIVE, in_args=True)
+    """Iterations per evaluation; 0 for none. By default 100, or each sample once if the data has fewer."""
     full_validation: bool = False
     """Evaluate every sample of each validation set once, instead of --eval-iters iterations."""
     extra_valid_datalist: tuple[str, ...] = flag((), append=True, metavar="FILE")
@@ -253,6 +256,11 @@ class ValidationConfig(Config, role="run"):
     """Few-shot examples; by default the task's own."""
     eval_tasks_limit: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
     """Evaluate only the first N questions of each task."""
+
+    @property
+    def most_eval_iters(self) -> int:
+        """Return the iterations of an evaluation, or the maximum if --eval-iters is not given."""
+        return DEFAULT_EVAL_ITERS if self.eval_iters is None else self.eval_iters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

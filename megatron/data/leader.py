@@ -46,17 +46,22 @@ class Progress:
         if self.num_documents >= self._next_report and now - self._last_report >= 1:
             self._last_report = now
             self._next_report = (self.num_documents // self._log_interval + 1) * self._log_interval
-            self._bar.clear()
-            print(f"Processed {self.rates()}{self._time_left()}.", flush=True)
+            left = self._time_left()
+            self.tell(f"Processed {self.rates()}." + (f" {left}." if left else ""))
         if self._bar.is_on:
             self._draw()
 
-    def finish(self) -> None:
-        """Remove the progress bar."""
+    def tell(self, line: str) -> None:
+        """Print a line above the progress bar."""
         self._bar.clear()
+        print(line, flush=True)
+
+    def finish(self) -> None:
+        """Print the totals instead of the progress bar."""
+        self.tell(f"Processed {self.rates()}.")
 
     def _draw(self) -> None:
-        text = f"{self.rates()}{self._time_left()}"
+        text = ", ".join(part for part in (self.rates(), self._time_left()) if part)
         if self._total_bytes is None:
             self._bar.tell(f"processing {text}")
         else:
@@ -78,7 +83,7 @@ class Progress:
         left_s = max(0, self._total_bytes - self._source_bytes) * self.elapsed_s / max(self._source_bytes, 1)
         minutes, seconds = divmod(round(left_s), 60)
         hours, minutes = divmod(minutes, 60)
-        return f", {hours}:{minutes:02}:{seconds:02} left"
+        return f"{hours}:{minutes:02}:{seconds:02} left"
 
 
 class Leader:
@@ -112,12 +117,15 @@ class Leader:
             InputError: the input cannot be used, or the output cannot be written; earlier chunks stay recorded.
             WorkerError: a worker died.
         """
-        upcoming = next(chunks, None)
+        upcoming, opened = next(chunks, None), None
         while upcoming is not None or self._chunks:
             while upcoming is not None:
                 worker = self._pool.free_worker(needs_idle=upcoming.data is not None)
                 if worker is None:
                     break
+                if upcoming.file != opened:
+                    opened = upcoming.file
+                    self._progress.tell(f"Opening {self._files[opened].name}")
                 self._chunks[upcoming.number] = upcoming
                 self._pool.submit(worker, upcoming)
                 upcoming = next(chunks, None)

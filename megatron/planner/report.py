@@ -146,8 +146,8 @@ def _memory(explanation: Explanation) -> Iterator[str]:
         yield f"{number:5}" + "".join(f"{size // _MIB:12}" for size in sizes)
     if prediction.used_bytes is not None:
         yield (
-            f"the fullest GPU needs {prediction.used_bytes // _MIB} MiB of {explanation.usable // _MIB}, including "
-            "libraries and the allocator's reserve"
+            f"the GPU with the highest memory use needs {prediction.used_bytes // _MIB} of "
+            f"{explanation.usable // _MIB} MiB, including libraries and the allocator's reserve"
         )
     yield f"outcome: {prediction.outcome}" + (f": {prediction.reason}" if prediction.reason else "")
 
@@ -430,8 +430,9 @@ def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: in
         yield f"{number:4}  {_row(each, train_tokens)}"
     yield ""
     yield (
-        f"{found.num_choices} choices, of which {found.num_predicted} were predicted, and {len(found.candidates)} of "
-        "these fit; times and memory are predictions"
+        f"{found.num_choices} layouts: {found.num_choices - found.num_predicted} were excluded without a full "
+        f"prediction, {found.num_predicted} were predicted, and {len(found.candidates)} of these fit; times and memory "
+        "are predictions"
     )
     yield from _dropped(found)
 

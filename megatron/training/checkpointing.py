@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path
-from megatron.core.optimizer import ScheduleConfig, conflicting_fields
+from megatron.core.optimizer import ScheduleConfig, conflicting_fields, learning_rate
 from megatron.core.tokenizers import Tokenizer, record_tokenizer
 from megatron.training.initialize import Runtime
 from megatron.training.loggers import describe_schedule_values
@@ -79,8 +79,51 @@ class _Conflict:
         return f"{self.flag} {self.stored} → {self.given}"
 
 
-def check_schedule(state: Mapping[str, Any], config: RunConfig) -> None:
+def extends_decay(state: Mapping[str, Any], recorded: Mapping[str, Any], config: RunConfig) -> bool:
+    """Return whether the schedule differs only because the run is longer and the decay covers the whole run.
+
+    ``state`` is the scheduler's stored state and ``recorded`` the configuration of the checkpoint. Neither run was
+    given a decay length, and no flag selects a schedule. The WSD schedule always has a given decay length.
+    """
+    flags, training, before = config.scheduler, config.training, recorded.get("training", {})
+    if flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler or flags.lr_decay_style == "WSD":
+        return False
+    schedules = (recorded.get("scheduler", {}), vars(flags))
+    if any(schedule.get(name) for schedule in schedules for name in ("lr_decay_iters", "lr_decay_samples")):
+        return False
+    length = _run_length(config)
+    is_longer = 0 < (before.get(length) or 0) < getattr(training, length)
+    if not is_longer or (length == "train_iters" and before.get("global_batch_size") != training.global_batch_size):
+        return False
+    stored, given = config_from_dict(ScheduleConfig, state["schedule"]), schedule_of(config)
+    following = {"lr_decay_steps", "wd_incr_steps"}
+    if flags.lr_warmup_fraction is not None and schedules[0].get("lr_warmup_fraction") == flags.lr_warmup_fraction:
+        following.add("lr_warmup_steps")
+    names = conflicting_fields(stored, given, int(state["num_samples"]))
+    return bool(names) and following.issuperset(names)
+
+
+def _run_length(config: RunConfig) -> str:
+    return "train_samples" if config.training.train_samples else "train_iters"
+
+
+def _describe_extension(state: Mapping[str, Any], recorded: Mapping[str, Any], config: RunConfig) -> str:
+    """Format the line on a run that `extends_decay`."""
+    name, num_samples = _run_length(config), int(state["num_samples"])
+    flag, unit = f"--{name.replace('_', '-')}", name.removeprefix("train_")
+    old, new = recorded["training"][name], getattr(config.training, name)
+    stored, given = config_from_dict(ScheduleConfig, state["schedule"]), schedule_of(config)
+    return (
+        f"{flag} {old} → {new} extends the learning-rate decay to the new length, as with "
+        f"--override-opt-param-scheduler: the learning rate continues at {learning_rate(given, num_samples):.6E}, not "
+        f"{learning_rate(stored, num_samples):.6E}; --lr-decay-{unit} {old} keeps the old length"
+    )
+
+
+def check_schedule(state: Mapping[str, Any], recorded: Mapping[str, Any], config: RunConfig) -> None:
     """Reject a scheduler's stored ``state`` if the run has another schedule and no flag selects one of the two.
+
+    ``recorded`` is the configuration of the checkpoint. A longer run is accepted if it `extends_decay`.
 
     Raises:
         CheckpointError: the schedules differ; the message names the flags that would give the stored schedule.
@@ -89,7 +132,7 @@ def check_schedule(state: Mapping[str, Any], config: RunConfig) -> None:
         return
     stored, given = config_from_dict(ScheduleConfig, state["schedule"]), schedule_of(config)
     names = conflicting_fields(stored, given, int(state["num_samples"]))
-    if not names:
+    if not names or extends_decay(state, recorded, config):
         return
     conflicts = list(dict.fromkeys(_conflicts(names, stored, given, config)))
     remedy = ""
@@ -429,13 +472,17 @@ class RunCheckpoints:
         if loaded.rng is not None:
             self.runtime.rng.resume(loaded.rng, loaded.progress.iteration)
         if loaded.scheduler is not None:
+            is_extended = extends_decay(loaded.scheduler, loaded.config, self.config)
             changes = self.parts.scheduler.load_state_dict(
                 loaded.scheduler,
-                override=self.config.scheduler.override_opt_param_scheduler,
+                override=self.config.scheduler.override_opt_param_scheduler or is_extended,
                 use_checkpoint=self.config.scheduler.use_checkpoint_opt_param_scheduler,
             )
-            for change in changes:
-                self.log(f"schedule changed since the checkpoint: {change}")
+            if is_extended:
+                self.log(_describe_extension(loaded.scheduler, loaded.config, self.config))
+            else:
+                for change in changes:
+                    self.log(f"schedule changed since the checkpoint: {change}")
         if (
             options.save is not None
             and not loaded.is_fresh_start
@@ -497,10 +544,11 @@ class RunCheckpoints:
         if self.saver is not None:
             self.saver.close()
 
-    def _check_schedule(self, state: Mapping[str, Any]) -> None:
-        check_schedule(state, self.config)
+    def _check_schedule(self, state: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+        check_schedule(state, recorded, self.config)
+        is_extended = extends_decay(state, recorded, self.config)
         if not self.config.logging.brief_log:
-            self.log(describe_schedule_values(state, self.config))
+            self.log(describe_schedule_values(state, self.config, is_extended))
 
     def tensors(self) -> CheckpointState:
         """Collect the tensors of a checkpoint of the current state."""

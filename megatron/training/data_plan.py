@@ -52,13 +52,15 @@ It is called before torch is imported, and should not import torch.
 class SampleTargets:
     """Number of samples that a run reads of each split; None means one epoch of all validation data.
 
-    ``done`` is the progress of the run so far.
+    Validation or test data with fewer samples per epoch than ``one_epoch_below`` is built as one epoch, of which every
+    evaluation reads each sample once. ``done`` is the progress of the run so far.
     """
 
     train: int
     valid: int | None
     test: int
     extra_valid: tuple[ValidationSet, ...] = ()
+    one_epoch_below: int = 0
     done: TrainState = dataclasses.field(default_factory=TrainState, compare=False)
 
 
@@ -69,7 +71,7 @@ def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleT
     batches were larger or evaluations more frequent before.
     """
     done = TrainState() if done is None else done
-    per_evaluation = config.validation.eval_iters * config.training.global_batch_size
+    per_evaluation = config.validation.most_eval_iters * config.training.global_batch_size
     iterations_left = max(config.train_iters - done.iteration, 0)
     left = config.training.batch_sizes.samples_of_iterations(iterations_left, done.consumed_train_samples)
     train = max(config.train_samples, left)
@@ -79,9 +81,10 @@ def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleT
     valid = max(evaluations * per_evaluation, done.consumed_valid_samples + evaluations_left * per_evaluation)
     return SampleTargets(
         train=0 if config.training.skip_train else train,
-        valid=None if validation.full_validation and validation.eval_iters > 0 else valid,
+        valid=None if validation.full_validation and per_evaluation > 0 else valid,
         test=per_evaluation,
         extra_valid=extra_validation_sets(validation),
+        one_epoch_below=per_evaluation if validation.eval_iters is None else 0,
         done=done,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeGuard
 
 import torch
 
@@ -17,6 +19,9 @@ from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import ModelAndOptimizer
 from megatron.training.training_step import ForwardStep, Microbatches, MicrobatchSource, agree
+
+_FORWARDS_PER_STEP = 3
+"""Cost of a training step per micro-batch in forward passes: the backward pass costs two."""
 
 
 @dataclass(eq=False)
@@ -114,12 +119,14 @@ class EvaluationSet:
     """One data set of an evaluation.
 
     ``name`` is written to the metrics file, ``title`` to the log. The context of ``open_source`` gives each rank
-    ``num_microbatches`` micro-batches. ``num_advanced`` is the number of samples after which the next evaluation
-    continues; it is 0 for a set whose evaluations all read the same samples.
+    ``num_microbatches`` micro-batches, which have ``num_samples`` samples over all ranks. ``num_advanced`` is the
+    number of samples after which the next evaluation continues; it is 0 for a set whose evaluations all read the same
+    samples.
     """
 
     name: str
     title: str
+    num_samples: int
     num_microbatches: int
     open_source: Callable[[], AbstractContextManager[BatchSource]]
     num_advanced: int = 0
@@ -149,36 +156,71 @@ def plan_evaluation(
     if config.validation.eval_iters == 0:
         return EvaluationSets((), ())
     samples_per_microbatch = config.training.micro_batch_size * config.data_parallel_size
-    num_samples = config.validation.eval_iters * config.training.global_batch_size
-
+    num_samples = config.validation.most_eval_iters * config.training.global_batch_size
     num_microbatches = num_samples // samples_per_microbatch
 
     def whole(name: str, title: str, dataset: SampleDataset, count: int | None) -> EvaluationSet:
         size = len(dataset) if count is None else count
         number = -(-size // samples_per_microbatch)
-        return EvaluationSet(name, title, number, lambda: closing(source(dataset, 0, size)))
+        return EvaluationSet(name, title, size, number, lambda: closing(source(dataset, 0, size)))
 
-    validation = []
+    def is_read_once(dataset: SampleDataset | ExternalSamples) -> TypeGuard[SampleDataset]:
+        is_small = config.validation.eval_iters is None
+        return is_small and not isinstance(dataset, ExternalSamples) and len(dataset) < num_samples
+
+    validation, test = list[EvaluationSet](), list[EvaluationSet]()
     lasting = None
     if datasets.valid is not None:
-        if config.validation.full_validation:
+        name, title = "validation", "validation set"
+        if config.validation.full_validation or is_read_once(datasets.valid):
             assert not isinstance(datasets.valid, ExternalSamples), "rejected with the command line"
-            validation.append(whole("validation", "validation set", datasets.valid, None))
+            validation.append(whole(name, title, datasets.valid, None))
         else:
             # One source for the whole run: each evaluation continues after the previous one.
             lasting = opened = source(datasets.valid, train_state.consumed_valid_samples, None)
             validation.append(
-                EvaluationSet(
-                    "validation", "validation set", num_microbatches, lambda: nullcontext(opened), num_samples
-                )
+                EvaluationSet(name, title, num_samples, num_microbatches, lambda: nullcontext(opened), num_samples)
             )
+    if (test_set := datasets.test) is not None:
+        if is_read_once(test_set):
+            test.append(whole("test", "test set", test_set, None))
+        else:
+            restarted = partial(_open_first, source, test_set)
+            test.append(EvaluationSet("test", "test set", num_samples, num_microbatches, restarted))
     counts = {extra.name: extra.num_samples for extra in extra_validation_sets(config.validation)}
     for name, dataset in datasets.extra_valid.items():
         validation.append(whole(name, f"validation set {name}", dataset, counts[name]))
-    return EvaluationSets(tuple(validation), tuple(_test_sets(datasets, num_microbatches, source)), lasting)
+    return EvaluationSets(tuple(validation), tuple(test), lasting)
 
 
-def _test_sets(datasets: DatasetSplits, num_microbatches: int, source: SourceMaker) -> Iterator[EvaluationSet]:
-    test = datasets.test
-    if test is not None:
-        yield EvaluationSet("test", "test set", num_microbatches, lambda: closing(source(test, 0, None)))
+def _open_first(source: SourceMaker, dataset: SampleDataset | ExternalSamples) -> AbstractContextManager[BatchSource]:
+    return closing(source(dataset, 0, None))
+
+
+@dataclass(eq=False)
+class EvaluationRecord:
+    """Newest loss of each evaluation set of a run, and the measured time per micro-batch.
+
+    ``step_s`` is the time of the newest training step per micro-batch, from which the time of a first evaluation is
+    estimated.
+    """
+
+    losses: dict[str, float] = field(default_factory=dict)
+    step_s: float = 0.0
+    _elapsed_s: float = 0.0
+    _num_microbatches: int = 0
+
+    def add(self, num_microbatches: int, elapsed_s: float) -> None:
+        """Add the time of an evaluation of ``num_microbatches`` micro-batches per rank."""
+        self._elapsed_s += elapsed_s
+        self._num_microbatches += num_microbatches
+
+    def estimate_s(self, sets: Sequence[EvaluationSet]) -> float | None:
+        """Return the estimated seconds to evaluate some sets, or None before anything was measured."""
+        if self._num_microbatches:
+            each_s = self._elapsed_s / self._num_microbatches
+        elif self.step_s:
+            each_s = self.step_s / _FORWARDS_PER_STEP
+        else:
+            return None
+        return each_s * sum(chosen.num_microbatches for chosen in sets)

@@ -59,7 +59,13 @@ def provide_datasets(
         )
     samples = (targets.train, targets.valid, targets.test)
     position = run_position(config, targets.done)
-    return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report, position=position)
+    return BlendedDatasetBuilder(
+        dataset_config(config, tokenizer),
+        samples,
+        report,
+        position=position,
+        one_epoch_below=targets.one_epoch_below,
+    )
 
 
 def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:

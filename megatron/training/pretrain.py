@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
@@ -51,6 +50,7 @@ from megatron.training.fault_tolerance import (
     RendezvousMember,
     Rewind,
     phase_marker,
+    process_start_time,
     train_with_restarts,
     watching,
 )
@@ -74,6 +74,8 @@ from megatron.training.loggers import (
     describe_precision,
     describe_samples,
     format_datetime,
+    format_evaluation,
+    format_training_finished,
     log_arguments,
     open_metrics,
 )
@@ -85,7 +87,7 @@ from megatron.training.model_setup import (
 )
 from megatron.training.preflight import check_host_memory
 from megatron.training.resume import ResumeState, find_continuation
-from megatron.training.training import evaluate_and_report, is_evaluation_due, train
+from megatron.training.training import evaluate_and_report, is_evaluation_due, save_finished, train
 from megatron.training.training_step import ForwardStep
 
 
@@ -159,7 +161,7 @@ def pretrain(
     printed once, without a traceback. With ``--inprocess-restart`` the process is a worker of `keep_rank`, which has
     returned ``kept``. The exit status may then also be `REPLACE`, for the supervisor.
     """
-    start_time = time.time() if kept is None else kept.started
+    start_time = process_start_time() if kept is None else kept.started
     providers = (model_provider, datasets_provider, forward_step)
     program = Program(launch, tokenizer, *providers, callbacks, start_time, config.logging.brief_log)
     try:
@@ -406,7 +408,10 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
     config, train_state = run.config, run.train_state
     stop_reason = None
     is_evaluated = False
-    if not config.training.skip_train and train_state.iteration < config.train_iters:
+    is_training = not config.training.skip_train
+    if is_training and train_state.iteration >= config.train_iters:
+        _train_finished(run)
+    elif is_training:
         if datasets.train is None:
             raise ConfigurationError(
                 "there is no training data: make the first number of --split positive, or pass --train-data-path"
@@ -420,10 +425,24 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
     if stop_reason is not None:
         run.log(stop_reason)
         return True
-    if not is_evaluated:
-        evaluate_and_report(run, run.evaluation_sets.validation, is_verbose=True)
-    evaluate_and_report(run, run.evaluation_sets.test, is_verbose=True)
+    sets, record = run.evaluation_sets, run.evaluations
+    left = {"validation": () if is_evaluated else sets.validation, "test": sets.test}
+    if is_training and any(left.values()):
+        run.log(format_training_finished(record.estimate_s([chosen for split in left.values() for chosen in split])))
+    for name, title in (("validation", "val"), ("test", "test")):
+        evaluate_and_report(run, left[name], is_verbose=True)
+        if is_training and name in record.losses:
+            run.log_detail(format_evaluation(f"the end of training for {title} data", record.losses[name]))
     return True
+
+
+def _train_finished(run: TrainingRun) -> None:
+    """Print Megatron's lines of a training without iterations, and save."""
+    run.log("training ...")
+    run.log_detail(format_datetime("before the start of training step"))
+    run.log(f"all {run.config.train_iters} iterations are done; a larger --train-iters continues the run")
+    run.log_detail(format_datetime("after training is done"))
+    save_finished(run)
 
 
 def _go_back(setup: RunSetup, run: TrainingRun, datasets: DatasetSplits) -> TrainingRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -59,6 +60,13 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     return reason
 
 
+def save_finished(run: TrainingRun) -> None:
+    """Save a run whose iterations were all done when it was started, as Megatron does; every rank must call this."""
+    if run.train_state.iteration > 0:
+        _save(run)
+        run.checkpoints.finish()
+
+
 def _train_iteration(
     run: TrainingRun,
     step: TrainingStep,
@@ -78,6 +86,8 @@ def _train_iteration(
     run.checkpoints.note_step(state.iteration, not report.is_skipped)
     run.callbacks.after_step(run, report)
     log.add(report)
+    num_microbatches = batch_size // (run.config.training.micro_batch_size * run.config.data_parallel_size)
+    run.evaluations.step_s = report.step_time_s / num_microbatches
     return agreement
 
 
@@ -165,11 +175,14 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
     iteration = run.train_state.iteration
     for chosen in evaluation_sets:
         count = chosen.num_microbatches
-        begin = _evaluation_counter(run, count, is_verbose)
+        begin = _evaluation_counter(run, chosen, is_verbose)
+        start = time.perf_counter()
         with run.timers("evaluate", log_level=0), chosen.open_source() as source:
             losses = evaluate_weights(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
+        run.evaluations.add(count, time.perf_counter() - start)
         _report_time(run, "evaluate")
         run.train_state.consumed_valid_samples += chosen.num_advanced
+        run.evaluations.losses[chosen.name] = losses[0][-1]
         for suffix, which, lm_loss in losses:
             heading = f"iteration {iteration} on {chosen.title}{which}"
             run.log(format_evaluation(heading, lm_loss, is_brief=run.config.logging.brief_log))
@@ -180,17 +193,16 @@ def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
     return is_due(config.validation.eval_interval, iteration)
 
 
-def _evaluation_counter(run: TrainingRun, num_microbatches: int, is_verbose: bool) -> Callable[[int], None]:
+def _evaluation_counter(run: TrainingRun, chosen: EvaluationSet, is_verbose: bool) -> Callable[[int], None]:
     """Return a function that shows an evaluation's progress when a micro-batch starts.
 
     With ``is_verbose``, it also prints Megatron's line for each global batch.
     """
-    training = run.config.training
-    samples_per_microbatch = training.micro_batch_size * run.config.data_parallel_size
-    per_iteration = training.global_batch_size // samples_per_microbatch
+    training, num_microbatches = run.config.training, chosen.num_microbatches
+    per_iteration = training.global_batch_size // (training.micro_batch_size * run.config.data_parallel_size)
     is_verbose &= not run.config.logging.brief_log
     if is_verbose:
-        run.log(f"Evaluating on {num_microbatches * samples_per_microbatch} samples")
+        run.log(f"Evaluating on {chosen.num_samples} samples")
 
     def begin(microbatch: int) -> None:
         if is_verbose and microbatch % per_iteration == 0:

@@ -58,10 +58,16 @@ BEFORE = {
     "split": " > dataset split:",
     "split's name": "    (train|validation|test):",
     "range": r"     document indices in \[\d+, \d+\) total of \d+ documents",
+    "index is built": r" > WARNING: could not find index map files, building the indices on rank 0 \.\.\.",
     "epochs": r" > only one epoch required, setting separate_last_epoch to False",
     "last epoch": r" > last epoch number of samples \(-?\d+\) is (smaller|larger) than 80% of number of samples "
     r"per epoch \(\d+\), setting separate_last_epoch to (True|False)",
+    "index time": r" > elasped time to build and save (doc|sample|shuffle)-idx mapping \(seconds\): \d+\.\d{6}",
+    "using": "    using:",
+    "used": r"     (number of documents|number of epochs|sequence length|total number of samples): +\d+",
+    "shuffle": r" > building shuffle index with split \[0, \d+\) and \[\d+, \d+\) \.\.\.",
     "mapping": r" > loading (doc|sample|shuffle)-idx mapping from \S+\.npy",
+    "index is loaded": r"    loaded indexed file in \d+\.\d{3} seconds",
     "samples": r"    total number of samples: \d+",
     "number of epochs": r"    total number of epochs: \d+",
     "data are built": r"> finished creating GPT datasets \.\.\.",
@@ -104,6 +110,8 @@ DURING = {
     "after": rf"\[after training is done\] datetime: {DATE}",
     "evaluated samples": r"Evaluating on \d+ samples",
     "evaluated": r"Evaluating iter \d+/\d+",
+    "end of training": r" validation loss at the end of training for (val|test) data \| lm loss value: "
+    rf"{EXPONENT} \| lm loss PPL: {EXPONENT} \|",
 }
 # What this project says beside.
 OWN = {
@@ -118,7 +126,11 @@ OWN = {
     "16 bits only): .+",
     "fp8": "fp8: .+",
     "offload": "optimizer offload: .+",
-    "pinned memory": r"\[Rank \d+\] \(after \d+ iterations\) pinned memory of the machine \(MB\): \d+\.\d\d",
+    "finished": r"training finished, evaluating(, about \d+ s)?",
+    "all done": r"all \d+ iterations are done; a larger --train-iters continues the run",
+    "read once": r" > (valid|test) data: each evaluation reads all \d+ samples once; .+",
+    "extended": r"--train-(iters|samples) \d+ → \d+ extends the learning-rate decay to the new length, .+",
+    "pinned memory": r"\[Rank \d+\] \(after \d+ iterations\) pinned host memory of the node \(MB\): \d+\.\d\d",
     "no data": " > no (train|valid|test) data: .+",
     "changes": "configuration changed since the checkpoint: .+",
     "layer norms": rf" iteration +\d+ \| +(embedding|layer \d+|output) \| params norm: {EXPONENT} \| grad norm: "

@@ -127,7 +127,9 @@ def test_data_that_its_headers_do_not_give_away(tmp_path: Path) -> None:
     argv = [word for word in MINIMAL if word != "--mock-data"]
     argv += ["--data-path", str(tmp_path / "text"), "--split", "80,10,10"]
     write_data_set(tmp_path / "text", lengths=(3,) * 100)
-    assert_refused_before_torch(run(argv), "too little valid data: need 200 samples of 40 + 1 tokens, have 30 tokens")
+    assert_refused_before_torch(
+        run([*argv, "--split", "10,80,10"]), "too little train data: need 20 samples of 40 + 1 tokens, have 30 tokens"
+    )
     write_data_set(tmp_path / "text", lengths=(30,) * 100)
     tokens = tmp_path / "text.bin"
     tokens.write_bytes(b"\x88\x01" * (tokens.stat().st_size // 2))
@@ -147,10 +149,10 @@ def test_tokenizers_whose_files_are_not_theirs(tmp_path: Path) -> None:
 def test_ranks_under_torchrun_refuse_data_before_they_meet(tmp_path: Path) -> None:
     write_data_set(tmp_path / "text")
     argv = [word for word in MINIMAL if word != "--mock-data"]
-    argv += ["--data-path", str(tmp_path / "text"), "--split", "80,10,10"]
+    argv += ["--data-path", str(tmp_path / "text"), "--split", "10,80,10"]
     done = run_command([*launch_prefix(2), ENTRY_SCRIPT, *argv], env={"MEGATRON_DEVICE": "cpu"})
     output = done.stdout + done.stderr
-    speakers = [line.partition(" too little ")[0] for line in output.splitlines() if " too little valid data" in line]
+    speakers = [line.partition(" too little ")[0] for line in output.splitlines() if " too little train data" in line]
     assert speakers == ["error:"], "every rank refuses, and the first alone says why"
     assert "using world size" not in output
     # torchrun may end the other rank before it has come as far as refusing.

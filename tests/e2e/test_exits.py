@@ -50,7 +50,9 @@ def test_evaluations_say_when_and_on_what(tmp_path: Path) -> None:
     assert [heading.split(" | ")[0] for heading in headings] == [
         " validation loss at iteration 10 on validation set",
         " validation loss at iteration 20 on validation set",
+        " validation loss at the end of training for val data",
         " validation loss at iteration 20 on test set",
+        " validation loss at the end of training for test data",
     ]
     for heading in headings:
         place = lines.index(heading)

@@ -45,9 +45,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForkedRun, Path]:
 ONE_PROCESS = {"other shards"}
 OF_RESUME = {"loading", "version", "kept value", "new value", "loaded"}
 OF_START = {"no checkpoint", "random"}
+OF_BUILDING = {"index is built", "index time", "using", "used", "shuffle"}
 LONG = {
     *("index builder", "index builder done", "fused kernels", "fused kernels done", "bucket's parameter"),
     *("building GPT data", "prefix", "index", "reading", "epochs", "last epoch", "mapping"),
+    *(*OF_BUILDING, "index is loaded"),
 }
 
 
@@ -63,7 +65,7 @@ def test_a_first_log_of_the_gpt_form_parses(gpt: tuple[ForkedRun, ForkedRun, Pat
 
 def test_a_log_that_goes_on_parses(gpt: tuple[ForkedRun, ForkedRun, Path]) -> None:
     log = gpt[1].stdout
-    assert_in_order(parse(log), OF_START | {"last epoch"})
+    assert_in_order(parse(log), OF_START | OF_BUILDING | {"last epoch"})
     assert re.search(rf"^ loading checkpoint from {re.escape(str(gpt[2]))}/checkpoints at iteration 4$", log, re.M)
     assert [line for line in log.splitlines() if line.startswith((" > using checkpoint", " > overriding"))] == [
         " > using checkpoint value 0.003 for learning rate",

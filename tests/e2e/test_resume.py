@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.megatron_lines import parse
 from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, leftovers, newest, toy_args
 from tests.harness.faults import Faults
 from tests.harness.forked_training import ForkedRun, fork_training, fork_training_to_death
@@ -279,15 +282,29 @@ def longer(stopped: Path, folder: Path, *more: str) -> ForkedRun:
     return fork_training([*words, "--load", stopped, "--metrics-jsonl", folder / "metrics.jsonl"])
 
 
-def test_a_longer_run_is_told_what_to_give_in_its_own_units(stopped: Path, tmp_path: Path) -> None:
-    run = longer(stopped, tmp_path)
+def test_a_longer_run_decays_over_its_whole_length(stopped: Path, tmp_path: Path) -> None:
+    run = longer(stopped, tmp_path).check()
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("--train-iters 20 → 24 extends the ")]
+    rate = 3e-4 + 2.7e-3 * (1 + math.cos(math.pi * (16 - 8) / (96 - 8))) / 2
+    old = 3e-4 + 2.7e-3 * (1 + math.cos(math.pi * (16 - 8) / (80 - 8))) / 2
+    assert f"as with --override-opt-param-scheduler: the learning rate continues at {rate:.6E}, not {old:.6E};" in line
+    assert line.endswith("--lr-decay-iters 20 keeps the old length")
+    assert [line["learning_rate"] for line in run.iterations()] == [pytest.approx(rate, rel=1e-12)]
+    assert "schedule changed" not in run.stdout
+    assert " > overriding total number of iterations value to 96" in run.stdout
+    kept = longer(stopped, tmp_path, "--lr-decay-iters 20").check()
+    assert "extends the" not in kept.stdout
+    assert [line["learning_rate"] for line in kept.iterations()] == [pytest.approx(old, rel=1e-12)]
+
+
+def test_a_longer_run_with_another_decay_length_is_told_what_to_give(stopped: Path, tmp_path: Path) -> None:
+    run = longer(stopped, tmp_path, "--lr-decay-iters 22")
     assert run.statuses == (2,)
     (line,) = run.errors[0].splitlines()
-    assert "(--lr-decay-iters 20 → 24); pass --lr-decay-iters 20 to keep the recorded value, " in line
+    assert "(--lr-decay-iters 20 → 22); pass --lr-decay-iters 20 to keep the recorded value, " in line
     assert "--override-opt-param-scheduler" in line
     assert "--use-checkpoint-opt-param-scheduler" in line
     assert "successfully loaded" not in run.stdout
-    assert [line["iteration"] for line in longer(stopped, tmp_path, "--lr-decay-iters 20").check().iterations()] == [5]
 
 
 def test_what_cannot_be_given_in_whole_iterations_is_not_proposed(stopped: Path, tmp_path: Path) -> None:
@@ -298,12 +315,32 @@ def test_what_cannot_be_given_in_whole_iterations_is_not_proposed(stopped: Path,
 
 
 def test_samples_are_named_where_the_run_counts_in_them(stopped: Path, tmp_path: Path) -> None:
-    words = toy_args(tmp_path, "--eval-interval 1000 --train-samples 96 --lr-warmup-samples 8", save=False)
+    words = toy_args(tmp_path, "--eval-interval 1000 --train-samples 80 --lr-warmup-samples 8", save=False)
     for flag in ("--train-iters", "--lr-warmup-iters"):
         place = words.index(flag)
         del words[place : place + 2]
-    run = fork_training([*words, "--load", stopped])
+    run = fork_training([*words, "--lr-decay-samples", "96", "--load", stopped])
     assert "(--lr-decay-samples 80 → 96); pass --lr-decay-samples 80 to keep the recorded value" in run.errors[0]
+
+
+def test_a_finished_run_that_is_started_again_saves_and_evaluates(tmp_path: Path) -> None:
+    words = toy_args(tmp_path, "--train-iters 2 --lr-warmup-iters 0 --eval-interval 2")
+    first = fork_training(words).check()
+    again = fork_training(words).check()
+    names = ["training", "start", "all done", "after", "rule", "validation", "evaluated samples"]
+    found = [name for name in parse(again.stdout) if name in {*names, "saving", "saved", "finished", "end of training"}]
+    assert [name for name in found if name != "rule"] == [
+        *("training", "start", "all done", "after", "saving", "saved", "finished"),
+        *("evaluated samples", "validation", "end of training", "evaluated samples", "validation", "end of training"),
+    ]
+    # The run that trained has evaluated at its last iteration, and says that loss again.
+    at_end = r"^ validation loss at the end of training for (val|test) data \| (.+)$"
+    losses = re.findall(at_end, first.stdout, re.MULTILINE)
+    assert [name for name, _ in losses] == ["val", "test"]
+    assert f" validation loss at iteration 2 on validation set | {losses[0][1]}" in first.stdout.splitlines()
+    assert re.search(r"^training finished, evaluating, about \d+ s$", first.stdout, re.MULTILINE)
+    assert re.search(r"^training finished, evaluating$", again.stdout, re.MULTILINE)
+    assert re.findall(at_end, again.stdout, re.MULTILINE)[1] == losses[1]
 
 
 def test_a_wsd_decay_under_way_names_the_checkpoints_that_can_grow(tmp_path: Path) -> None:

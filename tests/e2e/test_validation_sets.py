@@ -99,13 +99,25 @@ def test_the_whole_validation_set_is_read_once_whatever_the_weights(tmp_path: Pa
     assert second["lm_loss"] == pytest.approx(first["lm_loss"], rel=1e-7)
 
 
-def test_a_validation_set_without_data_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_small_validation_set_is_read_once_and_a_smaller_one_repeated(tmp_path: Path) -> None:
     (tmp_path / "list").write_text(str(write_text(tmp_path / "tiny", [3], seed=4)))
-    run = fork_training(toy_args(tmp_path, f"--extra-valid-datalist {tmp_path}/list --extra-valid-data-names tiny"))
-    assert run.statuses == (2,)
-    assert run.errors[0].startswith(
-        "error: validation set tiny: too little valid data: need a whole epoch of 24 + 1 tokens, have 3 tokens in "
-    )
+    flags = "--train-iters 2 --eval-interval 1 --lr 1e-12 --min-lr 0 --lr-warmup-iters 0 --micro-batch-size 2"
+    words = toy_args(tmp_path, NO_DROPOUT, flags, f"--extra-valid-datalist {tmp_path}/list", save=False)
+    place = words.index("--eval-iters")
+    words = [*words[:place], *words[place + 2 :], "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
+    run = fork_training(words).check()
+    # The targets are those of 100 iterations, as before; two evaluations, and the last one.
+    assert re.search(r"^    validation: 1200\n    test: +400$", run.stdout, re.MULTILINE)
+    size = re.search(r"^ > valid data: each evaluation reads all (\d+) samples once;", run.stdout, re.MULTILINE)
+    assert size is not None
+    assert int(size[1]) < 400
+    first, second = run.evaluations("validation")
+    assert second["lm_loss"] == pytest.approx(first["lm_loss"], rel=1e-7), "the same samples"
+    tested = re.search(r"^ > test data: each evaluation reads all (\d+) samples once;", run.stdout, re.MULTILINE)
+    assert tested is not None
+    assert re.findall(r"^Evaluating on (\d+) samples$", run.stdout, re.MULTILINE) == [tested[1]]
+    assert "/tiny: less than one sample, repeated: need 1 samples, reading 9 epochs [validation set list]" in run.stdout
+    assert len(run.evaluations("list")) == 2
 
 
 def check_parts(run: ForkedRun, names: set[str]) -> None:

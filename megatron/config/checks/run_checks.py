@@ -802,7 +802,7 @@ def _wanted_sets(config: RunConfig, num_sequences: int) -> list[tuple[str, int |
     shares = _shares(config)
     if shares is None:
         return []
-    evaluates = config.validation.eval_iters > 0
+    evaluates = config.validation.eval_iters != 0
     wanted = (not config.training.skip_train, evaluates and config.validation.eval_interval > 0, evaluates)
     return [
         (name, None if sequences is None else len(sequences))

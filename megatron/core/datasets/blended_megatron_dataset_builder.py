@@ -268,7 +268,8 @@ class BlendedDatasetBuilder:
     ``num_samples`` holds the requested samples of training, validation and test: 0 requests none, None one epoch.
     ``report`` is called with one line for each event that the user should know about: a split without data, text that
     is read more than once, a damaged or unwritable cache, a missing compiled index builder. The training data resumes
-    at ``position``. ``told`` is a callback for the progress of `build`.
+    at ``position``. Validation and test data with fewer samples per epoch than ``one_epoch_below`` are built as one
+    epoch. ``told`` is a callback for the progress of `build`.
     """
 
     def __init__(
@@ -278,10 +279,12 @@ class BlendedDatasetBuilder:
         report: Callable[[str], None],
         index_builder: IndexBuilder | None = None,
         position: RunPosition | None = None,
+        one_epoch_below: int = 0,
     ) -> None:
         self.config = config
         self.position = RunPosition() if position is None else position
         self.num_samples = num_samples
+        self.one_epoch_below = one_epoch_below
         self._report = report
         self._index_builder = index_builder
         self.told: Told = ignore_index_progress
@@ -378,7 +381,29 @@ class BlendedDatasetBuilder:
         if not sources:
             return None
         assert builder is not None
-        return self._build_sources(sources, wanted, split, builder)
+        return self._build_sources(*self._to_build(sources, split), split, builder)
+
+    def _to_build(self, sources: Sequence[_Source], split: int) -> tuple[Sequence[_Source], int | None]:
+        """Return the data sets of a validation or test split, and the number of samples to build; None is one epoch.
+
+        Validation text that is shorter than one sample is repeated. Data sets without weights are then blended by their
+        tokens.
+        """
+        name, wanted = SPLIT_NAMES[split], self.num_samples[split]
+        held = [self._held(source, None, drop_last=self._drops_last(split)) for source in sources]
+        is_once = wanted is None or sum(held) < self.one_epoch_below
+        if name == "valid" and not any(held):
+            if len(sources) > 1 and sources[0].weight is None:
+                filled = [source for source in sources if source.tokens]
+                sources = [dataclasses.replace(source, weight=source.tokens) for source in filled]
+            return sources, 1 if is_once else wanted
+        if wanted is None or not is_once:
+            return sources, wanted
+        self._report(
+            f" > {name} data: each evaluation reads all {sum(held)} samples once; with --eval-iters N it reads N "
+            "iterations"
+        )
+        return [dataclasses.replace(source, weight=None) for source, size in zip(sources, held) if size], None
 
     def _build_sources(
         self, sources: Sequence[_Source], wanted: int | None, split: int, builder: CountedIndexBuilder
@@ -553,7 +578,8 @@ class BlendedDatasetBuilder:
             return None
         largest = max(source.tokens for source in sources)
         empty = [source for source in sources if source.tokens == 0 and source.weight is not None]
-        if largest > self._least_tokens and not empty:
+        least = 0 if SPLIT_NAMES[split] == "valid" else self._least_tokens  # less than a validation sample is repeated
+        if largest > least and not empty:
             return None
         need = "a whole epoch" if wanted is None else f"{wanted} samples"
         remedy = "use more text, a larger share of --split or a smaller --seq-length"

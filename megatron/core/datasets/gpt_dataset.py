@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,8 @@ class DataUsage:
         """Return one line with the samples needed, the samples available, and the number of epochs."""
         epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs} epochs"
         needed = self.samples_per_epoch if self.num_samples is None else self.num_samples
+        if not self.samples_per_epoch:
+            return f"{self.name}: less than one sample, repeated: need {needed} samples, reading {epochs}"
         return f"{self.name}: need {needed} samples, have {self.samples_per_epoch} in one epoch, reading {epochs}"
 
 
@@ -120,6 +123,7 @@ class GPTDataset:
             count_samples(tokens_per_epoch, self._length, self._drop_last),
             self._plan.num_epochs,
         )
+        self._computed_s: dict[str, float] = {}
         self._indices = cache.load_or_build(
             f"GPTDataset-{split_name}",
             ("document_index", "sample_index", "shuffle_index"),
@@ -156,17 +160,22 @@ class GPTDataset:
         random_state = np.random.RandomState(self.config.random_seed)
         documents = np.arange(self.sequences.start, self.sequences.stop, dtype=np.int32)
         plan = self._plan
+        moments = [time.perf_counter()]
         document_index = builder.document_index(documents, plan.num_epochs, random_state, plan.separate_final_epoch)
+        moments.append(time.perf_counter())
         sample_index = builder.sample_index(
             self.indexed_dataset.sequence_lengths, document_index, self._length, self._num_samples
         )
-        together = self._num_samples if plan.num_shuffled_together is None else plan.num_shuffled_together
-        shuffle_index = builder.shuffle_index(together, self._num_samples, random_state)
-        return {
+        moments.append(time.perf_counter())
+        shuffle_index = builder.shuffle_index(self.num_shuffled_together, self._num_samples, random_state)
+        moments.append(time.perf_counter())
+        arrays = {
             "document_index": document_index,
             "sample_index": sample_index,
             "shuffle_index": shuffle_index,
         }
+        self._computed_s = {name: end - begin for name, begin, end in zip(arrays, moments, moments[1:])}
+        return arrays
 
     def _find_damage(self, arrays: Mapping[str, NDArray[Any]]) -> str | None:
         num_documents = len(self.sequences) * self._plan.num_epochs
@@ -193,6 +202,22 @@ class GPTDataset:
     def shuffle_index(self) -> NDArray[Any]:
         """Unshuffled sample of each index, ``[len]``."""
         return self._indices["shuffle_index"]
+
+    @property
+    def num_shuffled_together(self) -> int:
+        """Number of samples before those of a last epoch that is shuffled separately, or all samples."""
+        together = self._plan.num_shuffled_together
+        return self._num_samples if together is None else together
+
+    @property
+    def built_s(self) -> Mapping[str, float]:
+        """Seconds that building and writing each array took; empty if the index was found in the cache."""
+        return {name: written_s + self._computed_s[name] for name, written_s in self._indices.written_s.items()}
+
+    @property
+    def opened_s(self) -> float:
+        """Seconds that opening the files of the index took."""
+        return self._indices.opened_s
 
     @property
     def index_files(self) -> Mapping[str, Path]:

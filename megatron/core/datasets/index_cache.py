@@ -78,11 +78,23 @@ _UNREADABLE: Final = (OSError, ValueError, EOFError, TypeError, OverflowError, M
 
 
 class IndexArrays:
-    """The ``arrays`` of one index. Arrays in files are pickled as file names, not as data."""
+    """The ``arrays`` of one index. Arrays in files are pickled as file names, not as data.
 
-    def __init__(self, arrays: Arrays, files: Mapping[str, Path] | None = None) -> None:
+    ``written_s`` has the seconds that writing each new array took, and is empty for an index that was found.
+    ``opened_s`` is the time to open the files.
+    """
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        files: Mapping[str, Path] | None = None,
+        *,
+        written_s: Mapping[str, float] | None = None,
+        opened_s: float = 0.0,
+    ) -> None:
         self.arrays = dict(arrays)
         self._files = None if files is None else dict(files)
+        self.written_s, self.opened_s = dict(written_s or {}), opened_s
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self.arrays[name]
@@ -100,13 +112,11 @@ class IndexArrays:
         return f"index cache {next(iter(self._files.values())).parent}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_files": self._files, "arrays": self.arrays if self._files is None else None}
+        return vars(self) | {"arrays": self.arrays if self._files is None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._files = state["_files"]
-        if self._files is None:
-            self.arrays = state["arrays"]
-        else:
+        vars(self).update(state)
+        if self._files is not None:
             self.arrays = {name: _load(path) for name, path in self._files.items()}
 
 
@@ -143,7 +153,7 @@ class IndexCache:
         describes the damage of arrays that were read, or returns None. Damaged arrays are rebuilt.
         """
         if self.folder is None:
-            return IndexArrays(build())
+            return _in_memory(build())
         text = json.dumps({"kind": kind, "format": FORMAT_VERSION, **description}, indent=4, sort_keys=True)
         stem = f"{_md5(text)}-{kind}"
         files = {name: self.folder / f"{stem}-{name}.npy" for name in names}
@@ -191,14 +201,14 @@ class IndexCache:
         try:
             if described.read_text() != text:
                 raise ValueError("its description is not the one that its name stands for")
-            arrays = {name: _load(path) for name, path in files.items()}
-            damage = find_damage(arrays)
+            arrays = _open(files)
+            damage = find_damage(arrays.arrays)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except _UNREADABLE as error:
             damage = str(error).splitlines()[0] if str(error) else type(error).__name__
         if damage is None:
-            return IndexArrays(arrays, files)
+            return arrays
         self._report(f"WARNING: index cache {described} cannot be used ({damage}); building it again")
         return None
 
@@ -207,16 +217,19 @@ class IndexCache:
         try:
             described.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(described.parent)
+            written_s = {}
             for name, path in files.items():
+                start = time.perf_counter()
                 _replace(path, functools.partial(np.save, arr=arrays[name], allow_pickle=False))
+                written_s[name] = time.perf_counter() - start
             _replace(described, lambda file: file.write(text.encode()))
-            return IndexArrays({name: _load(path) for name, path in files.items()}, files)
+            return _open(files, written_s)
         except (OSError, ValueError) as error:
             self._report(
                 f"WARNING: index cache {described.parent} cannot be written ({error}); every process keeps its own "
                 "index in memory; give --data-cache-path a folder that can be written"
             )
-            return IndexArrays(arrays)
+            return _in_memory(arrays)
 
 
 def find_damage(arrays: Arrays, expected: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> str | None:
@@ -226,6 +239,16 @@ def find_damage(arrays: Arrays, expected: Mapping[str, tuple[tuple[int, ...], np
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
             return f"{name} has shape {array.shape} and dtype {array.dtype}, expected {shape} and {dtype}"
     return None
+
+
+def _in_memory(arrays: Arrays) -> IndexArrays:
+    return IndexArrays(arrays, written_s=dict.fromkeys(arrays, 0.0))
+
+
+def _open(files: Mapping[str, Path], written_s: Mapping[str, float] | None = None) -> IndexArrays:
+    start = time.perf_counter()
+    arrays = {name: _load(path) for name, path in files.items()}
+    return IndexArrays(arrays, files, written_s=written_s, opened_s=time.perf_counter() - start)
 
 
 def _md5(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpoint import TrainState
@@ -13,7 +13,15 @@ from megatron.core.datasets import ReadCounter
 from megatron.core.dist_checkpointing import Progress, ignore_progress
 from megatron.core.pipeline_parallel import Action
 from megatron.core.timers import Timers
-from megatron.training import EvaluationSets, ForwardStep, ModelAndOptimizer, RunCheckpoints, Runtime, StepGuard
+from megatron.training import (
+    EvaluationRecord,
+    EvaluationSets,
+    ForwardStep,
+    ModelAndOptimizer,
+    RunCheckpoints,
+    Runtime,
+    StepGuard,
+)
 from megatron.training.loggers import IntervalAverage, LogInterval, MetricsWriter, StepReport
 
 ActionClock = Callable[[Sequence[Action]], "Callable[[], float] | None"]
@@ -184,6 +192,7 @@ class TrainingRun:
     action_clock: ActionClock
     log_interval: LogInterval
     guard: StepGuard | None = None
+    evaluations: EvaluationRecord = field(default_factory=EvaluationRecord)
     show_progress: Progress = ignore_progress
 
     def log(self, text: str) -> None:

@@ -117,7 +117,7 @@ class LiveLine(Callback):
             parts.append(f"MFU {report.mfu:.1%}")
         parts.append(f"{format_duration((config.train_iters - iteration) * self._step_s)} left")
         intervals = {"save": config.checkpoint.save_interval if config.checkpoint.save else None}
-        intervals["evaluation"] = config.validation.eval_interval if config.validation.eval_iters else None
+        intervals["evaluation"] = config.validation.eval_interval if config.validation.most_eval_iters else None
         for name, interval in intervals.items():
             if interval and iteration + interval - iteration % interval <= config.train_iters:
                 parts.append(f"{name} in {format_duration((interval - iteration % interval) * self._step_s)}")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         identify,
         name_of,
         parent_of,
+        process_start_time,
     )
     from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, LockOwner, RunLock, own_folder, read_owner
     from megatron.training.fault_tolerance.step_replay import Rewind
@@ -35,7 +36,9 @@ __getattr__ = lazy_exports(
         "anomaly_detector": "AnomalyDetector",
         "hang_report": "HangReport HangReportError describe_communication read_hang_report",
         "inprocess_restart": "RendezvousMember train_with_restarts",
-        "processes": "KEEPER_NAME ProcessIdentity die_with_launcher find_launcher identify name_of parent_of",
+        "processes": (
+            "KEEPER_NAME ProcessIdentity die_with_launcher find_launcher identify name_of parent_of process_start_time"
+        ),
         "run_lock": "FOLDER_RECORD LockOwner RunLock own_folder read_owner",
         "step_replay": "Rewind",
         "supervisor": "KeptRank REPLACE keep_rank",

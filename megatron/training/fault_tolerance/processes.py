@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron.core.console import print_line
 
+_IMPORTED = time.time()
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ENDED_STATES = ("Z", "X")
 _PR_SET_NAME = 15
@@ -55,6 +56,14 @@ def start_time(pid: int) -> int | None:
     """Return the start time of a process of this node in clock ticks, or None if it has ended or is unknown."""
     fields = _status(pid)
     return None if not fields or fields[0] in _ENDED_STATES else int(fields[19])
+
+
+def process_start_time() -> float:
+    """Return when this process started, in seconds since 1970; without ``/proc``, when this module was imported."""
+    ticks = start_time(os.getpid())
+    if ticks is None:
+        return _IMPORTED
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def parent_of(pid: int) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         format_evaluation,
         format_memory,
         format_step,
+        format_training_finished,
         is_terminal,
         pinned_memory_told,
     )
@@ -48,7 +49,7 @@ __getattr__ = lazy_exports(
         "experiment_loggers": "check_packages check_services",
         "log_lines": (
             "DataSetLoss IntervalAverage LogInterval StepReport format_brief_step format_datetime format_evaluation "
-            "format_memory format_step is_terminal pinned_memory_told"
+            "format_memory format_step format_training_finished is_terminal pinned_memory_told"
         ),
         "metrics": "MetricsWriter open_metrics",
         "run_record": "CONFIG_FILE CONTINUE_FILE END_FILE ENVIRONMENT_FILE RECORD_FOLDER STARTS_FILE RunRecord",

@@ -223,7 +223,7 @@ def pinned_memory_told(runtime: Runtime, iteration: int) -> Iterator[None]:
     yield
     after = None if before is None else runtime.device.pinned_bytes()
     if before is not None and after is not None and after > before:
-        words = f"pinned memory of the machine (MB): {after / 2**20:.2f}"
+        words = f"pinned host memory of the node (MB): {after / 2**20:.2f}"
         print_line(f"[Rank {runtime.state.rank}] (after {iteration} iterations) {words}")
 
 
@@ -235,6 +235,11 @@ def format_evaluation(heading: str, lm_loss: float, *, is_brief: bool = False) -
     line = f" validation loss at {heading} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
+
+
+def format_training_finished(evaluation_s: float | None) -> str:
+    """Format the line before the last evaluations, with their estimated seconds; None is unknown."""
+    return "training finished, evaluating" + ("" if evaluation_s is None else f", about {max(evaluation_s, 1):.0f} s")
 
 
 def format_datetime(heading: str) -> str:

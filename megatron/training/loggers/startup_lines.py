@@ -181,8 +181,39 @@ def _describe_file(datasets: Sequence[GPTDataset], everything: bool) -> Iterator
         yield f"    total number of epochs: {dataset.usage.num_epochs}"
 
 
+_INDICES = {"document_index": "doc-idx", "sample_index": "sample-idx", "shuffle_index": "shuffle-idx"}
+
+
 def _describe_index(dataset: GPTDataset) -> Iterator[str]:
-    """Yield the lines on the shuffle of the last epoch, and on the index files."""
+    """Yield the lines on building and loading the index of a data set."""
+    built_s = dataset.built_s
+    if built_s:
+        yield " > WARNING: could not find index map files, building the indices on rank 0 ..."
+    yield _describe_last_epoch(dataset)
+    num_epochs, length, size = dataset.usage.num_epochs, dataset.config.sequence_length, len(dataset)
+    before = {
+        "sample_index": (
+            "    using:",
+            f"     number of documents:       {len(dataset.document_index) // num_epochs}",
+            f"     number of epochs:          {num_epochs}",
+            f"     sequence length:           {length}",
+            f"     total number of samples:   {size}",
+        ),
+        "shuffle_index": (
+            f" > building shuffle index with split [0, {dataset.num_shuffled_together}) and "
+            f"[{dataset.num_shuffled_together}, {size}) ...",
+        ),
+    }
+    for name, elapsed_s in built_s.items():
+        yield from before.get(name, ())
+        # Megatron's spelling, which scripts search for.
+        yield f" > elasped time to build and save {_INDICES[name]} mapping (seconds): {elapsed_s:4f}"
+    for name, path in dataset.index_files.items():
+        yield f" > loading {_INDICES[name]} mapping from {path}"
+    yield f"    loaded indexed file in {dataset.opened_s:3.3f} seconds"
+
+
+def _describe_last_epoch(dataset: GPTDataset) -> str:
     wanted, length, per_epoch = (
         dataset.usage.num_samples,
         dataset.config.sequence_length,
@@ -191,18 +222,14 @@ def _describe_index(dataset: GPTDataset) -> Iterator[str]:
     tokens = dataset.indexed_dataset.count_tokens(dataset.sequences)
     plan = plan_epochs(tokens, length, wanted)
     if wanted is None or plan.num_epochs == 1:
-        yield " > only one epoch required, setting separate_last_epoch to False"
-    else:
-        last = wanted - ((plan.num_epochs - 1) * tokens - 1) // length
-        is_apart = plan.separate_final_epoch
-        yield (
-            f" > last epoch number of samples ({last}) is {'smaller' if is_apart else 'larger'} than "
-            f"{SEPARATE_FINAL_EPOCH_BELOW:.0%} of number of samples per epoch ({per_epoch}), setting "
-            f"separate_last_epoch to {is_apart}"
-        )
-    for name, kind in (("document_index", "doc-idx"), ("sample_index", "sample-idx"), ("shuffle_index", "shuffle-idx")):
-        if name in dataset.index_files:
-            yield f" > loading {kind} mapping from {dataset.index_files[name]}"
+        return " > only one epoch required, setting separate_last_epoch to False"
+    last = wanted - ((plan.num_epochs - 1) * tokens - 1) // length
+    is_apart = plan.separate_final_epoch
+    return (
+        f" > last epoch number of samples ({last}) is {'smaller' if is_apart else 'larger'} than "
+        f"{SEPARATE_FINAL_EPOCH_BELOW:.0%} of number of samples per epoch ({per_epoch}), setting "
+        f"separate_last_epoch to {is_apart}"
+    )
 
 
 _NAMES: Mapping[str, str] = {
@@ -219,10 +246,10 @@ _NAMES: Mapping[str, str] = {
 """Megatron's names of a schedule's values, in its order; its "iterations" are samples."""
 
 
-def describe_schedule_values(state: Mapping[str, Any], config: RunConfig) -> str:
+def describe_schedule_values(state: Mapping[str, Any], config: RunConfig, is_extended: bool = False) -> str:
     """Format a line for each value of the resumed schedule: the checkpoint's value, or the run's override.
 
-    ``state`` is the checkpoint's scheduler state.
+    ``state`` is the checkpoint's scheduler state. A run that ``is_extended`` uses its own schedule.
 
     Raises:
         CheckpointError: the schedules differ and no flag selects one of them.
@@ -233,7 +260,7 @@ def describe_schedule_values(state: Mapping[str, Any], config: RunConfig) -> str
         stored,
         schedule_of(config),
         int(state["num_samples"]),
-        override=is_override,
+        override=is_override or is_extended,
         use_checkpoint=flags.use_checkpoint_opt_param_scheduler,
     )
     lines = []

@@ -96,7 +96,7 @@ class Report:
         rows = [_HEADER, *(item.cells() for item in self.rounds)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        lines += [f"{'held' if check.held else 'BROKEN':8}{check.name}: {check.detail}" for check in self.checks]
+        lines += [f"{'ok' if check.held else 'FAILED':8}{check.name}: {check.detail}" for check in self.checks]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class Campaign:
         else:
             different = [number for number, value in expected.items() if found.get(number) != value]
             held = bool(expected) and not different
-            detail = f"all {len(expected)} iterations have the same bits, the last one's loss is {expected.get(last)}"
+            detail = f"bitwise equal in all {len(expected)} iterations; the last loss is {expected.get(last)}"
             if not held:
                 detail = f"iterations {different[:5]} differ, {len(different)} of {len(expected)}"
         self.report.checks.append(Check("losses", held=held, detail=detail))
@@ -299,7 +299,8 @@ class Campaign:
                 read_checkpoint(iteration_folder(checkpoints, iteration))
             except CheckpointError as error:
                 problems.append(str(error))
-        detail = "; ".join(problems) or f"all of {', '.join(map(str, iterations)) or 'none'} load"
+        found = f"all are readable (iterations {', '.join(map(str, iterations))})" if iterations else "none was saved"
+        detail = "; ".join(problems) or found
         self.report.checks.append(Check("checkpoints", held=not problems and bool(iterations), detail=detail))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -243,6 +244,17 @@ def test_the_same_command_again_finds_its_work_done(tmp_path: Path) -> None:
     # What was changed since is not known to be this command's.
     (tmp_path / "out_text_document.bin").write_bytes(b"")
     assert_refused(preprocess(source, tmp_path / "out", *NULL), "exists already; replace it")
+
+
+def test_megatrons_lines_are_printed(tmp_path: Path) -> None:
+    sources = [write_lines(tmp_path / f"{name}.jsonl", {"text": "1"}, {"text": "2"}) for name in "ab"]
+    done = run(TOOL, "--input", *sources, "--output-prefix", tmp_path / "out", *NULL)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("Opening")] == [f"Opening {source}" for source in sources]
+    assert sum(re.fullmatch(r"Time to startup: \d+\.\d+", line) is not None for line in lines) == 1
+    form = r"Processed 4 documents \(\d+\.\d docs/s, \d+\.\d+ MB/s\)\."
+    assert sum(re.fullmatch(form, line) is not None for line in lines) == 1
 
 
 def test_a_pipe_may_hold_another_text_each_time(tmp_path: Path) -> None:

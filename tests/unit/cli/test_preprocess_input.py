@@ -177,8 +177,8 @@ def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) ->
         progress.add(6, 1_500_000, 1_000_000)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "Processed 12 documents (12.0 docs/s, 3.00 MB/s), 0:59:59 left.",
-        "Processed 24 documents (12.0 docs/s, 3.00 MB/s), 0:59:58 left.",
+        "Processed 12 documents (12.0 docs/s, 3.00 MB/s). 0:59:59 left.",
+        "Processed 24 documents (12.0 docs/s, 3.00 MB/s). 0:59:58 left.",
     ]
 
 

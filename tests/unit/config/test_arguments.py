@@ -129,7 +129,7 @@ def test_defaults_are_megatrons() -> None:
     assert config.optimizer.initial_loss_scale == 2**32
     assert config.optimizer.adam_beta2 == 0.999
     assert config.scheduler.lr_decay_style == "linear"
-    assert (config.validation.eval_interval, config.validation.eval_iters) == (1000, 100)
+    assert (config.validation.eval_interval, config.validation.most_eval_iters) == (1000, 100)
     assert (config.logging.log_interval, config.data.num_workers) == (100, 2)
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
     assert config.initialization.seed == 1234
@@ -431,7 +431,24 @@ def test_dotted_block_is_sorted_and_reaches_column_51() -> None:
     assert names == sorted(names, key=str.lower)
     # As in Megatron, a name that fills the column by itself pushes its value out.
     assert {line[50:52] for line in lines[1:-1] if len(line.split()[0]) < 48} == {". "}
-    assert {"world_size", "data_parallel_size", "params_dtype"} <= set(names)
+    values = dict(line.split()[::2] for line in lines[1:-1] if len(line.split()) == 3)
+    assert (
+        values.items()
+        >= {
+            "world_size": "1",
+            "rank": "0",
+            "data_parallel_size": "1",
+            "params_dtype": "float32",
+            "encoder_num_layers": "2",
+            "encoder_seq_length": "40",
+            "virtual_pipeline_model_parallel_size": "None",
+            "layernorm_epsilon": values["norm_epsilon"],
+            "consumed_train_samples": "0",
+            "attention_softmax_in_fp32": "True",
+            "masked_softmax_fusion": "True",
+            "bias_dropout_fusion": "True",
+        }.items()
+    )
 
 
 def test_levels_of_context_parallelism_count_for_their_exchange_only() -> None:

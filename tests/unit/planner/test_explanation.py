@@ -70,6 +70,10 @@ def test_the_text_has_every_part_of_memory_and_every_note(explanation: Explanati
     text = to_text(noted)
     assert all(part in text for part in (*MEMORY_PARTS, "schedule interleaved", "outcome: ok"))
     assert "--window-size 7 has no effect: said here" in text
+    used = explanation.prediction.used_bytes
+    assert used is not None
+    needed = f"{used // 2**20} of {explanation.usable // 2**20} MiB"
+    assert f"the GPU with the highest memory use needs {needed}, including libraries" in text
     assert "stage 1: chunk 0: layers 3-4; chunk 1: layers 7-8 + output layer and loss" in text
 
 

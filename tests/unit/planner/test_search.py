@@ -203,6 +203,10 @@ def test_experts_are_spread_over_every_number_of_ranks_that_divides_them(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[1:6] == ["tp", "pp", "cp", "dp", "ep"]
     assert any("not taken as given: --expert-model-parallel-size" in line for line in lines)
+    found, predicted = len(ranking["ranked"]), ranking["predicted"]
+    excluded = found + len(ranking["dropped"]) - predicted
+    counts = f"{excluded} were excluded without a full prediction, {predicted} were predicted, and {found} of these fit"
+    assert f"{excluded + predicted} layouts: {counts}; times and memory are predictions" in lines
     launched = next(shlex.split(line) for line in lines if line.startswith("torchrun"))
     best, config = ranking["ranked"][0], resolve_arguments(launched[4:], 2, needs_files=False).config
     assert config.model.expert_model_parallel_size == best["ep"]

@@ -25,6 +25,13 @@ def test_a_run_from_its_beginning() -> None:
     assert sample_targets(config_of(f"{RUN} --global-batch-size 4")) == SampleTargets(84, 5 * 12, 12)
 
 
+def test_without_a_number_of_iterations_smaller_data_is_read_once() -> None:
+    default = sample_targets(config_of("--train-iters 21 --eval-interval 5 --global-batch-size 4"))
+    assert default == SampleTargets(84, 5 * 400, 400, one_epoch_below=400)
+    given = sample_targets(config_of("--train-iters 21 --eval-interval 5 --global-batch-size 4 --eval-iters 100"))
+    assert given == SampleTargets(84, 5 * 400, 400)
+
+
 def test_a_run_that_goes_on_unchanged_asks_for_the_same() -> None:
     config = config_of(f"{RUN} --micro-batch-size 1 --rampup-batch-size 2 1 9 --global-batch-size 4")
     begun = sample_targets(config)

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron.training.callbacks.live_line import LiveLine
 from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
 from megatron.training.callbacks.progress_log import ProgressLog
 from megatron.training.callbacks.stragglers import Stragglers
-from megatron.training.evaluation import EvaluationSet, EvaluationSets
+from megatron.training.evaluation import EvaluationRecord, EvaluationSet, EvaluationSets
 from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
 from megatron.training.loggers.log_lines import LogInterval, StepReport
 from megatron.training.resume import ResumeState
@@ -341,7 +342,7 @@ def test_evaluations_come_at_intervals_and_not_where_a_signal_leaves_no_time(
 ) -> None:
     loop = make("--train-iters", "5", "--eval-interval", "2", *words)
     loop.agreement[4] = StepReduction(1.0, 1.0, True, False)
-    sets = tuple(EvaluationSet(name, name, 1, nullcontext, 6) for name in "ab")  # type: ignore[arg-type]
+    sets = tuple(EvaluationSet(name, name, 6, 1, nullcontext, 6) for name in "ab")  # type: ignore[arg-type]
     assert loop.train(evaluation_sets=EvaluationSets(sets, ())) is not None
     assert evaluated == expected
     assert loop.run.train_state.consumed_valid_samples == 12 * num_left_out
@@ -615,7 +616,19 @@ def test_the_theoretical_memory_is_told_where_the_closed_form_counts_this_model(
 
 
 def evaluation_set(name: str, num_microbatches: int, num_advanced: int) -> EvaluationSet:
-    return EvaluationSet(name, f"{name} set", num_microbatches, lambda: nullcontext(None), num_advanced)  # type: ignore[arg-type]
+    num_samples, opened = 2 * num_microbatches, partial(nullcontext, None)
+    return EvaluationSet(name, f"{name} set", num_samples, num_microbatches, opened, num_advanced)  # type: ignore[arg-type]
+
+
+def test_the_time_of_an_evaluation_is_estimated_from_what_was_measured(make: Make) -> None:
+    record, sets = EvaluationRecord(), [evaluation_set("a", 5, 0), evaluation_set("b", 1, 0)]
+    assert record.estimate_s(sets) is None
+    loop = make("--train-iters", "1", "--micro-batch-size", "1", "--global-batch-size", "4")
+    loop.train(evaluations=record)
+    # A step of 2 s has four micro-batches, and a forward pass is a third of it.
+    assert record.estimate_s(sets) == pytest.approx(6 * 2.0 / 4 / 3)
+    record.add(2, 5.0)
+    assert record.estimate_s(sets) == 15.0
 
 
 @pytest.mark.parametrize("is_verbose", [False, True])

@@ -35,10 +35,13 @@ def write_text(prefix: Path, num_documents: int, document_length: int, first_tok
     return str(prefix)
 
 
-def build(tmp_path: Path, sizes: Sizes, lines: list[str] | None = None, **options: object) -> DatasetSplits:
+def build(
+    tmp_path: Path, sizes: Sizes, lines: list[str] | None = None, one_epoch_below: int = 0, **options: object
+) -> DatasetSplits:
     values = {"sequence_length": 8, "path_to_cache": str(tmp_path / "cache")} | options
     report = (lambda line: None) if lines is None else lines.append
-    builder = BlendedDatasetBuilder(GPTDatasetConfig(**values), sizes, report)  # type: ignore[arg-type]
+    config = GPTDatasetConfig(**values)  # type: ignore[arg-type]
+    builder = BlendedDatasetBuilder(config, sizes, report, one_epoch_below=one_epoch_below)
     builder.check()
     return builder.build()
 
@@ -175,6 +178,56 @@ def test_too_few_sequences_to_divide(tmp_path: Path) -> None:
     text = refusal(tmp_path, (10, 2, 2), blend=blend, split="949,50,1")
     assert "too few to divide" in text
     assert "--valid-data-path" in text
+
+
+def test_a_small_validation_set_is_one_epoch_of_each_data_set(tmp_path: Path) -> None:
+    prefixes, lines = (write_text(tmp_path / "a", 20, 40), write_text(tmp_path / "b", 20, 40, 100)), list[str]()
+    options = {"blend": Blend(prefixes, (0.9, 0.1)), "split": "80,10,10"}
+    usual = build(tmp_path, (40, 60, 20), **options)
+    small = build(tmp_path, (40, 60, 20), lines, one_epoch_below=20, **options)
+    assert usual.valid is not None
+    assert usual.train is not None
+    assert small.valid is not None
+    assert small.test is not None
+    assert small.train is not None
+    assert len(usual.valid) >= 60
+    # Two documents of 40 tokens of each data set: 9 samples of 8 + 1 tokens.
+    assert (len(small.valid), len(small.test)) == (18, 18)
+    sources = [small.valid.source_of(i) for i in range(18)]
+    assert [sources.count(prefix) for prefix in prefixes] == [9, 9]
+    assert isinstance(small.valid, BlendedDataset)
+    assert sorted(small.valid.dataset_sample_index) == sorted([*range(9), *range(9)]), "each sample once"
+    assert [line for line in lines if "once" in line] == [
+        f" > {name} data: each evaluation reads all 18 samples once; with --eval-iters N it reads N iterations"
+        for name in ("valid", "test")
+    ]
+    assert [tuple(small.train[i]["tokens"]) for i in range(40)] == [
+        tuple(usual.train[i]["tokens"]) for i in range(40)
+    ], "the order of training is the same"
+    at_the_limit = build(tmp_path, (40, 60, 18), one_epoch_below=18, **options).valid
+    assert at_the_limit is not None
+    assert [at_the_limit.source_of(i) for i in range(60)] == [usual.valid.source_of(i) for i in range(60)]
+
+
+@pytest.mark.parametrize(("one_epoch_below", "num_samples"), [(0, 5), (5, 1)])
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_validation_text_below_one_sample_is_repeated(
+    tmp_path: Path, names: tuple[str, ...], one_epoch_below: int, num_samples: int
+) -> None:
+    prefixes, lines = tuple(write_text(tmp_path / name, 1, 3, 10 * i) for i, name in enumerate(names)), list[str]()
+    train = Blend((write_text(tmp_path / "train", 9, 40),))
+    splits = build(tmp_path, (4, 5, 0), lines, one_epoch_below, blend_per_split=(train, Blend(prefixes), None))
+    assert splits.valid is not None
+    assert len(splits.valid) >= num_samples
+    assert {splits.valid.source_of(i) for i in range(num_samples)} <= set(prefixes)
+    tokens = splits.valid[0]["tokens"]
+    assert (tokens.tolist() * 2)[3:11] == tokens.tolist()[3:] + tokens.tolist()[:3]
+    repeated = [line for line in lines if "less than one sample, repeated" in line]
+    assert len(repeated) == len(names)
+    if len(names) == 1:
+        epochs = -(-(8 * num_samples + 1) // 3)
+        line = f" > valid data {prefixes[0]}: less than one sample, repeated: need {num_samples} samples, "
+        assert repeated == [f"{line}reading {epochs} epochs"]
 
 
 def test_a_share_of_zero_is_off_and_reported(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.callbacks.exit_warning import ExitWarning
-from megatron.training.fault_tolerance.processes import find_launcher
+from megatron.training.fault_tolerance.processes import find_launcher, process_start_time
 from tests.harness.training_run import REPOSITORY
 
 RUN_ID = "run-of-a-test"
@@ -212,3 +212,13 @@ def test_it_is_said_again_when_it_is_much_worse() -> None:
     warning = measured(10)
     found = [warning.line(seconds) is not None for seconds in (4.0, 4.0, 8.0, 9.6, 9.7)]
     assert found == [True, False, False, True, False]
+
+
+def test_the_start_of_a_process_is_that_of_its_interpreter() -> None:
+    code = "import time; time.sleep(0.5); from megatron.training.fault_tolerance.processes import *; "
+    code += "print(process_start_time())"
+    before = time.time()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    # The kernel counts in hundredths of a second.
+    assert before - 0.02 <= float(done.stdout) <= time.time() - 0.5
+    assert process_start_time() < before

@@ -121,7 +121,7 @@ def test_memory_that_a_save_has_pinned_has_a_line_of_its_own(
         with pinned_memory_told(SimpleNamespace(device=Device("cuda"), state=state), 20):
             pass
     line = capsys.readouterr().out
-    assert line == "[Rank 3] (after 20 iterations) pinned memory of the machine (MB): 2.50\n"
+    assert line == "[Rank 3] (after 20 iterations) pinned host memory of the node (MB): 2.50\n"
     assert parse(line) == ["pinned memory"]
 
 

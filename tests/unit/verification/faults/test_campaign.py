@@ -48,14 +48,14 @@ def test_a_run_that_goes_on_after_each_kill_holds(tmp_path: Path) -> None:
     assert second.resumed_at >= first.iteration
     assert checks(report) == {"losses": True, "checkpoints": True}
     assert report.to_json()["held"] is True
-    assert "all 30 iterations have the same bits" in report.to_text()
+    assert "ok      losses: bitwise equal in all 30 iterations; the last loss is " in report.to_text()
 
 
 def test_a_last_bit_that_differs_is_found(tmp_path: Path) -> None:
     report = attack(tmp_path, wrong="forgets", rounds=1)
     assert checks(report) == {"losses": False, "checkpoints": True}
     assert not report.held
-    assert "BROKEN  losses: iterations [" in report.to_text()
+    assert "FAILED  losses: iterations [" in report.to_text()
 
 
 @pytest.mark.long
