@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.checkpoint_folder import FORMAT_NAMES, FoundCheckpoint, find_checkpoint
+from megatron.checkpoint.checkpoint_folder import (
+    FORMAT_NAMES,
+    FoundCheckpoint,
+    complete_iterations,
+    find_checkpoint,
+    iteration_folder,
+)
 from megatron.checkpoint.checkpoint_source import CheckpointSource
 from megatron.checkpoint.comparison import MAX_BOX_BYTES
 from megatron.checkpoint.formats import NativeSource, idle_lines
@@ -14,6 +20,7 @@ from megatron.checkpoint.formats.huggingface import HuggingFaceSource
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import MODEL_PREFIX, OPTIMIZER_PREFIX, dtype_name
+from megatron.core.errors import CheckpointError
 from megatron.core.sharding import split_box
 
 _GIGABYTE = 1e9
@@ -31,13 +38,19 @@ def inspect_checkpoint(
 ) -> None:
     """Log a checkpoint's description; with ``verify`` also read all of it.
 
-    ``told`` are the model settings that a torchtitan folder does not record.
+    Without ``ckpt_step`` the files of a run's other checkpoints are compared with their recorded sizes, too. ``told``
+    are the model settings that a torchtitan folder does not record.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, or one is damaged; the message names the damaged files.
     """
     found = find_checkpoint(directory, ckpt_step)
-    source = open_checkpoint(found.folder, verify=verify, told=told)
+    others = [] if ckpt_step is not None or found.folder == directory else other_iterations(directory, found.folder)
+    damage = list(find_damage(others, told))
+    try:
+        source = open_checkpoint(found.folder, verify=verify, told=told)
+    except CheckpointError as error:
+        raise CheckpointError("\n".join((str(error), *damage))) from error
     for line in () if found.format == "torchtitan" else idle_lines(told or {}):
         log(line)
     try:
@@ -50,6 +63,26 @@ def inspect_checkpoint(
             read_all(source, log)
     finally:
         source.close()
+    if damage:
+        raise CheckpointError("\n".join(damage))
+
+
+def other_iterations(directory: Path, folder: Path) -> list[Path]:
+    """Return the folders of a run's checkpoints except ``folder``, oldest first."""
+    folders = (iteration_folder(directory, iteration) for iteration in complete_iterations(directory))
+    return [each for each in folders if each != folder]
+
+
+def find_damage(folders: Iterable[Path], told: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Yield a message for each checkpoint with missing files, or files of another size than recorded.
+
+    Only indices and headers are read.
+    """
+    for folder in folders:
+        try:
+            open_checkpoint(folder, verify=False, told=told).close()
+        except CheckpointError as error:
+            yield str(error)
 
 
 def describe(found: FoundCheckpoint, source: CheckpointSource, is_whole: bool = False) -> Iterator[str]:

@@ -88,6 +88,7 @@ class SpellingParser(argparse.ArgumentParser):
 
     def _likely_typing_error(self, message: str) -> str | None:
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        others = []
         for word in self.typed:
             name = word.partition("=")[0]
             if not name.startswith("--") or name == "--" or name in known:
@@ -99,7 +100,9 @@ class SpellingParser(argparse.ArgumentParser):
             nearest = longer or difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
             if nearest:
                 return f"there is no {name}, did you mean {nearest[0]}?"
-        return None
+            others.append(name)
+        # The value of an unknown flag is taken for a positional argument, and its error would hide the flag.
+        return next((f"there is no {name}; see --help" for name in others if name not in message), None)
 
 
 class Parser(SpellingParser):
@@ -116,6 +119,35 @@ def stored_folder(text: str) -> Path:
         return as_path(text)
     except StorageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+class _StoreGiven(argparse.Action):
+    """Store a value, but keep the value of another argument if none is given, unlike argparse's ``store``."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Store the value."""
+        if values is not None:
+            setattr(namespace, self.dest, values)
+
+
+def declare_checkpoint_folder(
+    container: argparse._ActionsContainer,
+    *flags: str,
+    help: str,
+    type: Callable[[str], Any] = str,
+    is_required: bool = True,
+) -> argparse._MutuallyExclusiveGroup:
+    """Declare a checkpoint folder, which is a positional argument or the value of one of the flags.
+
+    Return the group of these arguments, of which only one may be given. The first flag names the attribute.
+    """
+    group = container.add_mutually_exclusive_group(required=is_required)
+    name = flags[0].removeprefix("--").replace("-", "_")
+    group.add_argument(name, nargs="?", type=type, action=_StoreGiven, metavar="DIR", help=help)
+    group.add_argument(*flags, type=type, dest=name, metavar="DIR", help="the same as DIR")
+    return group
 
 
 def local_folder(text: str) -> Path:

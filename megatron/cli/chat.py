@@ -1,24 +1,31 @@
 """Chat with a model in the terminal: over OpenAI's API, or with a checkpoint loaded here.
 
-    megatron chat                          the server at http://127.0.0.1:8000
-    megatron chat --load checkpoints/sft   a checkpoint, in this process
+    megatron chat                   the server at http://127.0.0.1:8000
+    megatron chat checkpoints/sft   a checkpoint, in this process
 
-Answers are streamed. The line /reset starts a new conversation, /exit or the end of the input (Ctrl-D) ends the chat,
-and Ctrl-C stops the current answer.
+Answers are streamed. A model without a chat template continues the text (completion mode). The line /reset starts a new
+conversation, /exit or the end of the input (Ctrl-D) ends the chat, and Ctrl-C stops the current answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-from megatron.cli.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
+from megatron.cli.generation_arguments import (
+    Parser,
+    add_generation_flags,
+    add_model_flags,
+    generation_problems,
+    model_request,
+    request_fields,
+    run_on_ranks,
+)
+from megatron.cli.terminal import LineInput, printable
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving import load_engine, open_checkpoint
-from megatron.serving.openai import ChatClient, ChatFailed
+from megatron.serving.openai import BASE_MODEL_TOKENS, COMPLETION_MODE, ChatClient, ChatFailed
 from megatron.training import LaunchEnvironment, shut_down
 
 URL = "http://127.0.0.1:8000"
@@ -34,18 +41,14 @@ def build_parser() -> Parser:
     parser.add_argument("--api-key", metavar="KEY", help="API key of the server")
     parser.add_argument("--model", metavar="NAME", help="model of the server (the first that it lists)")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
-    parser.add_argument("--chat-template", metavar="NAME|FILE", help="chat template, with --load or --load-hf")
     parser.add_argument(
-        "--max-tokens",
-        "--tokens-to-generate",
-        type=int,
-        metavar="N",
-        help="maximum number of tokens per answer (the rest of the context)",
+        "--chat-template", metavar="NAME|FILE", help="chat template, with a checkpoint (the tokenizer's own)"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy decoding (1.0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling threshold (1.0)")
-    parser.add_argument("--seed", type=int, metavar="N", help="sampling seed (a different one for each answer)")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less (1.0)")
+    add_generation_flags(
+        parser,
+        length=f"the rest of the context, {BASE_MODEL_TOKENS} without a chat template",
+        seed="a different one for each answer",
+    )
     add_model_flags(parser, required=False)
     return parser
 
@@ -56,36 +59,25 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a value is invalid.
     """
-    problems = []
+    problems = list(generation_problems(arguments))
     has_model = arguments.load is not None or arguments.load_hf is not None
     for name in ("url", "api_key", "model"):
         if has_model and getattr(arguments, name) is not None:
-            problems.append(f"--{name.replace('_', '-')} applies to a server; omit it with --load and --load-hf")
+            problems.append(f"--{name.replace('_', '-')} applies to a server; omit it, or the checkpoint")
     if not has_model and arguments.chat_template is not None:
-        problems.append("--chat-template applies to a checkpoint, and a server has its own; give --load, or omit it")
-    if arguments.max_tokens is not None and arguments.max_tokens < 1:
-        problems.append(f"--max-tokens {arguments.max_tokens} is not positive")
-    if not 0.0 <= arguments.temperature <= 100.0:
-        problems.append(f"--temperature {arguments.temperature:g} is not between 0 and 100")
-    if not 0.0 <= arguments.top_p <= 1.0:
-        problems.append(f"--top-p {arguments.top_p:g} is not between 0 and 1")
-    if not 0.0 < arguments.repetition_penalty <= 100.0:
-        problems.append(f"--repetition-penalty {arguments.repetition_penalty:g} is not above 0 and at most 100")
-    if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
-        problems.append(f"--seed {arguments.seed} is not between 0 and {2**63 - 1}")
+        problems.append(
+            "--chat-template applies to a checkpoint, and a server has its own; name a checkpoint, or omit it"
+        )
     if problems:
         raise ConfigurationError(problems)
 
 
 def talk(answer: Answer, system: str | None) -> None:
     """Read messages from standard input and print the answers, until the input ends."""
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - enables line editing in input()
+    lines = LineInput("> ")
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
-    while (line := _next_line(is_terminal)) not in (None, "/exit"):
+    while (line := lines.read()) not in (None, "/exit"):
         if line == "/reset":
             messages = list(beginning)
         elif line:
@@ -97,15 +89,6 @@ def talk(answer: Answer, system: str | None) -> None:
                 messages.append({"role": "assistant", "content": said})
 
 
-def _next_line(is_terminal: bool) -> str | None:
-    try:
-        return input("> " if is_terminal else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        if is_terminal:
-            print()
-        return None
-
-
 def _print_answer(answer: Answer, messages: Sequence[Mapping[str, str]]) -> str | None:
     """Print an answer as it is streamed and return its text; None if it failed."""
     said = ""
@@ -113,7 +96,7 @@ def _print_answer(answer: Answer, messages: Sequence[Mapping[str, str]]) -> str 
     try:
         for piece in pieces:
             said += piece
-            print(_printable(piece), end="", flush=True)
+            print(printable(piece), end="", flush=True)
     except ChatFailed as error:
         print(f"{chr(10) if said else ''}error: {error}", file=sys.stderr, flush=True)
         return None
@@ -121,25 +104,6 @@ def _print_answer(answer: Answer, messages: Sequence[Mapping[str, str]]) -> str 
         pieces.close()  # type: ignore[attr-defined]
     print(flush=True)
     return said
-
-
-def _printable(text: str) -> str:
-    """Replace control characters, which could change the state of the terminal."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
-
-
-def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the request fields that the flags set."""
-    fields = {
-        "model": arguments.model,
-        "max_tokens": arguments.max_tokens,
-        "seed": arguments.seed,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p,
-    }
-    if arguments.repetition_penalty != 1.0:  # not part of OpenAI's API: other servers may reject it
-        fields["repetition_penalty"] = arguments.repetition_penalty
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
@@ -154,10 +118,15 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             f"chat runs in one process, here are {launch.world_size}; start serve in them, and chat with --url"
         )
     if arguments.load is None and arguments.load_hf is None:
-        client = ChatClient(arguments.url or URL, arguments.api_key, request_fields(arguments))
+        fields = request_fields(arguments)
+        if arguments.model is not None:
+            fields["model"] = arguments.model
+        client = ChatClient(arguments.url or URL, arguments.api_key, fields)
         name = client.model()
+        if client.mode == "completion":
+            print(COMPLETION_MODE, file=sys.stderr)
         if sys.stdin.isatty():
-            print(f"{_printable(name)} at {arguments.url or URL}; /reset, /exit")
+            print(f"{printable(name)} at {arguments.url or URL}; /reset, /exit")
         talk(client.answer, arguments.system)
         return
     try:
@@ -167,16 +136,18 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 
 
 def _local_answer(arguments: argparse.Namespace, launch: LaunchEnvironment) -> Answer:
-    from megatron.core.datasets import choose_template
     from megatron.core.inference import ContinuousEngine
     from megatron.serving.openai import LocalChat, Translator
 
     checkpoint = open_checkpoint(model_request(arguments), launch)
     longest = checkpoint.config.max_position_embeddings
-    template = choose_template(checkpoint.tokenizer, arguments.chat_template)
-    translator = Translator(checkpoint.tokenizer, checkpoint.config, longest, template)
-    engine = ContinuousEngine(load_engine(checkpoint, launch), max_rows=1, max_tokens=longest)
-    return LocalChat(engine, translator, request_fields(arguments)).answer
+    template = checkpoint.chat_template(arguments.chat_template)
+    if template is None:
+        print(COMPLETION_MODE, file=sys.stderr)
+    fields = request_fields(arguments)
+    translator = Translator(checkpoint.tokenizer, checkpoint.config, longest, template, fields.pop("max_tokens", None))
+    engine = ContinuousEngine(load_engine(checkpoint, launch), max_rows=arguments.num_beams or 1, max_tokens=longest)
+    return LocalChat(engine, translator, fields).answer
 
 
 def main(argv: list[str] | None = None) -> int:

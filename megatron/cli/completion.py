@@ -77,6 +77,6 @@ def _shared_flags(module: str, name: str) -> frozenset[str]:
     """Return the flags that a shared ``add_…`` function adds to a parser."""
     add: Callable[..., object] = getattr(importlib.import_module(module), name)
     parser = SpellingParser(add_help=False)
-    others = list(inspect.signature(add).parameters.values())[1:]
-    add(parser, *(None for each in others if each.default is each.empty))
+    _, *others = inspect.signature(add).parameters.values()
+    add(parser, **{each.name: None for each in others if each.default is each.empty})
     return frozenset(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))

@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from megatron.checkpoint import FORMATS, ConversionRequest, Target
-from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, local_folder, stored_folder, told_settings
+from megatron.cli.arguments import (
+    Parser,
+    add_told_settings,
+    declare_checkpoint_folder,
+    exit_status_of,
+    local_folder,
+    stored_folder,
+    told_settings,
+)
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
 NO_EFFECT: dict[str, tuple[bool, str]] = {
@@ -46,8 +54,8 @@ def build_parser() -> Parser:
     names = ", ".join(FORMATS)
     parser.add_argument("--loader", default="megatron", metavar="NAME", help=f"format to read: {names} (megatron)")
     parser.add_argument("--saver", default="megatron", metavar="NAME", help=f"format to write: {names} (megatron)")
-    parser.add_argument("--load-dir", required=True, type=stored_folder, metavar="DIR", help="folder of the checkpoint")
-    parser.add_argument("--save-dir", required=True, type=local_folder, metavar="DIR", help="folder to write")
+    declare_checkpoint_folder(parser, "--load-dir", "--load", help="folder of the checkpoint", type=stored_folder)
+    parser.add_argument("--save-dir", "--save", required=True, type=local_folder, metavar="DIR", help="folder to write")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the latest)")
     layout = parser.add_argument_group("layout of the result (by default the layout of the checkpoint)")
     layout.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="tensor-parallel size")

@@ -3,8 +3,8 @@
 Run with plain python for one process, or under torchrun at any tensor- and pipeline-parallel size: a checkpoint of any
 layout is resharded. Tasks are those of the package lm-eval (the extra eval) and of your own task files:
 
-    megatron evaluate --load checkpoints --tasks my_task --include-path tasks
-    megatron evaluate --load checkpoints --text held_out.jsonl
+    megatron evaluate checkpoints --tasks my_task --include-path tasks
+    megatron evaluate checkpoints --text held_out.jsonl
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron.serving import Checkpoint, load_engine, open_checkpoint
 from megatron.training import LaunchEnvironment, shut_down
 
 if TYPE_CHECKING:
+    from megatron.core.datasets import ChatTemplate
     from megatron.evaluation import HarnessTasks, ModelRanks, TextEncoding
 
 _DEFAULT_LENGTH = 2048
@@ -126,6 +127,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     tasks = _load_tasks(arguments) if arguments.tasks and launch.rank == 0 else None
     checkpoint = open_checkpoint(model, launch)
     max_length = most_tokens(arguments.max_length, checkpoint)
+    template = _template(checkpoint) if arguments.apply_chat_template else None
     from megatron.evaluation import ModelRanks, TextEncoding
 
     encoding = TextEncoding(checkpoint.tokenizer)
@@ -139,7 +141,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             if tasks is None:
                 _measure_texts(arguments, ranks, encoding, max_length, bar)
             else:
-                _run_tasks(arguments, tasks, ranks, encoding, max_length, bar)
+                _run_tasks(arguments, tasks, ranks, encoding, max_length, bar, template)
 
         ranks.lead(drive)
     finally:
@@ -154,6 +156,16 @@ def _load_tasks(arguments: argparse.Namespace) -> HarnessTasks:
     )
 
 
+def _template(checkpoint: Checkpoint) -> ChatTemplate:
+    try:
+        template = checkpoint.chat_template(None)
+    except DataError as error:
+        raise DataError(f"--apply-chat-template: {error}; leave it out, or fix that template") from error
+    if template is None:
+        raise DataError("--apply-chat-template: the tokenizer's files hold no chat template; leave it out, or add one")
+    return template
+
+
 def _run_tasks(
     arguments: argparse.Namespace,
     tasks: HarnessTasks,
@@ -161,17 +173,11 @@ def _run_tasks(
     encoding: TextEncoding,
     max_length: int,
     bar: ProgressBar,
+    template: ChatTemplate | None,
 ) -> None:
-    from megatron.core.datasets import choose_template
     from megatron.evaluation import HarnessModel, table_of
 
-    form = None
-    if arguments.apply_chat_template:
-        try:
-            form = choose_template(encoding.tokenizer, None).render_prompt
-        except DataError as error:
-            found, _, _ = str(error).partition("; give ")
-            raise DataError(f"--apply-chat-template: {found}; leave it out, or fix those files") from error
+    form = None if template is None else template.render_prompt
     model = HarnessModel(ranks, encoding, max_length, form, _DEFAULT_SEED if arguments.seed is None else arguments.seed)
     results = tasks.run(model, with_samples=arguments.log_samples)
     bar.clear()

@@ -45,7 +45,7 @@ def build_parser(world_size: int) -> Parser:
     parser = Parser(
         prog="explain.py",
         usage="%(prog)s TRAINING-FLAGS [--world-size N] [--gpu TYPE] [--implementation NAME] [--json] [--html FILE] "
-        "[--verify]",
+        "[--verify] [--exit-code]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -57,21 +57,27 @@ def build_parser(world_size: int) -> Parser:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page to this file")
     parser.add_argument("--verify", action="store_true", help=HELP)
+    parser.add_argument(
+        "--exit-code", action="store_true", help="exit with status 1 if the run is predicted not to fit in memory"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None, world_size: int = 1) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status: 2 for invalid flags.
 
-    ``world_size`` is the launcher's world size, the default of --world-size.
+    With --exit-code the status is 1 if the predicted outcome is not that the run works. ``world_size`` is the
+    launcher's world size, the default of --world-size.
     """
     arguments, training_flags = build_parser(world_size).parse_known_args(argv)
     words = [word for word in training_flags if word != "--explain"]
-    return exit_status_of(lambda: report(arguments, words))
+    outcomes: list[str] = []
+    status = exit_status_of(lambda: outcomes.append(report(arguments, words)))
+    return status or int(arguments.exit_code and outcomes != ["ok"])
 
 
-def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
-    """Print the explanation.
+def report(arguments: argparse.Namespace, words: Sequence[str]) -> str:
+    """Print the explanation and return the predicted outcome: ``ok``, ``oom`` or ``error``.
 
     Raises:
         ConfigurationError: the flags are invalid, or a file cannot be written.
@@ -106,3 +112,4 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         if arguments.verify:
             print("\n" + "\n".join(describe_verified(verified)))
     check_agreement(verified)
+    return explanation.prediction.outcome

@@ -1,4 +1,4 @@
-"""Arguments of the commands that generate text: model, layout, server, and shutdown on SIGTERM and SIGINT."""
+"""Arguments of the commands that generate text: model, layout, sampling, server, and shutdown on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import argparse
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
-from megatron.cli.arguments import SpellingParser, add_tokenizer_source, add_told_settings, told_settings
+from megatron.cli.arguments import (
+    SpellingParser,
+    add_tokenizer_source,
+    add_told_settings,
+    declare_checkpoint_folder,
+    told_settings,
+)
 from megatron.core.errors import InputError
+from megatron.core.inference import BeamConfig, SamplingConfig
 from megatron.serving import ModelRequest
 from megatron.training import LaunchEnvironment, launch_environment_or_exit, refuse
 
@@ -31,11 +38,11 @@ class Parser(SpellingParser):
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Declare the flags of the model's source, which may be ``required``, and of its parallel layout."""
-    model = parser.add_mutually_exclusive_group(required=required)
-    model.add_argument(
+    model = declare_checkpoint_folder(
+        parser,
         "--load",
-        metavar="DIR",
-        help="checkpoint folder (--save of a run), in the native or a Megatron-LM format",
+        help="checkpoint folder (--save of a run) of any format, or Hugging Face model folder",
+        is_required=required,
     )
     model.add_argument("--load-hf", metavar="DIR", help="Hugging Face model folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the latest)")
@@ -78,6 +85,106 @@ def model_request(arguments: argparse.Namespace) -> ModelRequest:
     )
 
 
+def add_generation_flags(parser: argparse.ArgumentParser, *, length: str, seed: str, with_beams: bool = True) -> None:
+    """Declare the flags of generation; a flag that is not given is None, or False for ``--greedy``.
+
+    The commands differ in two defaults, which ``length`` and ``seed`` describe.
+    """
+    sampling = parser.add_argument_group("generation")
+    sampling.add_argument(
+        "--max-tokens",
+        "--tokens-to-generate",
+        type=int,
+        metavar="N",
+        help=f"maximum number of tokens to generate ({length})",
+    )
+    sampling.add_argument("--greedy", action="store_true", help="greedy decoding: take the most probable token")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="divides the logits; 0: greedy decoding (1.0)")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most probable tokens (0: all)")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling threshold (0: all tokens)")
+    sampling.add_argument("--seed", type=int, metavar="N", help=f"sampling seed ({seed})")
+    sampling.add_argument(
+        "--no-repeat-ngram-size", type=int, metavar="N", help="never repeat an n-gram of N tokens (0: off)"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="divides the logits of tokens that the text already contains; above 1: repeat less (1.0)",
+    )
+    if not with_beams:
+        parser.set_defaults(num_beams=None, length_penalty=None, early_stopping=None)
+        return
+    beams = parser.add_argument_group("beam search (no sampling)")
+    beams.add_argument("--num-beams", type=int, metavar="N", help="number of beams (1: no beam search)")
+    beams.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="P",
+        help="score = sum of log-probabilities / length ** P; above 0: favor long texts (1.0)",
+    )
+    beams.add_argument(
+        "--early-stopping",
+        choices=("true", "false", "never"),
+        help="when to stop after N beams have finished: true: at once; false: if no running beam scores higher; never: "
+        "if none ever can (false)",
+    )
+
+
+_SAMPLING = ("greedy", "temperature", "top_k", "top_p", "seed", "no_repeat_ngram_size", "repetition_penalty")
+_FIELDS = (*_SAMPLING[1:], "max_tokens", "num_beams", "length_penalty", "early_stopping")
+_STOPPING: dict[str, bool | Literal["never"]] = {"true": True, "false": False, "never": "never"}
+
+
+def sampling_config(arguments: argparse.Namespace, default_seed: int) -> SamplingConfig:
+    """Build the sampling configuration from the flags of `add_generation_flags`."""
+    given = {name: getattr(arguments, name) for name in _SAMPLING}
+    if given["temperature"] == 0.0:
+        given |= {"temperature": None, "greedy": True}
+    if given["top_p"] == 1.0:
+        given["top_p"] = None  # all tokens
+    if given["seed"] is None:
+        given["seed"] = default_seed
+    return SamplingConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def beam_config(arguments: argparse.Namespace) -> BeamConfig | None:
+    """Build the beam search configuration from the flags of `add_generation_flags`; None without beam search."""
+    if arguments.num_beams in (None, 1):
+        return None
+    return BeamConfig(
+        num_beams=arguments.num_beams,
+        length_penalty=1.0 if arguments.length_penalty is None else arguments.length_penalty,
+        early_stopping=_STOPPING[arguments.early_stopping or "false"],
+    )
+
+
+def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the request fields of OpenAI's API that the flags of `add_generation_flags` set."""
+    fields = {name: getattr(arguments, name) for name in _FIELDS}
+    if arguments.greedy:
+        fields["temperature"] = 0.0
+    if fields["top_p"] == 0.0:
+        fields["top_p"] = 1.0  # In the API 0 keeps only the most probable token.
+    if fields["early_stopping"] is not None:
+        fields["early_stopping"] = _STOPPING[fields["early_stopping"]]
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def generation_problems(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield one line for each invalid value of the flags of `add_generation_flags`."""
+    yield from sampling_config(arguments, SamplingConfig.seed).problems()
+    beams = arguments.num_beams
+    if beams is not None and beams < 1:
+        yield f"--num-beams {beams} is not positive; 1 follows one text"
+    for name in ("length_penalty", "early_stopping"):
+        value = getattr(arguments, name)
+        if value is not None and beams in (None, 1):
+            yield f"--{name.replace('_', '-')} {value} is of use with --num-beams 2 or more"
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
+        yield f"--max-tokens (--tokens-to-generate) {arguments.max_tokens} is not positive"
+
+
 def run_on_ranks(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace, LaunchEnvironment], None],
@@ -85,7 +192,7 @@ def run_on_ranks(
 ) -> int:
     """Run a command's work on this rank and return its exit status.
 
-    Rank 0 reports invalid input in one line; the status is then 2.
+    Rank 0 reports invalid input in one line; the status is then 2. It is 130 after Ctrl-C, as shells report it.
     """
     arguments = parser.parse_args(argv)
     launch = launch_environment_or_exit()
@@ -93,6 +200,8 @@ def run_on_ranks(
         run(arguments, launch)
     except InputError as error:
         return refuse(["; ".join(str(error).splitlines())], launch.rank)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -102,7 +211,6 @@ def add_server_flags(parser: SpellingParser, port: int) -> None:
     parser.add_argument(
         "--port", type=int, default=port, metavar="N", help=f"port to listen on ({port}); 0: a free port"
     )
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of requests without a seed (1234)")
     parser.add_argument(
         "--max-tokens-to-oom",
         type=int,
@@ -124,8 +232,6 @@ def server_problems(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield one line for each invalid value of the server's flags."""
     if not 0 <= arguments.port < 2**16:
         yield f"--port {arguments.port} is not between 0 and {2**16 - 1}"
-    if arguments.seed < 0:
-        yield f"--seed {arguments.seed} is negative"
     if arguments.hang_timeout_seconds is not None and arguments.hang_timeout_seconds < 0:
         yield f"--hang-timeout-seconds {arguments.hang_timeout_seconds} is negative"
     if arguments.max_tokens_to_oom < 1:

@@ -1,6 +1,6 @@
 """Print the samples of one training step: text, document, file and position in the blend.
 
-python tools/inspect_batch.py --load checkpoints --step 1000
+megatron inspect-batch checkpoints --step 1000
 
 The folder holds the checkpoints of the run. The step may be in the past or in the future. The hash of the samples is
 compared with the hash in the run's metrics file.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.cli.arguments import Parser, exit_status_of, stored_folder
+from megatron.cli.arguments import Parser, declare_checkpoint_folder, exit_status_of, stored_folder
 from megatron.core.errors import TokenizerError, TrainingError
 from megatron.core.tokenizers import NullTokenizer, Tokenizer, load_recorded_tokenizer
 from megatron.training import StepPosition, find_step
@@ -32,7 +32,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--load", type=stored_folder, required=True, metavar="DIR", help="checkpoint folder of the run")
+    declare_checkpoint_folder(parser, "--load", help="checkpoint folder of the run", type=stored_folder)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step (iteration) to show, counted from 1")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to use (the first after the step)")
     parser.add_argument("--metrics-jsonl", type=Path, metavar="FILE", help="metrics of the run (DIR/metrics.jsonl)")

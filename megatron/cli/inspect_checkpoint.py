@@ -5,10 +5,17 @@ from __future__ import annotations
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, stored_folder, told_settings
+    from megatron.cli.arguments import (
+        Parser,
+        add_told_settings,
+        declare_checkpoint_folder,
+        exit_status_of,
+        stored_folder,
+        told_settings,
+    )
 
     parser = Parser(prog="inspect.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("directory", type=stored_folder, metavar="DIR", help="folder of a run, an iteration or a model")
+    declare_checkpoint_folder(parser, "--load", help="folder of a run, an iteration or a model", type=stored_folder)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to list (the latest)")
     parser.add_argument("--config", action="store_true", help="print the whole configuration, not only the model's")
     parser.add_argument("--no-tensors", action="store_true", help="do not list the tensors")
@@ -16,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     add_told_settings(parser)
     arguments = parser.parse_args(argv)
     told = told_settings(arguments)
+    directory = vars(arguments).pop("load")
     from megatron.checkpoint import inspect_checkpoint
 
-    return exit_status_of(lambda: inspect_checkpoint(**vars(arguments), told=told))
+    return exit_status_of(lambda: inspect_checkpoint(directory, **vars(arguments), told=told))

@@ -81,7 +81,7 @@ def build_parser() -> Parser:
     data.add_argument(
         "--input-format",
         choices=KINDS,
-        help="format of the files; text: one document per file; tar: WebDataset (detected per file)",
+        help="format of the files; json: an array; text: one document per file; tar: WebDataset (detected per file)",
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     data.add_argument("--overwrite", action="store_true", help="replace existing data sets with this prefix")
@@ -166,14 +166,14 @@ def load_conversations(
     """Build the encoder of the conversations for ``--sft``; None without ``--sft``.
 
     Raises:
-        DataError: the input is not jsonl, or there is no chat template.
+        DataError: the input is not JSON, or the chat template cannot be used.
     """
     if not arguments.sft:
         report_unused(build_parser(), arguments, "--sft", ("chat_template",))
         return None
     for file in files:
-        if file.kind != "jsonl":
-            raise DataError(f"{file.name} is {file.kind}, and --sft reads jsonl; write a conversation a line")
+        if file.kind not in ("jsonl", "json"):
+            raise DataError(f"{file.name} is {file.kind}, and --sft reads jsonl or a JSON array; write one of them")
     return ConversationOptions(tokenizer, arguments.chat_template).encoder()
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _BY_SIGNAL = 128
+INTERRUPTED = _BY_SIGNAL + signal.SIGINT
+"""Exit status after Ctrl-C, as shells report it."""
 _STOPPING = "stopping after this step, with a checkpoint where --save is given; Ctrl-C once more ends the run at once"
 
 
@@ -78,8 +80,8 @@ class Stop:
 def launch(script: Path, words: Sequence[str], place: Place) -> int:
     """Run a script on the ranks of this node and return the exit status of the first rank that failed, or 0.
 
-    The last printed line gives the reason of the failure. The status is also 0 if a signal ended the run and its ranks
-    saved and exited normally.
+    The last printed line gives the reason of the failure. If a signal ended the run and its ranks saved and exited
+    normally, the status is `INTERRUPTED` for Ctrl-C, and 0 for other signals.
 
     Raises:
         ConfigurationError: the ranks cannot rendezvous at the given address.
@@ -114,7 +116,7 @@ def _watch(context: PContext, place: Place) -> int:
         first = {rank for rank, pid in pids.items() if _has_ended(pid)}
         result = context.wait(timeout=0)
     if not result.failures:
-        return 0
+        return INTERRUPTED if stop.received == signal.SIGINT else 0
     failures = {rank: failure for rank, failure in result.failures.items() if rank in first} or result.failures
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     status = int(failure.exitcode)

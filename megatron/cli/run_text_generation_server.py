@@ -40,6 +40,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     add_server_flags(parser, 5000)
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of requests without a seed (1234)")
     add_model_flags(parser)
     return parser
 
@@ -50,7 +51,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a value is invalid.
     """
-    if problems := list(server_problems(arguments)):
+    problems = [] if arguments.seed >= 0 else [f"--seed {arguments.seed} is negative"]
+    problems += server_problems(arguments)
+    if problems:
         raise ConfigurationError(problems)
 
 

@@ -2,7 +2,7 @@
 
 Run with plain python for one process, or under torchrun at any tensor- and pipeline-parallel size: a checkpoint of any
 layout is resharded. Rank 0 listens. SIGTERM or SIGINT ends all ranks. Megatron-LM's PUT /api is also supported. The web
-page is at the printed address.
+page is at the printed address. The generation flags are defaults of OpenAI requests that leave out these fields.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from typing import TYPE_CHECKING, Any
 from megatron.cli.generation_arguments import (
     Parser,
     ShutdownSignal,
+    add_generation_flags,
     add_model_flags,
     add_server_flags,
+    generation_problems,
     model_request,
+    request_fields,
     run_on_ranks,
     server_problems,
 )
-from megatron.core.datasets import choose_template
-from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving import Checkpoint, load_engine, open_checkpoint
+from megatron.serving.openai import BASE_MODEL_TOKENS, COMPLETION_MODE, COMPLETION_TOKENS
 from megatron.training import LaunchEnvironment, initialize_device, shut_down
 
 if TYPE_CHECKING:
     from megatron.serving import JobQueue
     from megatron.serving.openai import HttpServer, Translator
 
+_SEED = 1234
 _SWITCH_S = 0.0005
 _HERE = ("127.0.0.1", "localhost", "::1")
 
@@ -54,6 +58,13 @@ def build_parser() -> Parser:
         ("--max-body-mib", 16, "maximum size of a request in MiB; larger requests get status 413"),
     ):
         limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} ({default})")
+    add_generation_flags(
+        parser,
+        length=f"{COMPLETION_TOKENS} for completions, the rest of the context for conversations, {BASE_MODEL_TOKENS} "
+        "without a chat template; never beyond the context",
+        seed=f"{_SEED}",
+        with_beams=False,
+    )
     add_model_flags(parser)
     return parser
 
@@ -64,7 +75,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a value is invalid.
     """
-    problems = list(server_problems(arguments))
+    problems = [*server_problems(arguments), *generation_problems(arguments)]
     for name in ("inference_max_requests", "max_waiting", "max_connections", "max_body_mib"):
         if getattr(arguments, name) < 1:
             problems.append(f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive")
@@ -120,23 +131,17 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
 
 
 def make_translator(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Translator:
-    """Build the translator of requests; without a chat template it rejects conversations.
+    """Build the translator of requests.
 
     Raises:
-        InputError: the chat template of --chat-template is invalid.
+        InputError: the chat template does not exist, or has an error.
     """
     from megatron.serving.openai import Translator
 
-    template, why_not = None, ""
-    try:
-        # The message is for clients, not for the user who starts the server.
-        flag = "the command serve its flag --chat-template:"
-        template = choose_template(checkpoint.tokenizer, arguments.chat_template, flag)
-    except DataError as error:
-        if arguments.chat_template is not None:
-            raise
-        why_not = f"conversations cannot be written: {error}"
-    return Translator(checkpoint.tokenizer, checkpoint.config, arguments.max_tokens_to_oom, template, why_not)
+    template = checkpoint.chat_template(arguments.chat_template)
+    return Translator(
+        checkpoint.tokenizer, checkpoint.config, arguments.max_tokens_to_oom, template, arguments.max_tokens
+    )
 
 
 def make_application(
@@ -148,8 +153,9 @@ def make_application(
 
     own = ApiTranslator(translator.tokenizer, translator.config, translator.max_tokens, max_batch_size)
     metrics = Metrics()
-    put_api = PutApi(own, jobs, arguments.seed)
-    application = Application(translator, jobs, put_api, model_name(arguments), metrics, log_line)
+    put_api = PutApi(own, jobs, _SEED if arguments.seed is None else arguments.seed)
+    defaults = {name: value for name, value in request_fields(arguments).items() if name not in ("seed", "max_tokens")}
+    application = Application(translator, jobs, put_api, model_name(arguments), metrics, log_line, defaults)
     limits = Limits(body_bytes=arguments.max_body_mib * 2**20, requests=arguments.max_connections)
     return Guard(application.asgi(), limits, key, metrics)
 
@@ -195,6 +201,8 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             server.start(make_application(arguments, translator, jobs, key, engine.max_batch_size))
             if key is None and arguments.host not in _HERE:
                 print("everyone who reaches this address can use the model; --api-key requires a key", file=sys.stderr)
+            if translator.template is None:
+                print(COMPLETION_MODE, file=sys.stderr, flush=True)
             print(f"serving {model_name(arguments)} at {server.url}", flush=True)
         continuous = ContinuousEngine(engine, arguments.inference_max_requests, arguments.max_tokens_to_oom)
         with watching(flight, engine.state, initialize_device(launch), arguments.hang_timeout_seconds, settling=0):

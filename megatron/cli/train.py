@@ -4,7 +4,7 @@ megatron train --nproc 4 --config run.toml --save DIR
 megatron train --continue DIR
 
 All flags of pretrain_gpt.py are accepted (megatron train --help). Ctrl-C finishes the step, saves a checkpoint and ends
-the run. A second Ctrl-C ends the run at once.
+the run with status 130. A second Ctrl-C ends the run at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron.checkpoint import TRACKER_FILE
-from megatron.cli.rank_launcher import Place, launch
+from megatron.cli.rank_launcher import INTERRUPTED, Place, launch
 from megatron.config import HELP_FLAGS, parse_arguments, resolve_arguments
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.console import print_line
@@ -144,8 +144,9 @@ def _train(argv: Sequence[str]) -> int:
         return launch(script, words, place)
     from megatron.cli.pretrain import main as pretrain
 
-    _end_on_interrupt()
-    return pretrain(words, is_train_command=True)
+    was_interrupted = _end_on_interrupt()
+    status = pretrain(words, is_train_command=True)
+    return INTERRUPTED if status == 0 and was_interrupted() else status
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -214,12 +215,21 @@ def _number(own: dict[str, str], name: str, default: int, least: int, most: int)
     return int(text)
 
 
-def _end_on_interrupt() -> None:
-    """Convert the first Ctrl-C to SIGTERM, which makes training save a checkpoint; the second one ends the run."""
+def _end_on_interrupt() -> Callable[[], bool]:
+    """Convert the first Ctrl-C to SIGTERM, which makes training save a checkpoint; the second one ends the run.
+
+    Before training has installed its handler of SIGTERM, the first Ctrl-C ends the process. Return a function that
+    tells whether there was a Ctrl-C.
+    """
+    received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGINT)
         print_line("\nstopping after this step; Ctrl-C once more ends the run at once", sys.stderr)
         os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGINT, interrupt)
+    return lambda: bool(received)

@@ -511,8 +511,8 @@ class FineTuningConfig(Config, role="run"):
     """Supervised fine-tuning, and conversion of conversations to samples."""
 
     sft: bool = flag(False, in_args=True)
-    """Supervised fine-tuning on the answers of conversations, in jsonl or from tools/preprocess_data.py --sft, with the
-    mean loss over all answer tokens of a global batch (as --calculate-per-token-loss)."""
+    """Supervised fine-tuning on the answers of conversations, in jsonl, a JSON array or from tools/preprocess_data.py
+    --sft, with the mean loss over all answer tokens of a global batch (as --calculate-per-token-loss)."""
     train_mode: str = flag("pretrain", choices=("pretrain", "finetune"))
     """Pai-Megatron-Patch's flag for --sft (finetune)."""
     dataset: str | None = flag(
@@ -522,7 +522,7 @@ class FineTuningConfig(Config, role="run"):
     --reset-position-ids is given; the others are token files."""
     chat_template: str | None = flag(None, metavar="FILE|NAME", where=("sft", True))
     """Chat template for jsonl: a Jinja file, a template name of the tokenizer, chatml, plain (contents, with an
-    end-of-document token after answers) or identity (contents); by default the tokenizer's own."""
+    end-of-document token after answers) or identity (contents); by default the tokenizer's own, else chatml."""
     sft_tokenizer_prompt_format: str = flag(
         "default",
         choices=("default", "identity"),
@@ -736,7 +736,9 @@ def extra_validation_sets(validation: ValidationConfig) -> tuple[ValidationSet, 
     numbers = [None] * len(lists) if validation.full_validation or not samples else list(samples)
     sets = []
     for path, name, number in zip(lists, names, numbers):
-        is_prefix = Path(path).suffix == ".jsonl" or (not os.path.exists(path) and os.path.exists(f"{path}.idx"))
+        is_prefix = Path(path).suffix in (".jsonl", ".json") or (
+            not os.path.exists(path) and os.path.exists(f"{path}.idx")
+        )
         try:
             words = (path,) if is_prefix else read_data_list(path, _DATALIST)
         except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""Find and open the input files of preprocessing: JSONL, text, Parquet, Arrow and WebDataset tars.
+"""Find and open the input files of preprocessing: JSONL, JSON arrays, text, Parquet, Arrow and WebDataset tars.
 
 The format is detected from a file's name and its first bytes. Files of other formats are converted to JSON lines.
 """
@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
+from megatron.core.datasets import array_lines, is_array
 from megatron.core.errors import DataError
 
-KINDS: Final = ("jsonl", "text", "parquet", "arrow", "tar")
-TEXT_KINDS: Final = ("jsonl", "text")
+KINDS: Final = ("jsonl", "json", "text", "parquet", "arrow", "tar")
+"""``json`` is an array of objects."""
+TEXT_KINDS: Final = ("jsonl", "json", "text")
 _NUM_BEGINNING_BYTES: Final = 16
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
@@ -95,6 +97,8 @@ def detect_format(path: str, wanted: str | None = None) -> FileFormat:
     if compression is None:
         kind = _begins(beginning, _KIND_BEGINNINGS) or kind
     kind = wanted or kind or "jsonl"
+    if wanted is None and kind == "jsonl" and compression is None and is_array(beginning):
+        kind = "json"
     if kind in TEXT_KINDS and compression is None:
         _check_encoding(path, beginning)
         foreign = _begins(beginning, _FOREIGN_BEGINNINGS)
@@ -114,7 +118,7 @@ def advice(line: bytes) -> str | None:
             "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
         )
     if line.lstrip().startswith(b"["):
-        return "one JSON array becomes lines with: jq -c '.[]' FILE > NEW"
+        return "a JSON array is read with --input-format json, or as lines of jq -c '.[]'"
     if line.lstrip().startswith((b"{", b'"')):
         return None
     return "is it plain text? Read it as one document a file with --input-format text"
@@ -477,6 +481,8 @@ def open_stream(file: InputFile) -> TextStream:
     text, source = _open(file, file.path)
     if file.kind == "tar":
         return TextStream(_as_stream(read_tar(text, file.keys)), source)
+    if file.kind == "json":
+        return TextStream(_as_stream(array_lines(text, file.name)), source)
     _skip_mark(text)
     return TextStream(text, source)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megatron.serving.generation_service import run_service
     from megatron.serving.generation_setup import Checkpoint, ModelRequest, load_engine, open_checkpoint
     from megatron.serving.job_queue import GenerationFailed, Job, JobQueue, QueueFull, ServiceEnding
+    from megatron.serving.put_client import PutClient, server_address
     from megatron.serving.text_generation_server import ApiTranslator, GenerationServer, PutApi
 
 __getattr__ = lazy_exports(
@@ -18,6 +19,7 @@ __getattr__ = lazy_exports(
         "generation_service": "run_service",
         "generation_setup": "Checkpoint ModelRequest load_engine open_checkpoint",
         "job_queue": "GenerationFailed Job JobQueue QueueFull ServiceEnding",
+        "put_client": "PutClient server_address",
         "text_generation_server": "ApiTranslator GenerationServer PutApi",
     },
 )

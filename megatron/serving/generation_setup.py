@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats import idle_lines
-from megatron.config import RunConfig, TokenizerConfig
+from megatron.config import DataConfig, RunConfig, TokenizerConfig
 from megatron.config.checks import LAYOUT_CHECKS, SPREAD
 from megatron.core.console import Log, waiting
-from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
+from megatron.core.datasets import SFT_TEMPLATE, ChatTemplate, choose_template
+from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError, choices
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import as_path
 from megatron.core.tokenizers import (
@@ -95,6 +96,23 @@ class Checkpoint:
     config: GPTConfig
     tokenizer: Tokenizer
     load_model: Callable[[ParallelState, Device, Progress], GPTModel]
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """Data of the run that saved the checkpoint."""
+
+    def chat_template(self, choice: str | None) -> ChatTemplate | None:
+        """Return the template that ``choice`` names, or else the one that the run was fine-tuned with.
+
+        For other runs it is the tokenizer's template, or None without one.
+
+        Raises:
+            DataError: the template does not exist, or has an error.
+        """
+        if choice is not None or not self.data.sft:
+            return choose_template(self.tokenizer, choice)
+        try:
+            return choose_template(self.tokenizer, self.data.chat_template, SFT_TEMPLATE)
+        except DataError as error:
+            raise DataError(f"the chat template of the fine-tuning: {error}; give --chat-template") from error
 
 
 def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
@@ -193,7 +211,7 @@ def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Check
         load_model_weights(request.folder, [model], state, log, request.ckpt_step, told=told)
         return model
 
-    return Checkpoint(config.model, tokenizer, load_model)
+    return Checkpoint(config.model, tokenizer, load_model, config.data)
 
 
 def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> Checkpoint:
@@ -228,7 +246,7 @@ def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> C
         raise_on_all_ranks(failure, state.world)
         return model
 
-    return Checkpoint(config.model, tokenizer, load_model)
+    return Checkpoint(config.model, tokenizer, load_model, config.data)
 
 
 def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
@@ -332,11 +350,14 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, pads_any: bool) -> No
 
 
 def load_engine(
-    checkpoint: Checkpoint, launch: LaunchEnvironment, flight: FlightRecorder | None = None
+    checkpoint: Checkpoint,
+    launch: LaunchEnvironment,
+    flight: FlightRecorder | None = None,
+    timeout_minutes: int = TIMEOUT_MINUTES,
 ) -> InferenceEngine:
     """Initialize the process group, load this rank's shard of the model and connect the pipeline stages.
 
-    ``flight`` records the collectives of the ranks.
+    ``flight`` records the collectives of the ranks, which may take ``timeout_minutes``.
 
     Raises:
         InputError: the weights cannot be loaded.
@@ -346,7 +367,7 @@ def load_engine(
     from megatron.core.pipeline_parallel import create_pipeline_links
 
     device = initialize_device(launch)
-    initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
+    initialize_distributed(launch, device, device.default_backend, timeout_minutes)
     config = checkpoint.config
     state = create_parallel_state(config.parallel_sizes, recorder=flight)
     with waiting("loading the model", is_on=launch.rank == 0) as told:

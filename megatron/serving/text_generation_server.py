@@ -35,6 +35,7 @@ from megatron.core.tokenizers import Tokenizer
 from megatron.serving.job_queue import GenerationFailed, JobQueue, ServiceEnding
 
 MAX_PROMPTS = 128
+_DEFAULT_LENGTH = 64
 MAX_TEMPERATURE = 100.0
 _LARGEST = 2**63 - 1
 _MOST_SHOWN = 80
@@ -46,10 +47,13 @@ class BadRequest(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """Fields of a request's body, with the names used there."""
+    """Fields of a request's body, with the names used there.
+
+    Without ``tokens_to_generate`` it is 64, or the rest of the context after the longest prompt.
+    """
 
     prompts: tuple[str, ...]
-    tokens_to_generate: int = 64
+    tokens_to_generate: int | None = None
     logprobs: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -135,7 +139,7 @@ def _prompts(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _check_values(request: ApiRequest, given: Mapping[str, Any]) -> None:
     problems = {
-        "tokens_to_generate must be 0 or more": request.tokens_to_generate < 0,
+        "tokens_to_generate must be 0 or more": (request.tokens_to_generate or 0) < 0,
         "tokens_to_generate 0 is of use with logprobs true only": (
             request.tokens_to_generate == 0 and not request.logprobs
         ),
@@ -185,17 +189,19 @@ class ApiTranslator:
         with self._lock:
             try:
                 prompts = tuple(self._tokenize(prompt, request.add_BOS) for prompt in request.prompts)
-                result = self._assemble(request, prompts, default_seed)
+                prompt, count = max(map(len, prompts)), request.tokens_to_generate
+                if count is None:
+                    count = max(context_length(self.config, prompt + _DEFAULT_LENGTH) - prompt, 1)
+                result = self._assemble(request, prompts, count, default_seed)
                 check_request(self.config, result)
             except InputError as error:
                 raise BadRequest("; ".join(str(error).splitlines())) from error
-        longest = max(map(len, prompts)) + request.tokens_to_generate
+        longest = prompt + count
         limit = context_length(self.config, longest)
         if longest > limit:
             raise BadRequest(
-                f"a prompt of {longest - request.tokens_to_generate} tokens and {request.tokens_to_generate} to "
-                f"generate are {longest} tokens, and the maximum context length is {limit}; shorten the prompt or "
-                "lower tokens_to_generate"
+                f"a prompt of {prompt} tokens and {count} to generate are {longest} tokens, and the maximum context "
+                f"length is {limit}; shorten the prompt or lower tokens_to_generate"
             )
         width = request.beam_width or 1
         prompts_at_once = min(len(prompts), max(1, self.max_batch_size // width))
@@ -239,7 +245,7 @@ class ApiTranslator:
         return (self.tokenizer.eod_id, *ids)
 
     def _assemble(
-        self, request: ApiRequest, prompts: tuple[tuple[int, ...], ...], default_seed: int
+        self, request: ApiRequest, prompts: tuple[tuple[int, ...], ...], max_new_tokens: int, default_seed: int
     ) -> GenerationRequest:
         lines = _NO_LINES
         if request.stop_on_eol or request.stop_on_double_eol or request.prevent_newline_after_colon:
@@ -252,7 +258,7 @@ class ApiTranslator:
         end = self.tokenizer.eod_id if request.stop_token is None else request.stop_token
         return GenerationRequest(
             prompts=prompts,
-            max_new_tokens=request.tokens_to_generate,
+            max_new_tokens=max_new_tokens,
             sampling=SamplingConfig(
                 temperature=float(request.temperature),
                 top_k=request.top_k,

@@ -42,7 +42,12 @@ if TYPE_CHECKING:
     from megatron.training.resume import ResumeState
     from megatron.training.step_position import StepPosition, find_step
     from megatron.training.step_samples import StepSamples
-    from megatron.training.theoretical_memory_usage import ModelSize, describe_theoretical_memory, model_size
+    from megatron.training.theoretical_memory_usage import (
+        ModelSize,
+        describe_theoretical_memory,
+        model_size,
+        num_parameters,
+    )
     from megatron.training.training_step import (
         BegunStep,
         ForwardStep,
@@ -76,7 +81,7 @@ __getattr__ = lazy_exports(
         "resume": "ResumeState",
         "step_position": "StepPosition find_step",
         "step_samples": "StepSamples",
-        "theoretical_memory_usage": "ModelSize describe_theoretical_memory model_size",
+        "theoretical_memory_usage": "ModelSize describe_theoretical_memory model_size num_parameters",
         "training_step": (
             "BegunStep ForwardStep MicrobatchSource StepGuard StepReduction TrainingStep agree read_agreement "
             "sum_over_ranks"

@@ -347,16 +347,26 @@ class TheoreticalMemory:
     activations: float | None
 
 
-def model_size(config: RunConfig) -> ModelSize:
-    """Count the parameters of a configuration's model, with replicas counted once."""
-    model, layout = config.model, config.stage_layout
-    whole = dataclasses.replace(
+def num_parameters(model: GPTConfig) -> int:
+    """Count the parameters of a model on one rank."""
+    whole = StageContents(tuple(range(model.num_layers)), has_embedding=True, has_loss=True)
+    return _count(_on_one_rank(model), whole)
+
+
+def _on_one_rank(model: GPTConfig) -> GPTConfig:
+    return dataclasses.replace(
         model,
         tensor_model_parallel_size=1,
         sequence_parallel=False,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
     )
+
+
+def model_size(config: RunConfig) -> ModelSize:
+    """Count the parameters of a configuration's model, with replicas counted once."""
+    model, layout = config.model, config.stage_layout
+    whole = _on_one_rank(model)
     block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
     # A tied output layer is counted with the embedding whose weight it shares.
     ends = StageContents((), has_embedding=True, has_loss=True)

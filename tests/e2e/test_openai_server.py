@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from megatron.cli import chat
+from megatron.cli import chat, text_generation_cli
+from megatron.cli.terminal import printable
 from megatron.core.inference.inference_request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.serving.job_queue import Job
 from megatron.serving.openai import http_server
 from megatron.serving.openai.guard import Limits
+from megatron.serving.openai.translator import COMPLETION_MODE
 from tests.e2e.test_text_generation import GPT2_SHAPE, expected_text, save
 from tests.harness.browser import browse, require_browser
 from tests.harness.openai_server import NAME, Served, served
@@ -363,13 +365,97 @@ def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys)
     assert len(tokenizer.tokenize(prompt)) == 4
 
 
+def test_a_base_model_continues_the_text_and_says_so_once(tmp_path, monkeypatch, capsys) -> None:
+    write_chat_folder(tmp_path / "tokenizer", None)
+    flags = f"{GPT2_SHAPE} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    save(tmp_path / "run", flags)
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/reset\n" + "x" * 37 + "\n"))
+    status = chat.main([str(tmp_path / "run"), "--greedy"])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, f"{COMPLETION_MODE}\n")
+    texts = (expected_text(flags, "hi", 38).removeprefix("hi"), expected_text(flags, "x" * 37, 3)[37:])
+    assert out == "".join(f"{printable(text)}\n" for text in texts), "the answers fit the context of 40 tokens"
+
+
+def test_a_fine_tuned_model_is_asked_in_the_format_of_its_training(tmp_path, monkeypatch, capsys) -> None:
+    write_chat_folder(tmp_path / "tokenizer", None)
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    shape = GPT2_SHAPE.replace("40", "100")
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    prompts = {"": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "--chat-template plain": "hi"}
+    (tmp_path / "talk.json").write_text("[]")
+    for number, (chosen, prompt) in enumerate(prompts.items()):
+        save(tmp_path / str(number), f"{shape} {tokenizer} --sft --train-data-path {tmp_path}/talk.json {chosen}")
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        assert chat.main([str(tmp_path / str(number)), "--temperature", "0", "--max-tokens", "5"]) == 0
+        answer = expected_text(f"{shape} {tokenizer}", prompt, 5).removeprefix(prompt)
+        assert capsys.readouterr() == (f"{printable(answer)}\n", "")
+
+
+def test_generate_asks_a_server_at_an_address_until_stop(server: Served, monkeypatch, capsys) -> None:
+    address = server.url.removeprefix("http://")
+    expected = [
+        server.ask("PUT", "/api", {"prompts": [text], "tokens_to_generate": 6, "top_k": 1})[1]["text"][0]
+        for text in ("ab", "c")
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n" + "x" * 600 + "\nc\nstop\nd\n"))
+    assert text_generation_cli.main([address, "--tokens-to-generate", "6", "--greedy"]) == 0
+    out, err = capsys.readouterr()
+    separator = f"\n{text_generation_cli.SEPARATOR}\n"
+    assert out == f"{printable(expected[0])}{separator}{text_generation_cli.SEPARATOR}\n{printable(expected[1])}\n"
+    assert err.startswith(f"error: the server at {address} reports status 400: ")
+    assert err.count("\n") == 1
+    assert (
+        text_generation_cli.main(["--load", server.url, "--prompt", "ab", "--max-tokens", "6", "--temperature", "0"])
+        == 0
+    )
+    assert capsys.readouterr().out == f"{expected[0]}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("127.0.0.1:9 --prompt a", "no server answers at 127.0.0.1:9"),
+        ("127.0.0.1:9 --prompt a --ckpt-step 3 --repetition-penalty 2", "--ckpt-step does not apply to a server"),
+        ("nowhere:x --prompt a", "--load nowhere:x is not a folder"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_one_line(words: str, message: str, capsys) -> None:
+    assert text_generation_cli.main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_beams_of_a_chat_give_whole_answers_here_and_from_a_server(
+    server: Served, tmp_path, monkeypatch, capsys
+) -> None:
+    write_chat_folder(tmp_path / "tokenizer")
+    flags = f"{GPT2_SHAPE} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    save(tmp_path / "run", flags)
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    beams = ["--num-beams", "3", "--max-tokens", "5"]
+    for words in (["--url", server.url], [str(tmp_path / "run")]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        assert chat.main([*words, *beams]) == 0
+        out, err = capsys.readouterr()
+        assert (len(out) > 1, err) == (True, "")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--url nowhere", "--url nowhere is not an address; use one such as http://127.0.0.1:8000"),
         ("--url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
-        ("--load . --url http://127.0.0.1:9", "--url applies to a server; omit it with --load and --load-hf"),
-        ("--temperature -1 --max-tokens 0", "--max-tokens 0 is not positive; --temperature -1 is not between 0 and"),
+        (". --url http://127.0.0.1:9", "--url applies to a server; omit it, or the checkpoint"),
+        (
+            "--temperature -1 --max-tokens 0",
+            "--temperature -1 is not positive and finite; --greedy takes the likeliest token; "
+            "--max-tokens (--tokens-to-generate) 0 is not positive",
+        ),
+        ("--greedy --top-k 5", "--greedy draws nothing; drop it"),
     ],
 )
 def test_a_chat_that_cannot_be_is_refused_in_one_line(words: str, message: str, capsys) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -48,14 +50,15 @@ LLAMA_SHAPE = (
     "--ffn-hidden-size 44 --swiglu --normalization RMSNorm --disable-bias-linear --seq-length 32 "
     "--max-position-embeddings 32 --position-embedding-type rope --untie-embeddings-and-output-weights"
 )
-TRAINING = "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --init-method-std 0.3 --seed 77"
+TRAINING = "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --init-method-std 0.3 --seed 77"
 GREEDY = SamplingConfig(greedy=True)
 NULL_TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 99"
 
 
 def run_config(flags: str, world_size: int = 1) -> tuple[RunConfig, Tokenizer]:
     """Return the configuration and the tokenizer that a training run with these flags has."""
-    config = parse_arguments(f"{flags} {TRAINING}".split(), world_size)
+    data = "" if "data-path" in flags else " --mock-data"
+    config = parse_arguments(f"{flags} {TRAINING}{data}".split(), world_size)
     tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     return dataclasses.replace(config, model=model), tokenizer
@@ -149,6 +152,49 @@ def test_beams_find_another_text_that_repeats_nothing(llama: Path, monkeypatch, 
     assert tokens[:3] == ["3", "14", "15"]
     assert len(set(itertools.pairwise(tokens))) == len(tokens) - 1
     assert alone != expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
+
+
+LLAMA = f"{LLAMA_SHAPE} {NULL_TOKENIZER}"
+
+
+def test_prompts_are_read_until_stop(llama: Path, monkeypatch, capsys) -> None:
+    typed = "3 14 15\n\nfive\n92 6\nstop\n7\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    status, out, error = call_tool(monkeypatch, capsys, llama, "--max-tokens", "6", "--temperature", "0")
+    assert status == 0
+    texts = out.removesuffix("\n").split(f"\n{text_generation_cli.SEPARATOR}\n")
+    assert texts[0] == expected_text(LLAMA, "3 14 15", 6)
+    assert texts[-1].splitlines()[-1] == expected_text(LLAMA, "92 6", 6)
+    assert error.startswith("error: NullTokenizer reads ids")
+    assert error.count("\n") == 1, "the next prompt is read"
+    assert sys.stdin.read() == "7\n", "nothing is read after stop"
+
+
+def test_prompts_end_with_the_input(llama: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3 14"))
+    beams = ("--num-beams", "4", "--tokens-to-generate", "5")
+    streamed = call_tool(monkeypatch, capsys, "--load", llama, *beams)
+    assert streamed == call_tool(monkeypatch, capsys, "--load", llama, "--prompt", "3 14", *beams)
+
+
+def test_rank_0_reads_the_prompts_of_all_ranks(llama: Path) -> None:
+    run = fork_training(("--load", str(llama), "--max-tokens", "6", "--greedy"), 2, program=_generate_typed).check()
+    expected = [expected_text(LLAMA, prompt, 6) for prompt in ("3 14", "92")]
+    assert run.outputs == (f"\n{text_generation_cli.SEPARATOR}\n".join(expected) + "\n", "")
+
+
+def _generate_typed(argv: Sequence[str], faults: Faults) -> int:
+    sys.stdin = io.StringIO("3 14\n92\nstop\n" if os.environ["RANK"] == "0" else "4\n")
+    return text_generation_cli.main(list(argv))
+
+
+def test_the_default_length_fits_learned_positions(gpt2: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    status, out, _ = call_tool(monkeypatch, capsys, gpt2, "--prompt", "x" * 33, "--greedy")
+    assert status == 0
+    flags = f"{GPT2_SHAPE} {byte_level_flags(tmp_path)}"
+    assert out == expected_text(flags, "x" * 33, 7) + "\n"
+    error = call_tool(monkeypatch, capsys, gpt2, "--prompt", "x" * 33, "--tokens-to-generate", "8")[2]
+    assert "the model has 40 learned positions" in error
 
 
 @pytest.mark.parametrize(
@@ -274,8 +320,8 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {nowhere} --prompt 5", "--load {nowhere} is not a folder"),
         ("--load {empty} --prompt 5", "{empty} holds no checkpoint"),
         ("--load {llama} --prompt 5 --ckpt-step 7", "change --ckpt-step 7 to one of: 5, 10"),
-        ("--load {llama}", "one of the arguments --prompt --prompt-file is required"),
-        ("--prompt 5", "one of the arguments --load --load-hf is required"),
+        ("--load {llama}", "standard input has no prompt; give --prompt TEXT, --prompt-file FILE, or lines"),
+        ("--prompt 5", "one of the arguments DIR --load --load-hf is required"),
         ("--load {llama} --load-hf {llama} --prompt 5", "--load-hf: not allowed with argument --load"),
         ("--load-hf {nowhere} --prompt 5", "--load-hf {nowhere} is not a folder"),
         ("--load-hf {empty} --prompt 5", "--load-hf {empty} is not a Hugging Face model folder"),
@@ -285,7 +331,7 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {llama} --prompt 5 --prompt-file x", "not allowed with argument --prompt"),
         ("--load {llama} --prompt-file {nowhere}", "cannot read --prompt-file {nowhere}"),
         ("--load {llama} --prompt-file {blank}", "--prompt-file {blank} holds no text"),
-        ("--load {llama} --prompt 5 --tokens-to-generate 0", "--tokens-to-generate 0 is not positive"),
+        ("--load {llama} --prompt 5 --tokens-to-generate 0", "(--tokens-to-generate) 0 is not positive"),
         ("--load {llama} --prompt 5 --tokens-to-generate many", "invalid int value: 'many'"),
         (
             "--load {llama} --prompt 5 --top-p 1.5 --top-k -1",
@@ -325,6 +371,7 @@ def test_wrong_input_is_one_line_and_status_2(
     for name, merges in (("fewer", ["h e", "l l", "he ll"]), ("other", ["h e", "l l", "he ll", "hell a"])):
         (tmp_path / name).mkdir()
         byte_level_flags(tmp_path / name, merges)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     places = {"fewer": tmp_path / "fewer", "other": tmp_path / "other"}
     places |= {"llama": llama, "gpt2": gpt2, **{name: tmp_path / name for name in ("empty", "blank", "nowhere")}}
     status, out, err = call_tool(monkeypatch, capsys, *(word.format(**places) for word in words.split()))

@@ -257,7 +257,7 @@ def test_ctrl_c_saves_and_ends_all_ranks(command, tmp_path: Path) -> None:
     run.wait_for("iteration      3/100000 |")
     run.process.send_signal(signal.SIGINT)
     status, lines = run.end()
-    assert status == 0
+    assert status == 130
     assert sum(line.startswith("stopping after this step") for line in lines) == 1
     assert lines[-1].startswith("exiting program at iteration ")
     assert newest(tmp_path / "checkpoints").is_dir()
@@ -269,7 +269,7 @@ def test_ctrl_c_saves_and_ends_one_process(command, tmp_path: Path) -> None:
     run.wait_for("iteration      3/100000 |")
     run.process.send_signal(signal.SIGINT)
     status, lines = run.end()
-    assert status == 0
+    assert status == 130
     assert lines[-1].startswith("exiting program at iteration ")
     assert newest(tmp_path / "checkpoints").is_dir()
 

@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron.serving.openai.guard import Guard, Limits, Metrics
 from megatron.serving.openai.http_server import HttpServer
 from megatron.serving.openai.translator import Translator
 from megatron.serving.text_generation_server import ApiTranslator, PutApi
-from tests.unit.core.datasets.small_chat import write_chat_folder
+from tests.unit.core.datasets.small_chat import TEMPLATE, write_chat_folder
 from tests.unit.core.inference.small_models import build, odd_config
 
 NAME = "tiny"
@@ -66,18 +66,24 @@ def served(
     max_waiting: int = 256,
     limits: Limits | None = None,
     key: str | None = None,
+    template: str | None = TEMPLATE,
+    default_new_tokens: int | None = None,
+    defaults: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> Iterator[Served]:
-    """Serve a model of characters in float64, whose template ends each answer; ``model`` overrides its fields."""
-    tokenizer = write_chat_folder(folder)
+    """Serve a model of characters in float64, whose template ends each answer; ``model`` overrides its fields.
+
+    ``default_new_tokens`` and ``defaults`` are what the flags of the command set.
+    """
+    tokenizer = write_chat_folder(folder, template)
     config = odd_config(**({"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 600} | model))
     state = describe_parallel_state(0, 1)
     engine = InferenceEngine(build(config, state.tp), state)
     continuous = ContinuousEngine(engine, max_rows, 10_000)
     jobs, metrics = JobQueue(max_waiting), Metrics()
-    translator = Translator(tokenizer, config, 500, choose_template(tokenizer, None))
+    translator = Translator(tokenizer, config, 500, choose_template(tokenizer, None), default_new_tokens)
     put_api = PutApi(ApiTranslator(tokenizer, config, 500, max_rows), jobs, 1)
-    application = Application(translator, jobs, put_api, NAME, metrics, lambda line: None)
+    application = Application(translator, jobs, put_api, NAME, metrics, lambda line: None, defaults or {})
     server = HttpServer("127.0.0.1", 0)
     server.start(Guard(application.asgi(), limits or Limits(), key, metrics))
     is_over = threading.Event()

@@ -58,8 +58,14 @@ class NativeSource:
         index = read_index(self.folder)
         check_run_state(self.folder, index.common)
         check_geometry(self.folder, index)
+        damage = []
         for name, file in index.files.items():
-            check_file(self.folder / name, file, index.shards_of(name), verify)
+            try:
+                check_file(self.folder / name, file, index.shards_of(name), verify)
+            except DamagedCheckpointError as error:
+                damage.append(str(error))
+        if damage:
+            raise DamagedCheckpointError("\n".join(damage))
         if verify and not index.is_intact:
             raise DamagedCheckpointError(f"{self.folder / INDEX_FILE}: does not match its checksum")
         self.common: Mapping[str, Any] = index.common

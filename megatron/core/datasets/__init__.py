@@ -16,8 +16,15 @@ if TYPE_CHECKING:
         ResumedDataset,
         open_data_set,
     )
-    from megatron.core.datasets.chat_template import END_OF_DOCUMENT, ChatTemplate, choose_template
-    from megatron.core.datasets.conversation import ASSISTANT, Conversation
+    from megatron.core.datasets.chat_template import (
+        END_OF_DOCUMENT,
+        SFT_TEMPLATE,
+        TEMPLATE_FILE,
+        ChatTemplate,
+        choose_template,
+        find_template,
+    )
+    from megatron.core.datasets.conversation import ASSISTANT, Conversation, array_lines, is_array
     from megatron.core.datasets.conversation_file import (
         MASK_DTYPE,
         ConversationEncoder,
@@ -90,8 +97,8 @@ __getattr__ = lazy_exports(
         "blended_megatron_dataset_builder": (
             "BlendedDatasetBuilder DatasetSplits OpenedPart ResumedDataset open_data_set"
         ),
-        "chat_template": "ChatTemplate END_OF_DOCUMENT choose_template",
-        "conversation": "ASSISTANT Conversation",
+        "chat_template": "ChatTemplate END_OF_DOCUMENT SFT_TEMPLATE TEMPLATE_FILE choose_template find_template",
+        "conversation": "ASSISTANT Conversation array_lines is_array",
         "conversation_file": (
             "ConversationEncoder ConversationFile ConversationOptions EncodedConversation MASK_DTYPE is_raw mask_prefix"
         ),

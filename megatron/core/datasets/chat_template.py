@@ -45,12 +45,15 @@ class ChatTemplate:
     ``{% generation %}`` and ``{% endgeneration %}`` is the answer. A template without these tags is rendered once up to
     each answer and once including it; the difference is the answer.
 
+    ``name`` is for messages. ``label`` is short, contains no path, and is shown to the clients of a server.
+
     Raises:
         DataError: the package jinja2 is missing, or the template has a syntax error; the message names the line.
     """
 
-    def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, name: str, special_tokens: Mapping[str, str], label: str = "") -> None:
         self.name = name
+        self.label = label or name
         self.source = source
         self.special_tokens = dict(special_tokens)
         self._has_marks = _GENERATION.search(source) is not None
@@ -218,36 +221,59 @@ NAMED_TEMPLATES: Final[Mapping[str, str]] = {
 }
 """Built-in templates. ``plain`` ends each answer with the end-of-document token."""
 
-_TEMPLATE_FILE: Final = "chat_template.jinja"
+TEMPLATE_FILE: Final = "chat_template.jinja"
 _SETTINGS_FILES: Final = ("tokenizer_config.json", "chat_template.json")
 _TOKEN_FILES: Final = ("special_tokens_map.json", "tokenizer_config.json")
 
 
-def choose_template(tokenizer: Tokenizer, choice: str | None, flag: str = "--chat-template") -> ChatTemplate:
+SFT_TEMPLATE: Final = "chatml"
+"""Built-in template of fine-tuning with a tokenizer that has no template."""
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """Source of a chat template, its name for messages, and its short label."""
+
+    text: str
+    name: str
+    label: str
+
+
+def find_template(tokenizer: Tokenizer, choice: str | None, fallback: str | None = None) -> TemplateSource | None:
     """Return the template with the file name or template name ``choice``, or the tokenizer's template if it is None.
 
-    ``flag`` is the command-line flag that the error message recommends.
+    If ``choice`` is None and the tokenizer's files hold no template, return the built-in template ``fallback``, or
+    None without it.
 
     Raises:
         DataError: the template does not exist; the message lists the available templates.
     """
     own = _own_templates(tokenizer)
-    tokens = _special_tokens(tokenizer)
     if choice is not None and Path(choice).is_file():
-        return ChatTemplate(read_text(Path(choice)), choice, tokens)
+        return TemplateSource(read_text(Path(choice)), choice, Path(choice).name)
     name = choice or "default"
     if name in own:
-        place, source = own[name]
-        return ChatTemplate(source, place, tokens)
+        place, text = own[name]
+        return TemplateSource(text, place, "the tokenizer's" if choice is None else name)
     if name in NAMED_TEMPLATES:
-        return ChatTemplate(NAMED_TEMPLATES[name], f"the template {name}", tokens)
-    there = ", ".join(dict.fromkeys((*own, *NAMED_TEMPLATES)))
-    if choice is None:
-        raise DataError(
-            f"the tokenizer's files hold no chat template ({_TEMPLATE_FILE}, or chat_template in "
-            f"{_SETTINGS_FILES[0]}); give {flag} a file, or one of {there}"
-        )
-    raise DataError(f"--chat-template {choice} is neither a file nor a known template; known templates are {there}")
+        return TemplateSource(NAMED_TEMPLATES[name], f"the template {name}", name)
+    if choice is not None:
+        there = ", ".join(dict.fromkeys((*own, *NAMED_TEMPLATES)))
+        raise DataError(f"--chat-template {choice} is neither a file nor a known template; known templates are {there}")
+    if fallback is None:
+        return None
+    name = f"the built-in template {fallback}, because the tokenizer has none"
+    return TemplateSource(NAMED_TEMPLATES[fallback], name, fallback)
+
+
+def choose_template(tokenizer: Tokenizer, choice: str | None, fallback: str | None = None) -> ChatTemplate | None:
+    """Return the template that `find_template` finds, ready to render.
+
+    Raises:
+        DataError: the template does not exist, has a syntax error, or jinja2 is missing.
+    """
+    found = find_template(tokenizer, choice, fallback)
+    return None if found is None else ChatTemplate(found.text, found.name, _special_tokens(tokenizer), found.label)
 
 
 def _own_templates(tokenizer: Tokenizer) -> dict[str, tuple[str, str]]:
@@ -261,8 +287,8 @@ def _own_templates(tokenizer: Tokenizer) -> dict[str, tuple[str, str]]:
             if isinstance(item, dict) and isinstance(item.get("template"), str):
                 key = str(item.get("name", "default"))
                 found.setdefault(key, (f"chat_template of {files[name]}", item["template"]))
-    if _TEMPLATE_FILE in files:
-        found["default"] = (str(files[_TEMPLATE_FILE]), read_text(files[_TEMPLATE_FILE]))
+    if TEMPLATE_FILE in files:
+        found["default"] = (str(files[TEMPLATE_FILE]), read_text(files[TEMPLATE_FILE]))
     return found
 
 

@@ -1,7 +1,9 @@
-"""Read conversations from JSONL: messages, prompt and completion, or instruction, input and output."""
+"""Read conversations from JSONL or a JSON array: messages, prompt and completion, or instruction, input and output."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,9 +49,7 @@ def read_conversations(line: bytes) -> list[Conversation]:
     try:
         content = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
-        is_array = line.lstrip().startswith(b"[")
-        advice = "; write one object a line, as jq -c '.[]' does of an array" if is_array else ""
-        raise DataError(f"not a JSON line: {error}{advice}") from error
+        raise DataError(f"not a JSON line: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"expected a JSON object, found {type(content).__name__}")
     conversations = [Conversation(part, content.get("tools")) for part in _split(_read_messages(content))]
@@ -111,3 +111,110 @@ def _split(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
     starts = [0, *(i for i, message in enumerate(messages) if i and message["role"] == "system"), len(messages)]
     for begin, end in itertools.pairwise(starts):
         yield tuple(messages[begin:end])
+
+
+_ARRAY_BYTES: Final = 1 << 20
+_BEGINNING_BYTES: Final = 4096
+
+
+def is_array(beginning: bytes) -> bool:
+    """Return whether a file with this beginning is a JSON array, rather than JSONL."""
+    return beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def json_lines(file: io.BufferedReader, name: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the name of each line, for messages, and the line; an item of a JSON array is converted to a line.
+
+    Raises:
+        DataError: the file starts like a JSON array and is none; the message names the item.
+    """
+    is_whole = is_array(file.peek(_BEGINNING_BYTES))
+    place = ", item " if is_whole else ":"
+    for number, line in enumerate(array_lines(file, name) if is_whole else file, start=1):
+        yield f"{name}{place}{number}", line
+
+
+def array_lines(file: io.BufferedIOBase, name: str) -> Iterator[bytes]:
+    """Yield each item of a JSON array as a JSON line; only a part of the array is in memory.
+
+    Raises:
+        DataError: the file is not a JSON array in UTF-8; the message names the item.
+    """
+    array = _ArrayReader(file, name)
+    array.skip("[")
+    is_first = True
+    while array.next_character() != "]":
+        if not is_first:
+            array.skip(",")
+        is_first = False
+        yield array.item()
+    array.skip("]")
+    if array.next_character():
+        raise array.error("text follows the end of the array")
+
+
+class _ArrayReader:
+    """Reads the text of a JSON array in parts, and parses one item at a time."""
+
+    def __init__(self, file: io.BufferedIOBase, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._parser = json.JSONDecoder()
+        self._text, self._position, self._number = "", 0, 0
+
+    def next_character(self) -> str:
+        """Skip white space and return the next character without taking it; "" at the end of the file."""
+        while True:
+            while self._position < len(self._text):
+                if self._text[self._position] not in " \t\r\n":
+                    return self._text[self._position]
+                self._position += 1
+            if not self._read():
+                return ""
+
+    def skip(self, expected: str) -> None:
+        """Take the next character.
+
+        Raises:
+            DataError: it is another one.
+        """
+        found = self.next_character()
+        if found != expected:
+            raise self.error(f"expected {expected}, found {found or 'the end of the file'}")
+        self._position += 1
+
+    def item(self) -> bytes:
+        """Take the next item, and return it as a JSON line.
+
+        Raises:
+            DataError: it is not valid JSON.
+        """
+        self._number += 1
+        self.next_character()
+        while True:
+            try:
+                _, end = self._parser.raw_decode(self._text, self._position)
+            except (ValueError, RecursionError) as error:
+                if not self._read():
+                    raise self.error(str(error)) from error
+                continue
+            if end < len(self._text) or not self._read():
+                break
+        item = self._text[self._position : end]
+        self._position = end
+        return item.replace("\r", " ").replace("\n", " ").encode() + b"\n"
+
+    def error(self, reason: str) -> DataError:
+        return DataError(f"{self._name}, item {self._number}: not a JSON array: {reason}")
+
+    def _read(self) -> bool:
+        """Read more text, twice as much for an item that is longer; return whether there was more."""
+        self._text = self._text[self._position :]
+        self._position = 0
+        data = self._file.read(max(_ARRAY_BYTES, len(self._text)))
+        try:
+            self._text += self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise self.error(str(error)) from error
+        return bool(data)

@@ -1,6 +1,6 @@
 """Encode conversations into tokens with a loss mask of their answers, and read them from files.
 
-A file is a tokenized data set with its loss masks, or JSONL, which is tokenized once and cached.
+A file is a tokenized data set with its loss masks, or JSON (JSONL or an array), which is tokenized once and cached.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.chat_template import END_OF_DOCUMENT, ChatTemplate, RenderedConversation, choose_template
-from megatron.core.datasets.conversation import Message, read_conversations
+from megatron.core.datasets.chat_template import (
+    END_OF_DOCUMENT,
+    SFT_TEMPLATE,
+    ChatTemplate,
+    RenderedConversation,
+    choose_template,
+)
+from megatron.core.datasets.conversation import Message, json_lines, read_conversations
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, idx_path, optimal_dtype
 from megatron.core.errors import DataError, InputError
 from megatron.core.object_store import as_path
@@ -151,7 +157,7 @@ class ConversationOptions:
 
     Attributes:
         tokenizer: encodes conversations from JSONL.
-        chat_template: a file or a template name. None uses the tokenizer's template.
+        chat_template: a file or a template name. None uses the tokenizer's template, or `SFT_TEMPLATE` if it has none.
         longest: positions after which a conversation is truncated. None: the sequence length.
         packs: whether to pack several conversations into a sample, instead of one.
     """
@@ -169,18 +175,20 @@ class ConversationOptions:
         return f" ({', '.join(words)})" if words else ""
 
     def encoder(self) -> ConversationEncoder:
-        """Return the encoder for JSONL.
+        """Return the encoder for JSON.
 
         Raises:
             DataError: the chat template cannot be used.
         """
-        return ConversationEncoder(self.tokenizer, choose_template(self.tokenizer, self.chat_template))
+        template = choose_template(self.tokenizer, self.chat_template, SFT_TEMPLATE)
+        assert template is not None, "there is a fallback"
+        return ConversationEncoder(self.tokenizer, template)
 
     def open(self, prefix: str, cache: Path, mmap_bin_files: bool, report: Callable[[str], None]) -> ConversationFile:
-        """Open a data set. A JSONL file is tokenized into ``cache`` first, unless the cache already has it.
+        """Open a data set. A JSON file is tokenized into ``cache`` first, unless the cache already has it.
 
         Raises:
-            DataError: the data set cannot be opened, or the JSONL file cannot be tokenized.
+            DataError: the data set cannot be opened, or the JSON file cannot be tokenized.
         """
         if is_raw(prefix):
             prefix = _pack_once(Path(prefix), self.encoder(), cache, report)
@@ -209,7 +217,7 @@ def _pack_once(source: Path, encoder: ConversationEncoder, folder: Path, report:
 
 
 def pack(source: Path, encoder: ConversationEncoder, prefix: Path) -> tuple[int, int]:
-    """Write the conversations of a JSONL file and their masks; return the numbers of conversations and tokens.
+    """Write the conversations of a JSON file and their masks; return the numbers of conversations and tokens.
 
     Raises:
         DataError: a line, named in the message, cannot be read or rendered, or the file has no lines.
@@ -217,23 +225,23 @@ def pack(source: Path, encoder: ConversationEncoder, prefix: Path) -> tuple[int,
     num_tokens = 0
     dtype = optimal_dtype(encoder.tokenizer.vocab_size)
     with (
-        open(source, "rb") as lines,
+        open(source, "rb") as file,
         IndexedDatasetBuilder(prefix, dtype) as tokens,
         IndexedDatasetBuilder(mask_prefix(prefix), MASK_DTYPE) as masks,
     ):
-        for number, line in enumerate(lines, start=1):
+        for place, line in json_lines(file, str(source)):
             if line.isspace():
                 continue
             try:
                 encoded = encoder.encode_line(line)
             except InputError as error:
-                raise DataError(f"{source}:{number}: {error}") from error
+                raise DataError(f"{place}: {error}") from error
             for conversation in encoded:
                 tokens.add_document(conversation.tokens)
                 masks.add_document(conversation.loss_mask)
                 num_tokens += len(conversation.tokens)
         if not tokens.num_documents:
-            raise DataError(f"{source} holds no conversation: there is no line in it")
+            raise DataError(f"{source} holds no conversation: there is nothing in it")
         # Publish the masks first, so that a data set with a token index is complete.
         masks.finalize()
         tokens.finalize()

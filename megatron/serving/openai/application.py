@@ -13,6 +13,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +35,7 @@ from megatron.serving.openai.answer_forms import AnswerForms, ChoiceText, usage_
 from megatron.serving.openai.guard import CONTENT_TYPE, Metrics
 from megatron.serving.openai.request_fields import ApiError, RequestFields, read_chat, read_completion
 from megatron.serving.openai.translator import Translated, Translator
+from megatron.training import num_parameters
 
 
 class ClientLeft(Exception):
@@ -140,7 +142,10 @@ Json = dict[str, Any]
 
 
 class Application:
-    """OpenAI-compatible API for one model, with Megatron's PUT /api; ``log`` gets one line per request."""
+    """OpenAI-compatible API for one model, with Megatron's PUT /api; ``log`` gets one line per request.
+
+    ``defaults`` are values of request fields that replace OpenAI's defaults.
+    """
 
     def __init__(
         self,
@@ -150,14 +155,17 @@ class Application:
         model: str,
         metrics: Metrics,
         log: Callable[[str], None],
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._translator = translator
+        self._defaults = defaults
         self._jobs = jobs
         self._put_api = put_api
         self._model = model
         self._metrics = metrics
         self._log = log
         self._created = int(time.time())
+        self._num_parameters = num_parameters(translator.config)
         self._page = resources.files("megatron.serving.openai").joinpath("page.html").read_text(encoding="utf-8")
         self._policy = _content_policy(self._page)
 
@@ -184,11 +192,11 @@ class Application:
 
     async def complete(self, request: Request) -> Response:
         """Handle /v1/completions."""
-        return await self._answer(request, read_completion(await request.body()))
+        return await self._answer(request, read_completion(await request.body(), self._defaults))
 
     async def chat(self, request: Request) -> Response:
         """Handle /v1/chat/completions."""
-        return await self._answer(request, read_chat(await request.body()))
+        return await self._answer(request, read_chat(await request.body(), self._defaults))
 
     async def models(self) -> Json:
         """List the one model."""
@@ -220,12 +228,17 @@ class Application:
         return JSONResponse(content, status.value)
 
     def _description(self) -> Json:
+        template = self._translator.template
         return {
             "id": self._model,
             "object": "model",
             "created": self._created,
             "owned_by": "megatron",
             "max_model_len": self._translator.max_model_len,
+            "num_parameters": self._num_parameters,
+            "chat_template": None if template is None else template.label,
+            "mode": "completion" if template is None else "chat",
+            "defaults": dict(self._defaults),
         }
 
     def _check_model(self, name: str | None) -> None:

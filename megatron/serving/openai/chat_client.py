@@ -44,6 +44,8 @@ class ChatClient:
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
         self._fields = dict(fields)
+        self.mode = "chat"
+        """``completion`` if the server is this project's and its model has no chat template."""
 
     def model(self) -> str:
         """Return the name of the server's first model, which becomes the default of later requests.
@@ -53,27 +55,34 @@ class ChatClient:
         """
         try:
             with self._response("GET", "/v1/models", None) as response:
-                found = [str(entry["id"]) for entry in json.loads(response.read(_LONGEST_LINE))["data"]]
+                entries = {str(entry["id"]): entry for entry in json.loads(response.read(_LONGEST_LINE))["data"]}
         except (OSError, http.client.HTTPException) as error:
             raise InputError(f"no server answers at {self._url}: {error}; start one with the command serve") from error
         except ChatFailed as error:
             raise InputError(f"the server at {self._url} rejects the request: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"the server at {self._url} does not serve OpenAI's API: {error!r}") from error
-        if not found:
+        if not entries:
             raise InputError(f"the server at {self._url} has no model")
-        name: str = self._fields.setdefault("model", found[0])
+        name: str = self._fields.setdefault("model", next(iter(entries)))
+        self.mode = str(entries.get(name, {}).get("mode", self.mode))
         return name
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
         """Yield the text of the response in pieces; a caller that stops early also cancels the request on the server.
 
+        The result of a beam search is one piece.
+
         Raises:
             ChatFailed: the server rejects the request, fails or disconnects.
         """
-        body = json.dumps({**self._fields, "messages": list(messages), "stream": True})
+        streams = self._fields.get("num_beams", 1) == 1
+        body = json.dumps({**self._fields, "messages": list(messages), "stream": streams})
         try:
             with self._response("POST", "/v1/chat/completions", body) as response:
+                if not streams:
+                    yield json.loads(response.read(_LONGEST_LINE))["choices"][0]["message"]["content"]
+                    return
                 while line := response.readline(_LONGEST_LINE):
                     if not line.startswith(b"data: "):
                         continue
@@ -87,7 +96,7 @@ class ChatClient:
                         yield choice["delta"].get("content") or ""
         except (OSError, http.client.HTTPException) as error:
             raise ChatFailed(f"the server at {self._url} left: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise ChatFailed(f"the server at {self._url} says what cannot be read: {error!r}") from error
         raise ChatFailed(f"the server at {self._url} left before the end of the answer")
 

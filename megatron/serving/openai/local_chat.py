@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.core.errors import InputError
-from megatron.core.inference import ContinuousEngine, NewToken, PromptEnded, PromptFailed
+from megatron.core.inference import ContinuousEngine, NewToken, PromptEnded, PromptFailed, PromptSearched
 from megatron.serving.openai.chat_client import ChatFailed
 from megatron.serving.openai.request_fields import ApiError, RequestFields
 from megatron.serving.openai.translator import Translator
@@ -41,6 +41,10 @@ class LocalChat:
                         text.add(happened.token, None)
                     elif isinstance(happened, PromptEnded):
                         text.end(happened.reason)
+                    elif isinstance(happened, PromptSearched):
+                        for token in happened.found.tokens:
+                            text.add(token, None)
+                        text.end("stop")
                 yield text.take()[0]
         except InputError as error:
             raise ChatFailed(str(error)) from error

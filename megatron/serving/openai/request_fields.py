@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron.core.inference import MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_TEMPERATURE
@@ -81,8 +82,8 @@ def _field(default: Any, check: Check) -> Any:
 class RequestFields:
     """Fields of a request; either ``prompts`` or ``messages`` is empty.
 
-    ``num_alternatives`` is None if no log-probabilities are requested. If ``max_tokens`` is None, the text may fill the
-    context.
+    ``num_alternatives`` is None if no log-probabilities are requested. If ``max_tokens`` is None, the server chooses a
+    length that fits the context.
     """
 
     prompts: tuple[Prompt, ...] = ()
@@ -142,25 +143,25 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
 """OpenAI fields that are not supported, with a test for the values that request nothing."""
 
 
+_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SPECIAL = ("stop", "stream_options", "logit_bias", "logprobs")
 
 
-def read_completion(body: bytes) -> RequestFields:
-    """Parse the body of a /v1/completions request.
+def read_completion(body: bytes, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> RequestFields:
+    """Parse the body of a /v1/completions request; ``defaults`` replace OpenAI's defaults of its fields.
 
     Raises:
         ApiError: the body is not JSON, a field is unknown, or a value is invalid.
     """
     values = _read_object(body, ("prompt",))
-    given = _common(values) | {"prompts": _prompts(values.get("prompt"))}
-    given.setdefault("max_tokens", 16)
+    given = {**defaults, **_common(values), "prompts": _prompts(values.get("prompt"))}
     if (logprobs := values.get("logprobs")) is not None:
         given["num_alternatives"] = _checked("logprobs", logprobs, _whole(0, _MOST_ALTERNATIVES))
     return _consistent(RequestFields(**given), values)
 
 
-def read_chat(body: bytes) -> RequestFields:
-    """Parse the body of a /v1/chat/completions request.
+def read_chat(body: bytes, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> RequestFields:
+    """Parse the body of a /v1/chat/completions request; ``defaults`` replace OpenAI's defaults of its fields.
 
     Raises:
         ApiError: the body is not JSON, a field is unknown, or a value is invalid.
@@ -168,7 +169,7 @@ def read_chat(body: bytes) -> RequestFields:
     values = _read_object(body, ("messages", "top_logprobs", "max_completion_tokens"))
     if "max_completion_tokens" in values:
         values["max_tokens"] = values.pop("max_completion_tokens")
-    given = _common(values) | {"messages": _messages(values.get("messages"))}
+    given = {**defaults, **_common(values), "messages": _messages(values.get("messages"))}
     wants = _checked("logprobs", values.get("logprobs", False), _FLAG)
     number = _checked("top_logprobs", values.get("top_logprobs", 0), _whole(0, _MOST_ALTERNATIVES))
     if number and not wants:

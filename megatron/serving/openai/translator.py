@@ -22,6 +22,14 @@ from megatron.core.tokenizers import Tokenizer
 from megatron.serving.openai.answer_forms import ChoiceText
 from megatron.serving.openai.request_fields import ApiError, Message, Prompt, RequestFields
 
+COMPLETION_TOKENS = 16
+"""Default number of new tokens of /v1/completions, as in OpenAI's API."""
+BASE_MODEL_TOKENS = 64
+"""Default number of new tokens for the messages of a model without a chat template, which may never end its text."""
+COMPLETION_MODE = (
+    "the model has no chat template: completion mode, which continues the text of the messages; --chat-template "
+    "selects a format"
+)
 _MARK = "marked text of an answer"
 
 
@@ -42,8 +50,9 @@ class Translated:
 class Translator:
     """Translator of requests for one model; thread-safe.
 
-    ``template`` is None if the model has no chat template; ``why_no_template`` is then the error message.
-    ``max_tokens`` limits the prompt plus the generated tokens, as the model's position embeddings do.
+    Without a ``template`` (base models) the model continues the text of the messages (completion mode). ``max_tokens``
+    limits the prompt plus the generated tokens, as the model's position embeddings do. ``default_new_tokens`` is the
+    maximum number of new tokens for requests without one, shortened to fit the context; None: `default_length`.
     """
 
     def __init__(
@@ -52,13 +61,13 @@ class Translator:
         config: GPTConfig,
         max_tokens: int,
         template: ChatTemplate | None,
-        why_no_template: str = "",
+        default_new_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.max_tokens = max_tokens
         self.template = template
-        self._why_no_template = why_no_template
+        self._default_new_tokens = default_new_tokens
         self._encoder = None if template is None else ConversationEncoder(tokenizer, template)
         self._lock = threading.Lock()
         self._ends = frozenset() if tokenizer.eod_id is None else frozenset((tokenizer.eod_id,))
@@ -67,6 +76,12 @@ class Translator:
     @property
     def max_model_len(self) -> int:
         return context_length(self.config, self.max_tokens)
+
+    def default_length(self, fields: RequestFields) -> int:
+        """Return the maximum number of new tokens for a request without one, apart from the context length."""
+        if not fields.is_chat:
+            return COMPLETION_TOKENS
+        return BASE_MODEL_TOKENS if self.template is None else self.max_model_len
 
     @property
     def is_busy(self) -> bool:
@@ -107,13 +122,15 @@ class Translator:
 
     def _conversation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         if self._encoder is None:
-            raise ApiError(400, self._why_no_template)
+            return self._tokens("\n".join(message["content"] for message in messages))
         return tuple(self._encoder.encode_prompt(messages))
 
     def _max_new(self, fields: RequestFields, longest: int) -> int:
         """Return the maximum number of new tokens; reject a prompt that exceeds the context length."""
         limit = self.max_model_len
-        max_new = max(limit - longest, 1) if fields.max_tokens is None else fields.max_tokens
+        max_new = fields.max_tokens
+        if max_new is None:
+            max_new = max(min(self._default_new_tokens or self.default_length(fields), limit - longest), 1)
         if longest + max_new > limit:
             is_servers = limit != self.config.max_position_embeddings
             restart = ", or restart the server with a larger --max-tokens-to-oom" if is_servers else ""

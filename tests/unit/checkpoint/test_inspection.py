@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,6 +177,33 @@ def test_inspect_names_damage(run_tool: ToolRun, checkpoint: Path, tmp_path: Pat
     assert "do not match their checksum" in error
 
 
+@pytest.mark.parametrize("saver", [write_native, write_megatron_torch, write_torch_dist])
+def test_plain_inspect_reports_what_the_sizes_of_files_show(
+    run_tool: ToolRun, saver: Callable[..., Path], tmp_path: Path
+) -> None:
+    sizes = {"max_file_bytes": 100_000} if saver is write_native else {}
+    for iteration in (3, 4):
+        saver(small_source(small_common(iteration=iteration)), tmp_path, iteration, **sizes)
+    assert run_tool("inspect.py", tmp_path, "--no-tensors")[0] == 0
+    patterns = ("*.safetensors", "*.distcp", "mp_rank_*/*.pt")
+    old, new = (
+        sorted(path for pattern in patterns for path in (tmp_path / f"iter_000000{number}").glob(pattern))
+        for number in (3, 4)
+    )
+    os.truncate(old[0], old[0].stat().st_size - 1)
+    status, printed, error = run_tool("inspect.py", tmp_path, "--no-tensors")
+    assert (status, error.count("\n")) == (2, 1)
+    assert printed.startswith(f"checkpoint: {tmp_path / 'iter_0000004'}"), "the newest is described"
+    assert str(old[0]) in error
+    for path in new[:2]:
+        os.truncate(path, path.stat().st_size // 2)
+    status, printed, error = run_tool("inspect.py", "--load", tmp_path, "--no-tensors")
+    assert (status, printed, error.count("\n")) == (2, "", 1)
+    assert all(str(path) in error for path in (old[0], *new[:2]))
+    assert run_tool("inspect.py", tmp_path, "--no-tensors", "--ckpt-step", "4")[0] == 2
+    assert str(old[0]) not in run_tool("inspect.py", tmp_path / "iter_0000004", "--no-tensors")[2]
+
+
 def test_diff_of_equal_and_different_checkpoints(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
     common = copy.deepcopy(small_common("--tensor-model-parallel-size 1 --lr 2e-3"))
     source = small_source(common)
@@ -236,7 +264,7 @@ def test_the_converter_records_bare_ids_of_the_models_vocabulary(
     [
         ("inspect.py", ["nowhere"], "nowhere is not a folder"),
         ("inspect.py", [str(TOOLS)], "holds no checkpoint"),
-        ("inspect.py", [], "required: DIR"),
+        ("inspect.py", [], "one of the arguments DIR --load is required"),
         ("diff.py", ["nowhere", "elsewhere"], "nowhere is not a folder"),
         ("diff.py", ["a", "b", "--tolerance", "-1"], "--tolerance -1.0"),
         ("convert.py", ["--load-dir", "nowhere", "--save-dir", "b"], "nowhere is not a folder"),

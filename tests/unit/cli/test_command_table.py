@@ -96,16 +96,23 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "serve --laod runs",
-            "one of the arguments --load --load-hf is required; there is no --laod, did you mean --load?",
+            "unrecognized arguments: --laod; there is no --laod, did you mean --load?",
         ),
         (
             "convert --load a --save-dr=b",
-            "the following arguments are required: --load-dir, --save-dir; "
-            "there is no --load, did you mean --load-dir?",
+            "the following arguments are required: --save-dir/--save; there is no --save-dr, did you mean --save-dir?",
         ),
         ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit, did you mean --list?"),
         ("verify nowhere", "unrecognized arguments: nowhere; see --help"),
-        ("inspect", "the following arguments are required: DIR; see --help"),
+        ("inspect", "one of the arguments DIR --load is required; see --help"),
+        (
+            "serve --load runs --prompt text",
+            "argument DIR: not allowed with argument --load; there is no --prompt; see --help",
+        ),
+        ("serve --prompt text", "unrecognized arguments: --prompt; see --help"),
+        ("serve", "one of the arguments DIR --load --load-hf is required; see --help"),
+        ("convert --save-dir out", "one of the arguments DIR --load-dir/--load is required; see --help"),
+        ("evaluate runs --load others", "argument --load: not allowed with argument DIR; see --help"),
         ("plot", "the following arguments are required: RUN; see --help"),
     ],
 )
@@ -151,7 +158,7 @@ def test_the_deprecated_name_of_the_memory_plot_works(capsys: pytest.CaptureFixt
         (plan.build_parser(), "gpus", ("--gpus", "--world-size")),
         (explain.build_parser(1), "world_size", ("--world-size", "--gpus")),
         (chat.build_parser(), "max_tokens", ("--max-tokens", "--tokens-to-generate")),
-        (text_generation_cli.build_parser(), "tokens_to_generate", ("--tokens-to-generate", "--max-tokens")),
+        (text_generation_cli.build_parser(), "max_tokens", ("--tokens-to-generate", "--max-tokens")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -159,7 +166,7 @@ def test_both_names_of_a_flag_are_accepted(
     parser: ArgumentParser, name: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flag in flags:
-        found, others = parser.parse_known_args([flag, "7", "--load", "runs", "--prompt", "text"])
+        found, others = parser.parse_known_args([flag, "7", "--load", "runs", "--prompt=text"])
         assert str(getattr(found, name)) == "7"
         assert flag not in others
     assert capsys.readouterr().err == ""

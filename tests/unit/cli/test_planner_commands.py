@@ -51,6 +51,20 @@ def test_figures_read_back_as_they_were(tmp_path: Path) -> None:
     assert read_gpu(file) == dataclasses.replace(H100)
 
 
+def test_the_exit_code_tells_scripts_that_a_run_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, values = tmp_path / "small.json", gpu_to_json(H100)
+    file.write_text(json.dumps(values | {"memory_bytes": 1 << 20}))
+    words = [*SMALL, "--world-size", "12"]
+    assert explain([*words, "--exit-code"]) == 0
+    assert "outcome: ok" in capsys.readouterr().out
+    for more, status in (([], 0), (["--exit-code"], 1)):
+        assert explain([*words, "--gpu", str(file), *more]) == status
+        assert "outcome: oom" in capsys.readouterr().out
+    assert explain([*SMALL, "--world-size", "13", "--exit-code"]) == 2
+
+
 def test_files_of_earlier_versions_have_one_share_for_all_matmuls(tmp_path: Path) -> None:
     file, values = tmp_path / "h100.json", gpu_to_json(H100)
     del values["float8_share"]

@@ -372,6 +372,11 @@ def test_tokens_and_masks_are_written(tmp_path: Path) -> None:
     assert [data.get_mask(i).tolist() for i in range(2)] == [[0, 0, 1, 1], [0, 1, 1, 0, 1, 1, 1]]
     for prefix in (data.prefix, mask_prefix(data.prefix)):
         assert list(verify_checksums(prefix)) == []
+    (tmp_path / "talk.json").write_text(json.dumps(lines))
+    done = preprocess(tmp_path / "talk.json", tmp_path / "array", *PLAIN, "--on-error", "skip")
+    assert done.returncode == 0, done.stderr
+    array = ConversationFile(tmp_path / "array_sft_document")
+    assert [array[i].tolist() for i in range(2)] == [data[i].tolist() for i in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +389,7 @@ def test_tokens_and_masks_are_written(tmp_path: Path) -> None:
             ["--chat-template", "llama"],
             "--chat-template llama is neither a file nor a known template; known templates are chatml",
         ),
-        (["--input-format", "text"], "talk.jsonl is text, and --sft reads jsonl; write a conversation a line"),
+        (["--input-format", "text"], "talk.jsonl is text, and --sft reads jsonl or a JSON array; write one of them"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, flags: list[str], problem: str) -> None:

@@ -326,7 +326,7 @@ def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
             b"Once upon a time\n",
             "x.jsonl:1: not a JSON line: Expecting value: line 1 column 1 (char 0); is it plain text?",
         ),
-        (b'[\n{"text": "1"}]', "one JSON array becomes lines with: jq -c '.[]'"),
+        (b'[\n{"text": "1"}', "x.jsonl, item 1: not a JSON array: expected ,, found the end of the file"),
         (b"PAR1 and no more", "x.jsonl cannot be read as parquet"),
     ],
 )
@@ -337,6 +337,21 @@ def test_what_is_no_jsonl_is_named_with_the_way_on(content: bytes, message: str,
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_json_array_is_read_item_by_item(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    array = json.dumps([{"text": str(number)} for number in range(5)], indent=1).encode()
+    (tmp_path / "a.json").write_bytes(array)
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(array))
+    words = [*NULL, "--workers", "1", "--output-prefix", str(tmp_path / "out"), "--input"]
+    assert preprocess_data.main([*words, str(tmp_path / "b.json.gz")]) == 2
+    assert "a JSON array is read with --input-format json" in capsys.readouterr().err
+    both = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
+    assert preprocess_data.main([*words, *both, "--input-format", "json"]) == 0
+    expected = [[number] for number in range(5)]
+    assert list(itertools.chain(*documents(tmp_path / "out_text_document"))) == [*expected, *expected]
+    assert preprocess_data.main([*words, both[0], "--overwrite"]) == 0
+    assert list(itertools.chain(*documents(tmp_path / "out_text_document"))) == expected
 
 
 def test_the_member_that_is_not_utf8_is_named(tmp_path: Path) -> None:

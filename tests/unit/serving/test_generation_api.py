@@ -34,7 +34,7 @@ def translator(tmp_path_factory) -> ApiTranslator:
 def test_the_defaults_are_megatrons() -> None:
     request = parse()
     assert request == ApiRequest(prompts=("a",))
-    assert (request.tokens_to_generate, request.temperature, request.top_k, request.top_p) == (64, 1.0, 0, 0.0)
+    assert (request.tokens_to_generate, request.temperature, request.top_k, request.top_p) == (None, 1.0, 0, 0.0)
 
 
 @pytest.mark.parametrize(

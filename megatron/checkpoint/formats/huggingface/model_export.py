@@ -26,6 +26,7 @@ from megatron.checkpoint.formats.huggingface.tokenizer_files import (
     complete_model_folder,
     copy_into_model_folder,
     end_of_text,
+    write_chat_template,
 )
 from megatron.checkpoint.formats.huggingface.weight_files import (
     INDEX_FILE,
@@ -92,6 +93,7 @@ class ModelExport:
             copy_into_model_folder(tokenizer, folder)
             if self._record is None and self._family.model_type != "gpt2":
                 complete_model_folder(tokenizer, folder)
+            write_chat_template(tokenizer, folder, self._source.common["config"].get("data", {}))
 
     def _values(self, stored: str) -> torch.Tensor:
         weight = self._weights[stored]

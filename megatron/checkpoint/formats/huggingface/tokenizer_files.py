@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.settings import GENERATION_FILE
+from megatron.core.console import print_line
+from megatron.core.datasets import SFT_TEMPLATE, TEMPLATE_FILE, find_template
+from megatron.core.errors import DataError
 from megatron.core.tokenizers import (
     END_OF_TEXT,
     MODEL_FOLDER_FILES,
@@ -98,6 +102,27 @@ def complete_model_folder(tokenizer: Path, target: Path) -> None:
         _write(target / _CONFIG_FILE, pieces | {"add_eos_token": False, "legacy": True})
     elif kind in _USUAL_NAMES:
         _describe_engine(rebuild_tokenizer(record, tokenizer), target)
+
+
+def write_chat_template(tokenizer: Path, target: Path, data: Mapping[str, Any]) -> None:
+    """Write the chat template of a fine-tuning to a model folder, unless it is the tokenizer's own.
+
+    ``data`` is the data section of the run's configuration. If the file of --chat-template is gone, a line on standard
+    error says that the folder has no template.
+    """
+    if not data.get("sft") or not (tokenizer / RECORD_FILE).is_file():
+        return
+    choice = data.get("chat_template")
+    built = rebuild_tokenizer(read_json_object(tokenizer / RECORD_FILE), tokenizer)
+    if choice is None and find_template(built, None) is not None:
+        return
+    try:
+        found = find_template(built, choice, SFT_TEMPLATE)
+    except DataError as error:
+        print_line(f"WARNING: the chat template of the fine-tuning is not written to {target}: {error}", sys.stderr)
+        return
+    assert found is not None, "there is a fallback"
+    (target / TEMPLATE_FILE).write_text(found.text, encoding="utf-8")
 
 
 def _describe_engine(built: Tokenizer, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.chat_template import ChatTemplate, choose_template
-from megatron.core.datasets.conversation import Conversation, read_conversations
+from megatron.core.datasets.chat_template import SFT_TEMPLATE, ChatTemplate, choose_template
+from megatron.core.datasets.conversation import Conversation, json_lines, read_conversations
 from megatron.core.datasets.conversation_file import ConversationEncoder
 from megatron.core.errors import DataError
 from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
@@ -154,8 +155,51 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     ):
         choose_template(tokenizer, "other")
     bare = write_chat_folder(tmp_path / "bare", None)
-    with pytest.raises(DataError, match=r"hold no chat template .* give --chat-template a file, or one of chatml"):
-        choose_template(bare, None)
+    assert choose_template(bare, None) is None
+    fallback = choose_template(bare, None, SFT_TEMPLATE)
+    assert fallback is not None
+    assert (fallback.name, fallback.label) == ("the built-in template chatml, because the tokenizer has none", "chatml")
+    assert fallback.source == choose_template(bare, "chatml").source
+    assert choose_template(tokenizer, None, SFT_TEMPLATE).source == "j", "a tokenizer's own template is used"
+
+
+ITEMS = [{"prompt": "a, ]\n[", "completion": "é"}, {"messages": [], "x": {"y": [1, "}"]}}, 7]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3, 1 << 20])
+@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"ensure_ascii": False, "separators": (",", ":")}])
+@pytest.mark.parametrize("beginning", ["", "\ufeff", " \n"])
+def test_the_items_of_a_json_array_are_lines(
+    num_bytes: int, options: dict[str, Any], beginning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.datasets.conversation._ARRAY_BYTES", num_bytes)
+    file = io.BufferedReader(io.BytesIO((beginning + json.dumps(ITEMS, **options) + "\n").encode()))
+    names, lines = zip(*json_lines(file, "talk.json"), strict=True)
+    assert names == ("talk.json, item 1", "talk.json, item 2", "talk.json, item 3")
+    assert [json.loads(line) for line in lines] == ITEMS
+    assert all(line.count(b"\n") == 1 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'[{"a": 1}, {"a": ]', "talk.json, item 2: not a JSON array: Expecting value"),
+        (b'[{"a": 1} {"a": 2}]', "talk.json, item 1: not a JSON array: expected ,, found {"),
+        (b'[{"a": 1},', "talk.json, item 2: not a JSON array: Expecting value"),
+        (b'[{"a": 1}', "talk.json, item 1: not a JSON array: expected ,, found the end of the file"),
+        (b'[{"a": 1}]\n{}', "talk.json, item 1: not a JSON array: text follows the end of the array"),
+        (b'[{"a": "\xe9"}]', "talk.json, item 0: not a JSON array: 'utf-8' codec can't decode byte 0xe9"),
+    ],
+)
+def test_a_damaged_array_is_named_with_its_item(content: bytes, problem: str) -> None:
+    with pytest.raises(DataError, match=re.escape(problem)):
+        list(json_lines(io.BufferedReader(io.BytesIO(content)), "talk.json"))
+
+
+def test_lines_and_an_empty_array_are_read_too() -> None:
+    lines = json_lines(io.BufferedReader(io.BytesIO(b'{"a": 1}\n\n{"a": 2}')), "talk.jsonl")
+    assert list(lines) == [("talk.jsonl:1", b'{"a": 1}\n'), ("talk.jsonl:2", b"\n"), ("talk.jsonl:3", b'{"a": 2}')]
+    assert list(json_lines(io.BufferedReader(io.BytesIO(b" [ ] ")), "talk.json")) == []
 
 
 def test_a_tokenizer_without_a_spelling_ends_answers_all_the_same(sentence_piece_file: Path) -> None:

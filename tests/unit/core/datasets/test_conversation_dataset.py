@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.sample_keys import locate_sample, sample_keys
 from megatron.core.errors import DataError
 from megatron.core.tokenizers.tokenizer import NullTokenizer
+from tests.unit.core.datasets.small_chat import write_chat_folder
 
 EOD = 99
 LENGTH = 11
@@ -246,6 +248,31 @@ def test_jsonl_is_packed_once_and_a_bad_line_is_named(tmp_path: Path, monkeypatc
     with pytest.raises(DataError, match=r"talk\.jsonl holds no conversation"):
         build(config, 1)
     assert not list((tmp_path / "cache").glob("*tmp*"))
+
+
+def test_a_json_array_is_packed_like_jsonl_and_its_items_are_named(tmp_path: Path) -> None:
+    items = [{"prompt": "1 2 ", "completion": "7"}, {"prompt": "3 ", "completion": "8 9"}]
+    (tmp_path / "talk.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    (tmp_path / "talk.json").write_text(json.dumps(items, indent=1))
+    found = [
+        build(config_of(Blend((str(tmp_path / name),)), tmp_path), 1).train[0] for name in ("talk.jsonl", "talk.json")
+    ]
+    assert found[0]["tokens"].tolist() == found[1]["tokens"].tolist()
+    assert found[0]["loss_mask"].tolist() == found[1]["loss_mask"].tolist()
+    (tmp_path / "talk.json").write_text(json.dumps([items[0], {"prompt": "3 "}]))
+    with pytest.raises(DataError, match=r"talk\.json, item 2: no conversation: the keys are prompt; give messages"):
+        build(config_of(Blend((str(tmp_path / "talk.json"),)), tmp_path), 1)
+
+
+def test_without_a_template_one_built_in_format_is_used_and_named(tmp_path: Path) -> None:
+    tokenizer = write_chat_folder(tmp_path / "model", None)
+    encoder = ConversationOptions(tokenizer).encoder()
+    (encoded,) = encoder.encode_line(b'{"prompt": "a", "completion": "b"}')
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    assert tokenizer.detokenize(encoded.tokens.tolist()) == text
+    answer = [token for token, counts in zip(encoded.tokens.tolist(), encoded.loss_mask.tolist()) if counts]
+    assert tokenizer.detokenize(answer) == "b<|im_end|>\n"
+    assert encoder.template.name == "the built-in template chatml, because the tokenizer has none"
 
 
 @pytest.mark.parametrize(("num_samples", "epochs"), [(None, 1), (0, 1), (10, 1), (11, 2), (20, 2)])

@@ -24,7 +24,7 @@ COMPLETION = {"prompt": [[1, 2], [3]], "logprobs": 1, "echo": True, "max_tokens"
 
 
 def test_what_is_left_out_or_null_has_openais_defaults() -> None:
-    assert read_completion(b'{"prompt": "a", "n": null}') == RequestFields(prompts=("a",), max_tokens=16)
+    assert read_completion(b'{"prompt": "a", "n": null}') == RequestFields(prompts=("a",))
     assert read_chat(json.dumps({"messages": MESSAGES}).encode()) == RequestFields(messages=tuple(MESSAGES))
 
 
@@ -124,7 +124,7 @@ LONG_IDS = [5] * (LIMIT + 1)
         ("completions", {"prompt": ["a", "b", "a" * LIMIT], "max_tokens": 1}, "prompt"),
         ("completions", {"prompt": [[5], LONG_IDS], "max_tokens": 1}, "prompt"),
         ("completions", {"prompt": "a" * (LIMIT - 3), "max_tokens": 4}, "prompt"),
-        ("completions", {"prompt": "a" * (LIMIT - 3)}, "prompt"),
+        ("completions", {"prompt": "a" * LIMIT}, "prompt"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * LIMIT}]}, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": LIMIT}, "messages"),
         (
@@ -158,6 +158,61 @@ def test_what_fits_is_answered_to_the_last_token(server: Served) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "temperature": 0}
     status, answer = server.ask("POST", "/v1/chat/completions", chat)
     assert (status, answer["usage"]["total_tokens"]) == (200, LIMIT)
+
+
+def test_the_default_length_fits_the_context(server: Served) -> None:
+    for count, expected in ((5, 16), (LIMIT - 3, 3), (LIMIT - 1, 1)):
+        asked = {"prompt": "a" * count, "ignore_eos": True}
+        status, answer = server.ask("POST", "/v1/completions", asked)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, expected)
+    status, answer = server.ask("PUT", "/api", {"prompts": ["a" * (LIMIT - 3)]})
+    assert (status, len(answer["segments"][0]) <= LIMIT) == (200, True)
+
+
+def test_the_model_is_described_for_the_page(server: Served) -> None:
+    (about,) = server.ask("GET", "/v1/models")[1]["data"]
+    count = sum(parameter.numel() for parameter in server.engine.model.parameters())
+    described = {name: about[name] for name in ("max_model_len", "num_parameters", "chat_template", "mode")}
+    assert described == {
+        "max_model_len": LIMIT,
+        "num_parameters": count,
+        "chat_template": "the tokenizer's",
+        "mode": "chat",
+    }
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serve a model without a chat template, with defaults of the command's flags."""
+    folder: Path = tmp_path_factory.mktemp("base")
+    defaults = {"temperature": 0.0, "ignore_eos": True}
+    with served(
+        folder, template=None, default_new_tokens=70, defaults=defaults, max_position_embeddings=100
+    ) as running:
+        yield running
+
+
+def test_messages_to_a_base_model_are_continued_as_text(base_model: Served) -> None:
+    (about,) = base_model.ask("GET", "/v1/models")[1]["data"]
+    assert (about["mode"], about["chat_template"]) == ("completion", None)
+    assert about["defaults"] == {"temperature": 0.0, "ignore_eos": True}
+    text = "be brief\nhello"
+    messages = [{"role": "system", "content": "be brief"}, *MESSAGES]
+    _, chat = base_model.ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 9})
+    _, completion = base_model.ask("POST", "/v1/completions", {"prompt": text, "max_tokens": 9})
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": completion["choices"][0]["text"]}
+    assert chat["usage"] == completion["usage"]
+
+
+def test_the_commands_flags_are_defaults_that_a_request_replaces(base_model: Served) -> None:
+    for path, body in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "hello"})):
+        answers = [base_model.ask("POST", f"/v1/{path}", body)[1] for _ in range(2)]
+        assert answers[0]["choices"] == answers[1]["choices"], "greedy"
+        assert answers[0]["usage"]["completion_tokens"] == 70
+        _, drawn = base_model.ask("POST", f"/v1/{path}", {**body, "temperature": 5.0, "seed": 3})
+        assert drawn["choices"] != answers[0]["choices"]
+    status, longest = base_model.ask("POST", "/v1/completions", {"prompt": "a" * 95})
+    assert (status, longest["usage"]["completion_tokens"]) == (200, 5)
 
 
 def test_megatrons_form_rejects_it_too(server: Served) -> None:

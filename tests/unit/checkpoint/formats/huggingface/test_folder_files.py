@@ -20,14 +20,17 @@ from megatron.checkpoint.formats.huggingface.tokenizer_files import (
     copy_into_model_folder,
     end_of_text,
     tokenizer_settings,
+    write_chat_template,
 )
 from megatron.checkpoint.formats.huggingface.weight_files import WeightFiles, WeightInfo, plan_files, write_weights
+from megatron.core.datasets.chat_template import NAMED_TEMPLATES
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer, record_tokenizer
 from tests.unit.checkpoint.formats.huggingface.tiny_models import import_transformers, save_model
+from tests.unit.core.datasets.small_chat import TEMPLATE, write_chat_folder
 
 VALUES = {
     "a": torch.arange(35, dtype=torch.float32).reshape(5, 7),
@@ -274,3 +277,33 @@ def test_pieces_get_the_class_that_reads_them(kind: str, begins: bool, tmp_path:
     assert (tmp_path / "model" / "tokenizer.model").read_bytes() == b"pieces"
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     assert (settings["tokenizer_class"], settings["add_bos_token"]) == ("LlamaTokenizer", begins)
+
+
+@pytest.mark.parametrize(
+    ("own", "data", "expected"),
+    [
+        (None, {}, None),
+        (None, {"sft": False, "chat_template": None}, None),
+        (None, {"sft": True, "chat_template": None}, NAMED_TEMPLATES["chatml"]),
+        (TEMPLATE, {"sft": True, "chat_template": None}, None),
+        (TEMPLATE, {"sft": True, "chat_template": "plain"}, NAMED_TEMPLATES["plain"]),
+    ],
+)
+def test_a_folder_gets_the_chat_template_of_a_fine_tuning(
+    own: str | None, data: dict[str, object], expected: str | None, tmp_path: Path
+) -> None:
+    record_tokenizer(write_chat_folder(tmp_path / "model", own), tmp_path)
+    (tmp_path / "out").mkdir()
+    write_chat_template(tmp_path / "tokenizer", tmp_path / "out", data)
+    file = tmp_path / "out" / "chat_template.jinja"
+    assert (file.read_text() if file.exists() else None) == expected
+
+
+def test_a_chat_template_that_is_gone_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_tokenizer(write_chat_folder(tmp_path / "model", None), tmp_path)
+    write_chat_template(tmp_path / "tokenizer", tmp_path, {"sft": True, "chat_template": "gone.jinja"})
+    warning = (
+        f"WARNING: the chat template of the fine-tuning is not written to {tmp_path}: --chat-template gone.jinja is"
+    )
+    assert capsys.readouterr().err.startswith(warning)
+    assert not (tmp_path / "chat_template.jinja").exists()
