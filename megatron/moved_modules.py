@@ -69,7 +69,9 @@ class _MovedModules:
         if module.__name__ not in MOVED:
             return
         names = MOVED[module.__name__].split()
-        warnings.warn(f"{module.__name__} is {' and '.join(names)} now; the old name will go", FutureWarning, 2)
+        warnings.warn(
+            f"{module.__name__} has moved to {' and '.join(names)}; the old name will be removed", FutureWarning, 2
+        )
         for name in reversed(names):
             present = vars(importlib.import_module(name))
             vars(module).update({key: value for key, value in present.items() if not key.startswith("__")})

@@ -123,7 +123,7 @@ ADVICE = {
     "megatron/cli/adopt/": "change the script, or pass the flag yourself; see [adopting scripts](adopting_scripts.md)",
     "megatron/serving/": "change the request or the flag that the message names; see [serving](serving.md)",
     "megatron/cli/generation_arguments.py": "change the request or the flag; see [text generation](text_generation.md)",
-    "megatron/plotting/": "name the `--save` folder of a run; see [plots](plots.md)",
+    "megatron/plotting/": "pass the `--save` folder of a run; see [plots](plots.md)",
     "megatron/verification/": "see [layout verification](verification.md)",
     "megatron/verification/faults/": "see [your own cluster](fault_tolerance.md#on-your-own-cluster)",
 }

@@ -96,8 +96,8 @@ def refuse_objects(folder: Path, found: CheckpointFormat | None) -> None:
     """
     if isinstance(folder, ObjectPath) and found not in ("native", None):
         raise CheckpointError(
-            f"{folder} is in {FORMAT_NAMES[found]}, and only {FORMAT_NAMES['native']} is read from an object store; "
-            "copy the folder to a file system first"
+            f"{folder} is in {FORMAT_NAMES[found]}, but only {FORMAT_NAMES['native']} can be read from an object "
+            "store; copy the folder to a file system first"
         )
 
 
@@ -128,7 +128,7 @@ def new_iteration(directory: Path, iteration: int | Literal["release"], needed: 
     except OSError as error:
         free = shutil.disk_usage(directory).free if directory.is_dir() else 0
         raise CheckpointError(
-            f"cannot write {error.filename or folder}: {error.strerror}; {needed} bytes are needed in all, "
+            f"cannot write {error.filename or folder}: {error.strerror}; {needed} bytes are needed in total, but "
             f"{free} are free"
         ) from error
 
@@ -196,7 +196,7 @@ def lost_tracker(directory: Path) -> str | None:
         return f"{path} is missing"
     if text == RELEASE or names_iteration(text):
         return None
-    return f"{path} holds {_shortened(text)}, which is neither an iteration nor {RELEASE!r}"
+    return f"{path} contains {_shortened(text)}, which is neither an iteration nor {RELEASE!r}"
 
 
 def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Path]:
@@ -226,7 +226,7 @@ def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Pat
     if not names_iteration(text):
         found = _without_tracker(directory)
         if not found:
-            raise CheckpointError(f"{lost_tracker(directory)}, and there is no checkpoint next to it")
+            raise CheckpointError(f"{lost_tracker(directory)}, and its folder contains no checkpoint")
         return found
     newest = int(text)
     iterations = [iteration for iteration in saved_iterations(directory) if iteration < newest] + [newest]
@@ -241,8 +241,8 @@ def _without_tracker(directory: Path) -> list[Path]:
         return [iteration_folder(directory, iteration) for iteration in reversed(iterations)]
     if iterations:
         raise CheckpointError(
-            f"{lost_tracker(directory)}, and next to it are both {RELEASE} and iterations ({list_some(iterations)}): "
-            f"write {RELEASE!r} or the number of one to that file"
+            f"{lost_tracker(directory)}, and its folder contains both {RELEASE} and iterations "
+            f"({list_some(iterations)}); write {RELEASE!r} or an iteration to that file"
         )
     return [release]
 
@@ -313,7 +313,7 @@ def find_checkpoint(
         CheckpointError: there is no checkpoint, or it is not in one of the ``expected`` formats.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder; name one that contains a checkpoint")
+        raise CheckpointError(f"{directory} is not a folder; pass a folder that contains a checkpoint")
     folder = directory
     if ckpt_step is None:
         lost = lost_tracker(directory)
@@ -323,13 +323,13 @@ def find_checkpoint(
         # Only the newest: a command must not silently convert or compare another checkpoint.
         folder = candidate_folders(directory, ckpt_step)[0]
     if not folder.is_dir():
-        raise CheckpointError(f"{directory / TRACKER_FILE} names {folder.name}, and there is no such folder next to it")
+        raise CheckpointError(f"{directory / TRACKER_FILE} names {folder.name}, but there is no such folder next to it")
     found = detect_format(folder)
     if found is None:
         raise CheckpointError(
-            f"{folder} holds no checkpoint: neither a file {TRACKER_FILE}, nor the files of the native format "
-            "(index.json), of Megatron's torch format (mp_rank_00) or torch_dist (common.pt), of torchtitan's "
-            "(.metadata), or of Hugging Face's (config.json)"
+            f"{folder} contains no checkpoint: neither the file {TRACKER_FILE}, nor a file of the native format "
+            "(index.json), of Megatron's formats torch (mp_rank_00) or torch_dist (common.pt), of torchtitan "
+            "(.metadata) or of Hugging Face (config.json)"
         )
     if found not in expected:
         names = " or ".join(FORMAT_NAMES[name] for name in expected)
@@ -341,9 +341,9 @@ def _refuse_choice(directory: Path, lost: str) -> None:
     """Reject a folder with checkpoints of which the tracker file names none, and list the choices."""
     iterations = complete_iterations(directory)
     if iterations:
-        raise CheckpointError(f"{lost}; name one of its iterations with --ckpt-step: {list_some(iterations)}")
+        raise CheckpointError(f"{lost}; select one of its iterations with --ckpt-step: {list_some(iterations)}")
     if detect_format(directory / RELEASE) is not None:
-        raise CheckpointError(f"{lost}; name {directory / RELEASE}, or write {RELEASE!r} to that file")
+        raise CheckpointError(f"{lost}; pass {directory / RELEASE}, or write {RELEASE!r} to that file")
 
 
 KNOWN_FILE = "known_to_train.json"
@@ -568,7 +568,7 @@ class ObjectPlace:
         sizes = {entry.name: entry.num_bytes for entry in folder.store.entries(str(folder))}
         for name, file in index.files.items():
             if sizes.get(name) != file.num_bytes:
-                reason = f"the store has {sizes.get(name) or 0} of {file.num_bytes} bytes"
+                reason = f"the store has {sizes.get(name) or 0} of its {file.num_bytes} bytes"
                 raise OSError(errno.EIO, reason, str(folder / name))
         path, data = folder / INDEX_FILE, index_text(index).encode()
         if INDEX_FILE in sizes:
@@ -624,7 +624,7 @@ def recover_objects(directory: ObjectPath, log: Callable[[str], None]) -> None:
             _enter(directory, int(match.group(1).removeprefix("iter_")), log)
         else:
             _remove_unpublished(folder, tag)
-            log(f"removed what an interrupted save left in {folder}")
+            log(f"removed the files that an interrupted save left in {folder}")
         mark.unlink()
 
 
@@ -634,7 +634,7 @@ def _enter(directory: ObjectPath, iteration: int, log: Callable[[str], None]) ->
     text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     if not names_iteration(text) or int(text) < iteration:
         tracker.write_bytes(str(iteration).encode())
-        log(f"entered iteration {iteration}, saved completely before an interruption, in {tracker}")
+        log(f"wrote iteration {iteration}, which was saved completely before an interruption, to {tracker}")
 
 
 def _is_published(folder: ObjectPath, tag: str) -> bool:

@@ -45,7 +45,7 @@ def refuse_misfits(
             return reader(self, *args, **kwargs)
         except _MISFITS as error:
             reason = f"{type(error).__name__}: {reprlib.repr(str(error)[:200])}"
-            raise DamagedCheckpointError(f"{self.folder}: its values are not those of its format ({reason})") from error
+            raise DamagedCheckpointError(f"{self.folder}: its values do not match its format ({reason})") from error
 
     functools.update_wrapper(read, reader)
     return read
@@ -205,7 +205,7 @@ class AveragedSource:
     def __init__(self, source: CheckpointSource) -> None:
         if not any(name.startswith(AVERAGE_PREFIX) for name in source.tensors):
             raise ConfigurationError(
-                f"{source.folder} contains no averages of weights; omit --ema, or use a native checkpoint of a run "
+                f"{source.folder} contains no averaged (EMA) weights; omit --ema, or use a native checkpoint of a run "
                 "with --ema-decay"
             )
         self._source = source

@@ -163,7 +163,7 @@ def check_result(
     progress.finish()
     if keeps_state:
         problems += [
-            f"{key}: {expected.common[key]} became {result.common[key]}"
+            f"{key}: {result.common[key]} instead of {expected.common[key]}"
             for key in STATE
             if expected.common[key] != result.common[key]
         ]
@@ -178,7 +178,7 @@ def _compare_logits(expected: CheckpointSource, result: CheckpointSource, log: C
     """Compare the logits of the result's configuration and weights with those of the source."""
     tokens = sample_tokens(source_config(expected))
     ours, theirs = streamed_logits(expected, tokens), streamed_logits(result, tokens)
-    compare_logits(theirs, ours, "the checkpoint that was converted", LOGITS_TOLERANCE, log)
+    compare_logits(theirs, ours, "the source checkpoint", LOGITS_TOLERANCE, log)
 
 
 def compare_logits(
@@ -190,19 +190,22 @@ def compare_logits(
         ConversionMismatchError: the difference exceeds the tolerance, relative to the largest logit.
     """
     if logits.shape != expected.shape:
-        raise mismatch([f"logits have the shape {list(logits.shape)}, those of {origin} {list(expected.shape)}"])
+        raise mismatch(
+            [(f"logits have shape {list(logits.shape)}, but the logits of {origin} have shape {list(expected.shape)}")]
+        )
     difference = float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if not difference <= tolerance:
-        raise mismatch([f"logits differ from those of {origin} by {difference:.1e}, relative to the largest"])
+        raise mismatch([f"logits differ from the logits of {origin} by {difference:.1e} relative to the largest logit"])
     num_tokens = expected.shape[0] * expected.shape[1]
-    log(f"  checked: logits of {num_tokens} tokens are within {difference:.1e} of those of {origin}")
+    log(f"  checked: logits of {num_tokens} tokens are within {difference:.1e} of the logits of {origin}")
 
 
 def mismatch(problems: list[str]) -> ConversionMismatchError:
     """Return the error that prevents publishing a result."""
     more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
     return ConversionMismatchError(
-        f"the result is not what was converted and was not published: {'; '.join(problems[:MOST_NAMED])}{more}"
+        "the converted checkpoint differs from its source and was not published: "
+        f"{'; '.join(problems[:MOST_NAMED])}{more}"
     )
 
 

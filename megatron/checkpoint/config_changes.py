@@ -104,8 +104,8 @@ def without_new_adapters(
         return tensors
     if not is_base:
         raise CheckpointError(
-            f"checkpoint {folder} contains no LoRA adapters, which --lora-rank trains; add --finetune to start them "
-            "on its weights"
+            f"checkpoint {folder} contains no LoRA adapters, but --lora-rank trains them; add --finetune to start new "
+            "adapters from its weights"
         )
     return [tensor for tensor in tensors if ADAPTERS not in tensor.name]
 
@@ -122,7 +122,7 @@ def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str
     if before is not None and before != after:
         found = "none" if after is None else after
         raise CheckpointError(
-            f"checkpoint {folder} contains LoRA adapters ({before}), and this run has {found}; pass these flags, or "
+            f"checkpoint {folder} contains LoRA adapters ({before}), but this run has {found}; pass these flags, or "
             "merge the adapters into their model with tools/checkpoint/convert.py --merge-lora"
         )
 

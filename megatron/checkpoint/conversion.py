@@ -78,8 +78,8 @@ def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool
     problems += layout_problems(model, model.num_layers, model.pipeline_model_parallel_layout)
     if model.pipeline_model_parallel_size == 1 and model.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(
-            f"--num-layers-per-virtual-pipeline-stage {model.num_layers_per_virtual_pipeline_stage} cuts a pipeline "
-            "and --pipeline-model-parallel-size is 1; omit it"
+            f"--num-layers-per-virtual-pipeline-stage {model.num_layers_per_virtual_pipeline_stage} divides a "
+            "pipeline, but --pipeline-model-parallel-size is 1; omit it"
         )
     if problems:
         raise ConfigurationError([_with_target_flags(problem) for problem in problems])
@@ -136,7 +136,7 @@ def _expert_problems(num_experts: int | None, size: int | None) -> list[str]:
         return [f"--target-expert-parallel-size {size}: the model has no experts; omit it"]
     if num_experts % size:
         works = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
-        return [f"--target-expert-parallel-size {size} does not divide {num_experts} experts; {works} work"]
+        return [f"--target-expert-parallel-size {size} does not divide {num_experts} experts; sizes that work: {works}"]
     return []
 
 
@@ -171,7 +171,7 @@ def refuse_existing(save_dir: Path, iteration: int | Literal["release"]) -> Path
         CheckpointError: the folder exists already.
     """
     if save_dir.exists() and not save_dir.is_dir():
-        raise CheckpointError(f"--save-dir {save_dir} is a file; name a folder")
+        raise CheckpointError(f"--save-dir {save_dir} is a file; pass a folder")
     folder = save_dir / iteration if isinstance(iteration, str) else iteration_folder(save_dir, iteration)
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; remove it, or use a different --save-dir")
@@ -224,7 +224,7 @@ def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
             raise CheckpointError(f"another conversion is writing into {save_dir}; wait for it to end") from error
         left = list(staging.iterdir())
         if left:
-            log(f"removing what an interrupted conversion left in {staging}")
+            log(f"removing the files that an interrupted conversion left in {staging}")
         for path in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
@@ -270,7 +270,9 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     found = find_checkpoint(request.load_dir, request.ckpt_step, _LOADED[FORMATS[request.loader]])
     saver = target_format(request.loader, request.saver, found.format)
     if request.test_logits and "hf" not in (found.format, saver):
-        raise ConfigurationError("--test-logits compares with a Hugging Face model; use it where one side is one")
+        raise ConfigurationError(
+            "--test-logits compares logits with a Hugging Face model, but neither side is a Hugging Face model; omit it"
+        )
     log(f"converting {found.folder} ({found.format}) to {request.save_dir} ({saver})")
     for line in idle_flags(request, found.format, saver):
         log(line)
@@ -345,7 +347,7 @@ def read_target(request: ConversionRequest, source: CheckpointSource, saver: Che
         dtype = None
     if dtype is not None and keeps_optimizer:
         raise ConfigurationError(
-            f"--{'bf16' if dtype == 'bfloat16' else 'fp16'} converts weights only, and {source.folder} contains "
+            f"--{'bf16' if dtype == 'bfloat16' else 'fp16'} converts weights only, but {source.folder} contains "
             "optimizer state; add --no-save-optim, or omit it"
         )
     return dataclasses.replace(request.target, params_dtype=dtype, keeps_optimizer=keeps_optimizer)
@@ -445,7 +447,8 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
     tokenizer = build_tokenizer(**given)
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model {vocab_size}; use the tokenizer of the model"
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, but the model has {vocab_size}; use the tokenizer of "
+            "the model"
         )
 
     def write(folder: Path) -> bool:

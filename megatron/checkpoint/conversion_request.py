@@ -71,18 +71,23 @@ def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
     given = [f"{flag} {value}" for flag, value in layout.items() if value is not None]
     lines: list[str] = []
     if request.base_model is not None and "peft" not in (found, saver):
-        lines.append(f"--base-model {request.base_model} has no effect: only adapters of peft have one")
+        lines.append(f"--base-model {request.base_model} has no effect: only PEFT adapters have a base model")
     if saver in ("hf", "peft"):
         lines += [f"{flag} has no effect: a Hugging Face folder has no layout and no padding" for flag in given]
         lines += [
-            f"--{name.replace('_', '-')} {value} has no effect: a Hugging Face folder gets the tokenizer files that "
-            "the checkpoint holds"
+            f"--{name.replace('_', '-')} {value} has no effect: a Hugging Face folder gets the tokenizer files of the "
+            "checkpoint"
             for name, value in request.tokenizer.items()
         ]
         if not target.keeps_optimizer:
-            lines.append("--no-save-optim has no effect: a Hugging Face folder never holds optimizer state")
+            lines.append("--no-save-optim has no effect: a Hugging Face folder never contains optimizer state")
     elif saver == "native":
-        lines += [f"{flag} changes the recorded configuration only: native files load at any layout" for flag in given]
+        lines += [
+            (f"{flag} changes only the recorded configuration: native checkpoints can be loaded with any layout")
+            for flag in given
+        ]
     if found not in ("torch", "torch_dist") and request.true_vocab_size is not None:
-        lines.append(f"--true-vocab-size {request.true_vocab_size} has no effect: only Megatron's files hold padding")
+        lines.append(
+            f"--true-vocab-size {request.true_vocab_size} has no effect: only Megatron's files contain padding"
+        )
     return lines + (idle_lines(request.told) if found != "torchtitan" else [])

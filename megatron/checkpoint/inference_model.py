@@ -66,7 +66,8 @@ def inference_stage(num_layers: int, pipeline_model_parallel_size: int, rank: in
     stages = pipeline_model_parallel_size
     if stages > num_layers:
         raise ConfigurationError(
-            f"{num_layers} layers do not reach for --pipeline-model-parallel-size {stages}; use {num_layers} or less"
+            f"--pipeline-model-parallel-size {stages} is greater than the number of layers {num_layers}; use "
+            f"{num_layers} or less"
         )
     each, rest = divmod(num_layers, stages)
     start = rank * each + min(rank, rest)
@@ -129,7 +130,7 @@ def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = i
     """
     wanted = model_tensors([model])
     if problems := _misfits(wanted, source.tensors):
-        raise CheckpointError(f"checkpoint {source.folder} does not fit its configuration: {'; '.join(problems)}")
+        raise CheckpointError(f"checkpoint {source.folder} does not match its configuration: {'; '.join(problems)}")
     done, total = 0, sum(tensor.data.nbytes for tensor in wanted)
     with torch.no_grad():
         for tensor in wanted:
@@ -145,7 +146,9 @@ def _misfits(wanted: list[ShardedTensor], stored: Mapping[str, TensorInfo]) -> l
         if tensor.name not in stored:
             problems.append(f"{tensor.name} is missing")
         elif stored[tensor.name].global_shape != tensor.global_shape:
-            problems.append(f"{tensor.name} is {stored[tensor.name].global_shape}, expected {tensor.global_shape}")
+            problems.append(
+                f"{tensor.name} has shape {stored[tensor.name].global_shape} instead of {tensor.global_shape}"
+            )
     return problems
 
 

@@ -137,7 +137,7 @@ def read_all(source: CheckpointSource, log: Callable[[str], None]) -> None:
             progress.add(source.read(name, box).nbytes)
     progress.finish()
     has_checksums = not isinstance(source, HuggingFaceSource)
-    checked = "match their checksums" if has_checksums else "can be read; the format has no checksums"
+    checked = "match their checksums" if has_checksums else "are readable; the format has no checksums"
     log(f"verified: all {len(source.tensors)} tensors {checked}")
 
 

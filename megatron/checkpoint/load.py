@@ -90,7 +90,7 @@ def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelS
     found: list[Path] = broadcast_object(seen, state.world)
     lost = lost_tracker(directory) if state.world.is_first and found and ckpt_step is None else None
     if lost is not None and found[0] != directory:
-        log(f"WARNING: {lost}: taking the newest complete checkpoint next to it, {found[0].name}")
+        log(f"WARNING: {lost}: loading the newest complete checkpoint in its folder, {found[0].name}")
     if not found:
         _refuse_where_others_have_some(directory, state)
     return found
@@ -102,7 +102,7 @@ def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> Non
         trackers = all_gather_objects(here, state.world)
         raise CheckpointError(
             f"rank {trackers.index(True)} finds checkpoints in {directory}, but rank 0, on a different node, finds "
-            "none: restore the folder of rank 0, or remove the others to start from scratch"
+            "none; restore the folder on rank 0's node, or remove it on the other nodes to start from scratch"
         )
 
 
@@ -114,14 +114,15 @@ def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: 
     """
     folders = agree_on_candidates(directory, ckpt_step, state, log)
     if not folders:
-        raise CheckpointError(f"{directory} holds no checkpoint: there is no file {TRACKER_FILE} in it")
+        raise CheckpointError(f"{directory} contains no checkpoint: it has no file {TRACKER_FILE}")
     return folders
 
 
 def refuse_random_weights(directory: Path, options: CheckpointConfig, state: ParallelState) -> None:
-    """Reject a start from random weights if ``--load`` was meant to load a checkpoint, as rank 0 sees the folder.
+    """Raise on every rank if a run would start from random weights although ``--load`` names a checkpoint.
 
-    Random weights are accepted if the run also saves to the folder, or if the folder has only a tokenizer.
+    Rank 0 inspects the folder. Random weights are accepted if the run also saves to the folder, or if the folder has
+    only a tokenizer.
 
     Raises:
         CheckpointError: random weights are not accepted. Raised on every rank.
@@ -134,12 +135,12 @@ def refuse_random_weights(directory: Path, options: CheckpointConfig, state: Par
 
 def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | None:
     exists = directory.exists()
-    found = f"holds no checkpoint (there is no file {TRACKER_FILE} in it)" if exists else "does not exist"
+    found = f"contains no checkpoint (it has no file {TRACKER_FILE})" if exists else "does not exist"
     broken = [step for step in saved_iterations(directory) if any(iteration_folder(directory, step).iterdir())]
     if broken:
         return (
-            f"{found}, but the folders of iterations ({list_some(broken)}) without a complete checkpoint; bring back "
-            "what they lack, or remove them to begin a new run"
+            f"{found}, but it has incomplete iterations ({list_some(broken)}); restore their missing files, or remove "
+            "them to start a new run"
         )
     given = {
         "--exit-on-missing-checkpoint": options.exit_on_missing_checkpoint,
@@ -149,18 +150,22 @@ def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | 
     }
     for name, is_given in given.items():
         if is_given:
-            return f"{found}, and {name} is given; name the folder that a run saved to, or that holds a model"
+            return (
+                f"{found}, but {name} needs a checkpoint; pass the folder that a run saved to, or the folder of a model"
+            )
     weights = weight_files(directory)
     if weights:
         named = ", ".join(weights[:4]) + (" ..." if len(weights) > 4 else "")
         return (
-            f"holds weights that cannot be read ({named}): there is no {TRACKER_FILE} of a run and no config.json of a "
-            "Hugging Face model next to them"
+            f"contains weights that cannot be loaded ({named}): the folder has neither the {TRACKER_FILE} of a run nor "
+            "the config.json of a Hugging Face model"
         )
     is_own = options.save is not None and as_path(options.save).resolve() == directory.resolve()
     if is_own or holds_tokenizer(directory):
         return None
-    return f"{found}; name the folder that a run saved to, or that holds a model, or that of --save to begin a new run"
+    return (
+        f"{found}; pass the folder that a run saved to, the folder of a model, or the --save folder to start a new run"
+    )
 
 
 def warn_of_random_weights(directory: Path, log: Log, *, is_brief: bool) -> None:
@@ -237,7 +242,10 @@ def plan_precision(
     if changed:
         origin = "main parameters" if has_main_params else "weights"
         stored, own = changed[0]
-        line = f"precision: the checkpoint's weights are {stored}, this run's {own}: converted from its {origin}"
+        line = (
+            f"precision: the checkpoint's weights are {stored}, this run's {own}: converted from the checkpoint's "
+            f"{origin}"
+        )
     return PrecisionChange(renamed, namespaces, True, line)
 
 
@@ -269,10 +277,10 @@ def choose_float8(index: CheckpointIndex, float8: Float8Scaling | None, state: P
     if all(have is not None and have.global_shape == want.global_shape for have, want in zip(stored, tensors)):
         return Float8Choice(tensors, None)
     if any(have is None for have in stored):
-        reason = "the checkpoint holds none"
+        reason = "the checkpoint contains none"
     else:
-        reason = "those of the checkpoint have another --fp8-amax-history-len"
-    return Float8Choice((), f"fp8: scales and amax histories start from their initial values, since {reason}")
+        reason = "the checkpoint has a different --fp8-amax-history-len"
+    return Float8Choice((), f"fp8: scales and amax histories start from their initial values, because {reason}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,8 +322,8 @@ def choose_streams(
     return StreamChoice(
         streams,
         tuple(tensors),
-        f"random number streams: {', '.join(begun)} restart from the seed and iteration {iteration}"
-        f" ({', '.join(reasons) or 'the checkpoint holds none of this device'})"
+        f"random number streams: {', '.join(begun)} restart from the seed and iteration {iteration} "
+        f"({', '.join(reasons) or 'the checkpoint contains none of this device'})"
         + (f"; {', '.join(streams)} continue" if streams else ""),
     )
 
@@ -610,17 +618,23 @@ def _check_finite(folder: Path, tensors: Sequence[ShardedTensor], state: Paralle
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         error = DamagedCheckpointError(
             f"checkpoint {folder} contains values that are not finite, in {', '.join(names[:4])}{more}; no training "
-            "can resume from them: choose an older one with --ckpt-step"
+            "can resume from them: select an older checkpoint with --ckpt-step"
         )
     raise_on_all_ranks(error, state.world)
 
 
 def _report_misfits(loaded: LoadedTensors, strictness: Strictness, log: Log) -> None:
     if loaded.left_alone:
-        log(f"WARNING: the checkpoint lacks {len(loaded.left_alone)} tensors of this run; left at their initial value:")
+        log(
+            f"WARNING: the checkpoint lacks {len(loaded.left_alone)} tensors of this run, which keep their initial "
+            "values:"
+        )
         for name in loaded.left_alone:
             log(f"    {name}")
     if loaded.passed_over and strictness.lists_unexpected:
-        log(f"WARNING: the checkpoint has {len(loaded.passed_over)} tensors that this run lacks:")
+        log(
+            f"WARNING: the checkpoint has {len(loaded.passed_over)} tensors that this run does not have; they are not "
+            "loaded:"
+        )
         for name in loaded.passed_over:
             log(f"    {name}")

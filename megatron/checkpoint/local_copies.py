@@ -260,8 +260,9 @@ class LocalCopies:
 
     def _no_room(self, failure: OSError) -> CheckpointError:
         return CheckpointError(
-            f"no room for the copies of rank {self._state.rank} in {self._folder}: {failure.strerror}; omit "
-            "--non-persistent-save-interval, or use a different --non-persistent-local-ckpt-dir"
+            f"cannot write the in-memory checkpoint copies of rank {self._state.rank} to {self._folder}: "
+            f"{failure.strerror}; omit --non-persistent-save-interval, or use a different "
+            "--non-persistent-local-ckpt-dir"
         )
 
 

@@ -80,7 +80,7 @@ from megatron.training.fault_tolerance import RunLock, own_folder
 
 _MARK_SUFFIX = ".shared"
 _OLD_MARK_S = 600.0
-_SHARED = "an object store has to be the same for all ranks (memory:// is one process's own)"
+_SHARED = "all ranks must use the same object store (memory:// exists only within one process)"
 _LEFTOVER = re.compile(r"\.(iter_\d{7,})(?:\.([0-9a-f]+))?\.(saving|replaced|removing)")
 
 
@@ -141,8 +141,8 @@ def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log
     folders = _own(directory, _find_folders(directory, state), state, log)
     if not folders.is_shared:
         log(
-            f"--save {directory} is a separate folder on each of {folders.num_folders} nodes: the files of a "
-            "checkpoint stay where they are written, and all of them are needed to load it"
+            f"--save {directory} is a separate folder on each of {folders.num_folders} nodes: each node keeps the "
+            "files that it writes, and loading the checkpoint needs the files of all nodes"
         )
     lines: list[str] = []
 
@@ -179,7 +179,7 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
         if match.group(3) == "replaced" and not final.exists():
             os.rename(entry, final)
             pending.unlink(missing_ok=True)
-            log(f"put back {final}, which an interrupted save was about to replace")
+            log(f"restored {final}, which an interrupted save was about to replace")
         else:
             shutil.rmtree(entry)
             log(f"removed {entry}, left by an interrupted save")
@@ -187,7 +187,10 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
         text = pending.read_text(encoding="utf-8", errors="replace") if pending.is_file() else ""
         if names_iteration(text) and detect_format(iteration_folder(directory, int(text))) is not None:
             os.rename(pending, directory / TRACKER_FILE)
-            log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
+            log(
+                f"wrote iteration {text}, which was saved completely before an interruption, to "
+                f"{directory / TRACKER_FILE}"
+            )
         else:
             pending.unlink()
     sync_folder(directory)
@@ -244,9 +247,9 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
     error = None
     if strays:
         error = CheckpointError(
-            f"--save {directory}: rank {strays[0]} sees the file of rank {leaders[strays[0]]} there, but that rank "
-            "sees the file of a third rank; use a --save folder that each node either shares with all other nodes or "
-            "has alone"
+            f"--save {directory}: rank {strays[0]} sees the file of rank {leaders[strays[0]]} there, but rank "
+            f"{leaders[strays[0]]} sees the file of a third rank; use a --save folder that is either shared by all "
+            "nodes or separate on each node"
         )
     raise_on_all_ranks(error, state.world)
     return folders
@@ -303,7 +306,7 @@ def _complete_what_others_published(
         for iteration, save in sealed.items():
             if any(found.get(iteration) == save.index for found in everywhere):
                 publish(directory, iteration, save.token)
-                lines.append(f"published iteration {iteration} in {directory}, as other machines did before")
+                lines.append(f"published iteration {iteration} in {directory}, as other nodes already did")
 
     _on_all_ranks(directory, state, complete)
 

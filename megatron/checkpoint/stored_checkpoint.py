@@ -70,7 +70,9 @@ def open_checkpoint(
         return PeftSource(folder, open_checkpoint(base_of(folder) if base is None else base, verify))
     if found == "hf":
         return HuggingFaceSource(folder)
-    raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in FORMAT_MARKS)} is in it")
+    raise CheckpointError(
+        f"{folder} contains no checkpoint: it has none of {', '.join(mark for mark, _ in FORMAT_MARKS)}"
+    )
 
 
 def _checked(source: MegatronTorchSource | TorchDistSource | TorchtitanSource, verify: bool) -> CheckpointSource:

@@ -99,7 +99,7 @@ class SpellingParser(argparse.ArgumentParser):
                 continue
             nearest = longer or difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
             if nearest:
-                return f"there is no {name}, did you mean {nearest[0]}?"
+                return f"there is no {name}; did you mean {nearest[0]}?"
             others.append(name)
         # The value of an unknown flag is taken for a positional argument, and its error would hide the flag.
         return next((f"there is no {name}; see --help" for name in others if name not in message), None)
@@ -153,7 +153,7 @@ def declare_checkpoint_folder(
 def local_folder(text: str) -> Path:
     """Convert an argument to the path of a folder in a file system; reject a URL."""
     if is_url(text):
-        raise argparse.ArgumentTypeError("no URL can be used here; give a folder of a file system")
+        raise argparse.ArgumentTypeError("no URL can be used here; pass a folder of a file system")
     return Path(text)
 
 

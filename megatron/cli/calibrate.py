@@ -37,7 +37,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write (.json)")
     parser.add_argument(
-        "--like", metavar="TYPE", help=f"GPU type whose link figures are used, one of {', '.join(GPUS)}"
+        "--like", metavar="TYPE", help=f"GPU type whose link bandwidths are used, one of {', '.join(GPUS)}"
     )
     return parser
 
@@ -55,9 +55,9 @@ def calibrate(output: Path, like: str | None) -> None:
         ConfigurationError: the file cannot be written, or the GPU's type is unknown.
     """
     if output.suffix != ".json":
-        raise ConfigurationError(f"--output {output}: give a name that ends in .json, by which --gpu knows it")
+        raise ConfigurationError(f"--output {output}: use a file name that ends in .json, so that --gpu can read it")
     if not os.access(output.parent, os.W_OK):
-        raise ConfigurationError(f"--output {output} cannot be written; give a folder that is there")
+        raise ConfigurationError(f"--output {output} cannot be written; use an existing folder")
     base = None if like is None else find_gpu(like)
     from megatron.cli.doctor.benchmarks import ON_CPU, ON_GPU, measure_rates
     from megatron.core.device import select_device
@@ -80,7 +80,9 @@ def _type_of(device: Device) -> Gpu:
     peak, memory = device.peak_tflops("bfloat16"), device.free_bytes() or 0
     alike = [gpu for gpu in GPUS.values() if peak is not None and round(gpu.half_flops / 1e12) == round(peak)]
     if not alike:
-        raise ConfigurationError(f"no figures are known of this GPU; name one like it with --like {'|'.join(GPUS)}")
+        raise ConfigurationError(
+            f"there are no built-in figures for this GPU; select a similar GPU with --like {'|'.join(GPUS)}"
+        )
     return min(alike, key=lambda gpu: abs(gpu.memory_bytes - memory))
 
 
@@ -97,7 +99,9 @@ def _figures(base: Gpu, rates: Rates, *, is_cuda: bool) -> Gpu:
         for size in rates.attention_forward
     }
     products = {f"{'x'.join(map(str, shape))}": f"{rate / 1e12:.4g}" for shape, rate in rates.half_products.items()}
-    attended = ", ".join(f"{size} wide {rate.forward:.3f} and {rate.backward:.3f}" for size, rate in attention.items())
+    attended = (", ").join(
+        f"head size {size}: {rate.forward:.3f} and {rate.backward:.3f}" for size, rate in attention.items()
+    )
     return dataclasses.replace(
         base,
         name=f"measured, {f'like {base.name}' if is_cuda else 'a CPU'}",
@@ -114,10 +118,10 @@ def _figures(base: Gpu, rates: Rates, *, is_cuda: bool) -> Gpu:
         cudnn=attention,
         sources=(
             "measured by tools/calibrate.py; attention is torch's own",
-            f"TFLOP/s of bfloat16 products: {', '.join(f'{shape} {rate}' for shape, rate in products.items())}",
+            f"TFLOP/s of bfloat16 GEMMs: {', '.join(f'{shape} {rate}' for shape, rate in products.items())}",
             f"attention, share of {peak / 1e12:.4g} TFLOP/s: {attended}",
             f"memory {rates.memory_bytes_per_s / 1e9:.1f} GB/s, copies to the host "
             f"{rates.host_bytes_per_s / 1e9:.1f} GB/s",
-            f"links, network and memory size are those of {base.name}",
+            f"links, network and memory size of {base.name}",
         ),
     )

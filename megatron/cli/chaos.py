@@ -56,7 +56,9 @@ def build_parser() -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
         usage="%(prog)s [options] [-- COMMAND …]",
     )
-    faults = parser.add_argument_group("faults", "Each may be repeated; every round draws one of all given faults.")
+    faults = parser.add_argument_group(
+        "faults", "Each flag may be repeated; every round selects one of these faults at random."
+    )
     for kind, metavar, text in FLAGS:
         faults.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=text)
     faults.add_argument("--fill-disk", action="store_true", help="simulate a full disk on all ranks for --for-seconds")
@@ -103,7 +105,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Campaign, Path | None, Path | 
     faults = [parse_fault(kind, text) for kind, _, _ in FLAGS for text in values[kind]]
     faults += [Fault("fill-disk", "")] if arguments.fill_disk else []
     if not faults:
-        raise ConfigurationError("no fault is asked for; give --kill any, say")
+        raise ConfigurationError("no fault is selected; pass for example --kill any")
     for name in NUMBERS:
         if values[name] is not None and not (math.isfinite(values[name]) and values[name] > 0):
             raise ConfigurationError(f"--{name.replace('_', '-')} {values[name]} is not greater than 0")
@@ -112,11 +114,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Campaign, Path | None, Path | 
     given = [name for name in ("processes", "train_iters", "flags") if values[name] != parser.get_default(name)]
     if command and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigurationError(f"{flags}: of the small run, which a command after -- replaces; leave one out")
+        raise ConfigurationError(
+            f"{flags} configure the small run, but a command after -- replaces it; omit one of them"
+        )
     if arguments.reference is not None and not arguments.reference.is_file():
-        raise ConfigurationError(f"--reference {arguments.reference} is no file; name a metrics.jsonl, or leave it out")
+        raise ConfigurationError(f"--reference {arguments.reference} is not a file; pass a metrics.jsonl, or omit it")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json {arguments.json}: there is no such folder; make it, or name another")
+        raise ConfigurationError(
+            f"--json {arguments.json}: its folder does not exist; create it, or use a different one"
+        )
     for fault in () if command else faults:
         fault.rank(range(arguments.processes), random.Random(0))
     check_folder(arguments.folder)

@@ -37,9 +37,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--url", metavar="URL", help=f"address of the server ({URL})")
+    parser.add_argument("--url", metavar="URL", help=f"URL of the server ({URL})")
     parser.add_argument("--api-key", metavar="KEY", help="API key of the server")
-    parser.add_argument("--model", metavar="NAME", help="model of the server (the first that it lists)")
+    parser.add_argument("--model", metavar="NAME", help="model name on the server (its first model)")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
         "--chat-template", metavar="NAME|FILE", help="chat template, with a checkpoint (the tokenizer's own)"
@@ -66,7 +66,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             problems.append(f"--{name.replace('_', '-')} applies to a server; omit it, or the checkpoint")
     if not has_model and arguments.chat_template is not None:
         problems.append(
-            "--chat-template applies to a checkpoint, and a server has its own; name a checkpoint, or omit it"
+            "--chat-template applies only to a checkpoint, because a server has its own template; name a checkpoint, "
+            "or omit it"
         )
     if problems:
         raise ConfigurationError(problems)
@@ -115,7 +116,8 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     check_arguments(arguments)
     if launch.world_size > 1:
         raise InputError(
-            f"chat runs in one process, here are {launch.world_size}; start serve in them, and chat with --url"
+            f"chat runs in one process, but {launch.world_size} were started; start serve in these processes and chat "
+            "with --url"
         )
     if arguments.load is None and arguments.load_hf is None:
         fields = request_fields(arguments)

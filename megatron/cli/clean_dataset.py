@@ -143,11 +143,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     try:
         codecs.lookup(arguments.input_encoding)
     except LookupError:
-        problems.append(f"--input-encoding {arguments.input_encoding} is not known; choose one such as cp1252")
+        problems.append(f"--input-encoding {arguments.input_encoding} is not known; use for example cp1252")
     outputs = [str(path) for path in (arguments.output, arguments.dropped_output, arguments.report) if path is not None]
-    problems += [f"{path} is a folder; name a file" for path in outputs if os.path.isdir(path)]
+    problems += [f"{path} is a folder; pass a file" for path in outputs if os.path.isdir(path)]
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
-        problems.append(f"the output files {', '.join(outputs)} are not different")
+        problems.append(f"the output files {', '.join(outputs)} must be different")
     if problems:
         raise ConfigurationError(problems)
 
@@ -164,7 +164,7 @@ def check_outputs(arguments: argparse.Namespace, inputs: list[str]) -> None:
         ("--report", arguments.report),
     ):
         if path is not None and is_read(str(path), inputs):
-            raise ConfigurationError(f"{flag} {path} is one of the input files; choose another, or another folder")
+            raise ConfigurationError(f"{flag} {path} is one of the input files; use a different file or folder")
 
 
 def report_flags_without_effect(arguments: argparse.Namespace) -> None:

@@ -18,20 +18,20 @@ from megatron.cli.arguments import (
     told_settings,
 )
 
-_CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
+_CHECKPOINT_DECIDES = "the checkpoint's own configuration sets it"
 NO_EFFECT: dict[str, tuple[bool, str]] = {
-    "--megatron-path": (True, "nothing of Megatron-LM is needed"),
-    "--max-queue-size": (True, "one process reads and writes, a tensor at a time"),
-    "--no-checking": (False, "names and shapes are always checked; --no-verify leaves out reading the result again"),
-    "--loader-transformer-impl": (True, "the key names of either kind of layer are read"),
+    "--megatron-path": (True, "Megatron-LM is not needed"),
+    "--max-queue-size": (True, "one process reads and writes one tensor at a time"),
+    "--no-checking": (False, "names and shapes are always checked; --no-verify skips the verification of the result"),
+    "--loader-transformer-impl": (True, "the key names of both kinds of layers are supported"),
     "--saver-transformer-impl": (
         True,
-        "a file has the key names of the one that it comes from, else those of Megatron's local layers",
+        "the result has the key names of its source, or the key names of Megatron's local layers",
     ),
     "--model-size": (True, _CHECKPOINT_DECIDES),
     "--position-embedding-type": (True, _CHECKPOINT_DECIDES),
-    "--use-mcore-models": (False, "there is one model"),
-    "--sequential-save": (False, "tensors are always written one by one"),
+    "--use-mcore-models": (False, "there is only one model type"),
+    "--sequential-save": (False, "tensors are always written one at a time"),
 }
 """Flags of Megatron-LM's converter that have no effect: whether the flag takes a value, and why it has no effect."""
 SINGLE_ONLY = ("--target-expert-tensor-parallel-size",)
@@ -77,7 +77,7 @@ def build_parser() -> Parser:
         "--base-model",
         type=local_folder,
         metavar="DIR",
-        help="base model of peft adapters (the one that adapter_config.json names)",
+        help="base model of PEFT adapters (by default from adapter_config.json)",
     )
     dtype = content.add_mutually_exclusive_group()
     dtype.add_argument(
@@ -137,21 +137,28 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
             hint = f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(FORMATS)}"
             parser.error(f"unknown --{name} {given}; {hint}")
     if FORMATS[values.saver] == "torchtitan":
-        parser.error("--saver torchtitan: its folders are read only; give --saver hf, which torchtitan reads")
+        parser.error(
+            "--saver torchtitan is not supported: torchtitan checkpoints can only be read; use --saver hf, which "
+            "torchtitan can load"
+        )
     for name in SINGLE_ONLY:
         size = getattr(values, _field(name))
         if size not in (None, 1):
-            parser.error(f"{name} {size}: experts are cut as the other layers are; leave it out")
+            parser.error(f"{name} {size} is not supported: experts are sharded like the other layers; omit it")
     if values.true_vocab_size is not None and values.true_vocab_size < 1:
-        parser.error(f"--true-vocab-size {values.true_vocab_size} is not positive; give the tokenizer's real size")
+        parser.error(
+            f"--true-vocab-size {values.true_vocab_size} is not positive; pass the size of the tokenizer's vocabulary"
+        )
     if values.merge_lora and FORMATS[values.saver] == "peft":
-        parser.error("--merge-lora and --saver peft exclude each other: peft's folders hold adapters; keep one")
+        parser.error(
+            "--merge-lora and --saver peft exclude each other: PEFT folders contain separate adapters; omit one of them"
+        )
     if values.checkpoint_type == "meta":
         parser.error(
             "--checkpoint-type meta: Meta's own files cannot be read; use the Hugging Face folder of the model"
         )
     if values.checkpoint_type == "hf" and FORMATS[values.loader] != "hf":
-        parser.error(f"--checkpoint-type hf: --loader {values.loader} reads another format; give --loader hf")
+        parser.error(f"--checkpoint-type hf: --loader {values.loader} reads a different format; use --loader hf")
     request = ConversionRequest(
         load_dir=values.load_dir,
         save_dir=values.save_dir,

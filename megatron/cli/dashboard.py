@@ -29,7 +29,9 @@ def build_parser() -> Parser:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder with the --save folders of runs")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this host only)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (a free port)")
-    parser.add_argument("--token", default="", help="access token in the address (a new random token at every start)")
+    parser.add_argument(
+        "--token", default="", help="access token in the URL (by default a new random token at every start)"
+    )
     return parser
 
 
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if not arguments.folder.is_dir():
-        parser.error(f"{arguments.folder} is not a folder; name one that runs save to")
+        parser.error(f"{arguments.folder} is not a folder; pass a folder that runs save to")
     if not 0 <= arguments.port <= _LARGEST_PORT:
         parser.error(f"--port {arguments.port} is not between 0 and {_LARGEST_PORT}")
     if arguments.token and not re.fullmatch(r"[\w-]{8,}", arguments.token, re.ASCII):
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         server = DashboardServer(arguments.folder, arguments.host, arguments.port, token)
     except OSError as error:
-        parser.error(f"--host {arguments.host} --port {arguments.port}: {error.strerror}; choose another")
+        parser.error(f"--host {arguments.host} --port {arguments.port}: {error.strerror}; use a different host or port")
     with server:
         print(f"open {address(server)} (Ctrl-C ends)", flush=True)
         try:

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     told = told_settings(arguments)
     if not 0 <= arguments.tolerance < float("inf"):
-        parser.error(f"--tolerance {arguments.tolerance} is not a number that is 0 or more")
+        parser.error(f"--tolerance {arguments.tolerance} is not a number of 0 or more")
     from megatron.checkpoint import diff_checkpoints
 
     is_equal: list[bool] = []

@@ -73,14 +73,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.tasks is not None:
         arguments.tasks = [name for word in arguments.tasks for name in word.split(",") if name]
     if not arguments.tasks and not arguments.text:
-        problems.append("there is nothing to measure; give --tasks TASK … or --text FILE …")
+        problems.append("there is nothing to evaluate; pass --tasks TASK … or --text FILE …")
     if arguments.tasks and arguments.text:
-        problems.append("--tasks and --text are two measurements; give one of them")
+        problems.append("--tasks and --text exclude each other; omit one of them")
     others = _OF_TEXTS if arguments.tasks else _OF_TASKS
     if bool(arguments.tasks) != bool(arguments.text):
         needed = "--text FILE …" if arguments.tasks else "--tasks TASK …"
         problems += [
-            f"--{name.replace('_', '-')} has no effect without {needed}; leave it out"
+            f"--{name.replace('_', '-')} has no effect without {needed}; omit it"
             for name in others
             if getattr(arguments, name) not in (None, False)
         ]
@@ -93,9 +93,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if value is not None and value < 0:
             problems.append(f"--{name.replace('_', '-')} {value} is negative")
     if arguments.log_samples and arguments.output is None:
-        problems.append("--log-samples has nowhere to write; add --output FILE")
+        problems.append("--log-samples needs an output file; add --output FILE")
     if arguments.output is not None and not Path(arguments.output).absolute().parent.is_dir():
-        problems.append(f"--output {arguments.output} is in no folder that exists; make it, or name another")
+        problems.append(
+            f"--output {arguments.output} is in a folder that does not exist; create it, or use a different file"
+        )
     if problems:
         raise ConfigurationError(problems)
 
@@ -110,8 +112,8 @@ def most_tokens(asked: int | None, checkpoint: Checkpoint) -> int:
     has_limit = config.position_embedding_type == "learned_absolute"
     if asked is not None and has_limit and asked > config.max_position_embeddings:
         raise ConfigurationError(
-            f"--max-length {asked} is greater than the {config.max_position_embeddings} positions that the model has "
-            "learned; lower it"
+            f"--max-length {asked} is greater than the model's {config.max_position_embeddings} learned positions; "
+            "lower it"
         )
     return asked or config.max_position_embeddings or _DEFAULT_LENGTH
 
@@ -193,7 +195,7 @@ def _measure_texts(
 
     documents = list(read_documents(arguments.text, arguments.json_key or _DEFAULT_KEY))
     if not documents:
-        raise InputError(f"--text {' '.join(arguments.text)} holds no document")
+        raise InputError(f"--text {' '.join(arguments.text)} contains no document")
     found = []
     for each in measure_texts(ranks, encoding, documents, max_length):
         found.append(each)
@@ -213,7 +215,7 @@ def _write(path: str, lines: Sequence[str]) -> None:
     try:
         Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"cannot write --output {path}: {error.strerror}; name another file") from error
+        raise InputError(f"cannot write --output {path}: {error.strerror}; use a different file") from error
 
 
 def main(argv: list[str] | None = None) -> int:

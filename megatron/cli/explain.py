@@ -99,7 +99,7 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> str:
     check_imbalance(arguments.expert_imbalance, parsed.config.model)
     explanation = explain(parsed.config, parsed.notes, gpu, implementation)
     if arguments.verify and explanation.prediction.outcome == "error":
-        raise ConfigurationError(f"--verify: there is nothing to run: {explanation.prediction.reason}")
+        raise ConfigurationError(f"--verify: this configuration cannot run: {explanation.prediction.reason}")
     changes = () if explanation.prediction.outcome == "ok" else find_changes(words, *where)
     if arguments.html is not None:
         write_text("--html", arguments.html, to_page(explanation, changes))

@@ -86,14 +86,15 @@ def inspect_batch(arguments: argparse.Namespace) -> None:
     if position.recorded_hash not in (None, samples.hash):
         raise TrainingError(
             f"step {position.step} was not trained on these samples: the metrics file has the hash "
-            f"{position.recorded_hash}, the data gives {samples.hash}; the data or the configuration was changed"
+            f"{position.recorded_hash}, but the data has the hash {samples.hash}; restore the data and the "
+            "configuration of the run"
         )
 
 
 def _describe_comparison(position: StepPosition, sample_hash: str) -> str:
     if position.recorded_hash is None:
         return "the metrics file does not have the step"
-    return "equal to the metrics file's" if sample_hash == position.recorded_hash else "NOT the metrics file's"
+    return "equal to the metrics file's" if sample_hash == position.recorded_hash else "NOT equal to the metrics file's"
 
 
 def _tokenizer_of(position: StepPosition) -> Tokenizer:

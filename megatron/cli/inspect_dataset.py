@@ -79,7 +79,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if (value := vars(arguments)[name]) < 0
     ]
     if arguments.verify and arguments.write_checksums:
-        problems.append("--verify and --write-checksums cannot be given together")
+        problems.append("--verify and --write-checksums exclude each other; omit one of them")
     if arguments.seed >= 1 << 32:
         problems.append(f"--seed {arguments.seed} is not below {1 << 32}")
     if problems:
@@ -104,7 +104,7 @@ def verify(prefixes: list[str], tokenizer: Tokenizer | None) -> None:
         for fault in faults:
             print(f"damaged: {fault}")
         if not result.has_checksums:
-            print(f"{checksums_path(prefix)} does not exist: the structure was verified, the tokens were not")
+            print(f"{checksums_path(prefix)} does not exist: only the structure was verified, not the tokens")
         if faults:
             damaged.append(f"{prefix} ({len(faults)} faults)")
         else:
@@ -126,7 +126,7 @@ def print_lengths(dataset: IndexedDataset, statistics: LengthStatistics) -> None
     print(f"  tokens     {dataset.num_tokens:,} ({dataset.dtype.name}, {size:,.2f} MB)")
     print(f"  documents  {statistics.documents:,} ({statistics.empty:,} of them empty)")
     modes = "" if dataset.sequence_modes is None else ", with modes"
-    print(f"  sequences  {len(dataset):,} ({len(dataset) / max(statistics.documents, 1):.2f} a document{modes})")
+    print(f"  sequences  {len(dataset):,} ({len(dataset) / max(statistics.documents, 1):.2f} per document{modes})")
     checksums = checksums_path(dataset.prefix)
     print(f"  checksums  {checksums.name if checksums.exists() else 'none'}")
     if not statistics.documents:
@@ -150,13 +150,18 @@ def print_tokens(
     """Print the number of distinct ids, the most frequent ids, and the token at the end of documents."""
     used = np.flatnonzero(statistics.counts)
     if len(used):
-        print(f"  token ids  {len(used):,} different ones, {used[0]:,} to {used[-1]:,}", end="")
-        print(f"; {statistics.entropy_bits:.3f} bits of entropy a token")
+        print(f"  token ids  {len(used):,} different, {used[0]:,} to {used[-1]:,}", end="")
+        print(f"; {statistics.entropy_bits:.3f} bits of entropy per token")
     if statistics.outside:
-        print(f"  {statistics.outside:,} tokens are negative or above 16,777,216, hence no ids of any vocabulary")
+        print(
+            f"  {statistics.outside:,} tokens are negative or above 16,777,216, so they are not ids of any vocabulary"
+        )
     if tokenizer is not None:
         outside = statistics.num_from(tokenizer.vocab_size)
-        print(f"  vocabulary {tokenizer.vocab_size:,} ids ({tokenizer.name}); {outside:,} tokens are not among them")
+        print(
+            f"  vocabulary {tokenizer.vocab_size:,} ids ({tokenizer.name}); {outside:,} tokens are outside this "
+            "vocabulary"
+        )
     ends = describe_ends(dataset)
     if ends is not None:
         share = f"{ends.documents:,} of {ends.filled:,} documents that are not empty end"
@@ -181,7 +186,7 @@ def choose_documents(dataset: IndexedDataset, documents: list[int], samples: int
     for number in documents:
         if not 0 <= number < dataset.num_documents:
             raise DataError(
-                f"--documents {number} is not in {dataset.prefix}, which has documents 0 to {dataset.num_documents - 1}"
+                f"--documents {number} is out of range: {dataset.prefix} has documents 0 to {dataset.num_documents - 1}"
             )
     drawn = np.random.RandomState(seed).permutation(dataset.num_documents)[:samples]
     return [*documents, *sorted(drawn.tolist())]
@@ -197,7 +202,7 @@ def print_document(dataset: IndexedDataset, number: int, max_tokens: int, tokeni
             ids += dataset.get(sequence, 0, length).tolist()
     num_tokens = int(dataset.sequence_lengths[first:last].sum(dtype=np.int64))
     print(f"  document {number}: {num_tokens:,} tokens in {last - first} sequences", end="")
-    print("" if len(ids) == num_tokens else f", of which the first {len(ids)}")
+    print("" if len(ids) == num_tokens else f", the first {len(ids)} shown")
     if tokenizer is None or dataset.dtype.kind == "f":
         print(f"    {' '.join(map(str, ids))}")
     else:

@@ -50,12 +50,12 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
     for stem, suffixes in sorted(found.items()):
         if len(suffixes) == 1:
             raise DataError(
-                f"{folder / stem} has only {suffixes.pop()}; complete the pair or remove it from --input; token files "
-                "of nanoGPT and llm.c have no .idx and are read with --eod-id"
+                f"{folder / stem} has only {suffixes.pop()}; complete the .bin/.idx pair, remove it from --input, or "
+                "pass --eod-id for nanoGPT or llm.c token files, which have no .idx"
             )
     prefixes = [folder / stem for stem in sorted(found) if (folder / stem).absolute() != output_prefix.absolute()]
     if not prefixes:
-        raise DataError(f"{folder} holds no .bin/.idx pair; change --input")
+        raise DataError(f"{folder} contains no .bin/.idx pair; change --input")
     return prefixes
 
 
@@ -70,8 +70,9 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
     for dataset in datasets:
         if dataset.dtype != first.dtype:
             raise DataError(
-                f"{dataset.prefix} holds {dataset.dtype.name} tokens and {first.prefix} holds {first.dtype.name}; data "
-                "sets can be merged only when their dtypes are equal: tokenize both with the same vocabulary"
+                f"{dataset.prefix} contains {dataset.dtype.name} tokens, but {first.prefix} contains "
+                f"{first.dtype.name}; data sets can be merged only if their dtypes are equal: tokenize both with the "
+                "same vocabulary"
             )
         dataset.verify_structure()
     # Data sets without sequences fit either kind.
@@ -80,7 +81,7 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
         if (dataset.sequence_modes is None) != (filled[0].sequence_modes is None):
             raise DataError(f"{dataset.prefix} and {filled[0].prefix} cannot be merged: only one of them has modes")
         if multimodal and dataset.sequence_modes is None:
-            raise DataError(f"--multimodal: {dataset.prefix} has no sequence modes; drop --multimodal")
+            raise DataError(f"--multimodal: {dataset.prefix} has no sequence modes; omit --multimodal")
     return datasets
 
 
@@ -160,7 +161,10 @@ def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int
     first = shards[0]
     for shard in shards:
         if shard.dtype != first.dtype:
-            raise DataError(f"{shard.path} holds {shard.dtype.name} tokens and {first.path} {first.dtype.name}")
+            raise DataError(
+                f"{shard.path} contains {shard.dtype.name} tokens, but {first.path} contains {first.dtype.name}; "
+                "merge only files with the same dtype"
+            )
     dtype = np.dtype("<u2") if first.dtype == np.dtype("<u2") else np.dtype("<i4")
     lengths = array("i")
     num_tokens = begun = 0
@@ -171,7 +175,10 @@ def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int
             for shard in shards:
                 for piece in shard.pieces():
                     if dtype.kind == "i" and (int(piece.max()) >= 1 << 31 or int(piece.min()) < 0):
-                        raise DataError(f"{shard.path} holds ids that are none; change --token-dtype")
+                        raise DataError(
+                            f"{shard.path} contains values that are not token ids (negative, or 2^31 and above); "
+                            "change --token-dtype"
+                        )
                     output.write(piece.astype(dtype).tobytes())
                     ends = np.flatnonzero(piece == eod_id) + num_tokens + 1
                     lengths.extend(np.diff(ends, prepend=begun).tolist())
@@ -217,20 +224,20 @@ def run(arguments: argparse.Namespace) -> None:
         raise DataError(f"{arguments.input} is not a folder; change --input")
     if arguments.eod_id is None and not (arguments.input / "index.json").exists() and arguments.input.is_dir():
         if arguments.token_dtype is not None:
-            raise DataError(f"--token-dtype {arguments.token_dtype} has no effect without --eod-id; add it")
+            raise DataError(f"--token-dtype {arguments.token_dtype} has no effect without --eod-id; add --eod-id")
         merge(arguments.input, prefix, arguments.multimodal, not arguments.no_checksums)
         return
     if arguments.multimodal:
-        raise DataError("--multimodal has no effect on token files without .idx; leave it out")
+        raise DataError("--multimodal has no effect on token files without .idx; omit it")
     shards = find_token_shards(arguments.input, arguments.token_dtype or "uint16")
     if not shards:
         raise DataError(
-            f"{arguments.input} holds no token files (.bin, .npy) but .bin/.idx pairs, if any; leave --eod-id out, or "
-            "change --input"
+            f"{arguments.input} contains no token files (.npy, or .bin without .idx); omit --eod-id, or change --input"
         )
     if arguments.eod_id is None:
         raise DataError(
-            f"{arguments.input} does not say where documents end; name the id with --eod-id (GPT-2's is 50256)"
+            f"{arguments.input} does not mark where documents end; pass the id of the end-of-document token with "
+            "--eod-id (GPT-2's is 50256)"
         )
     cut_documents(shards, prefix, arguments.eod_id, not arguments.no_checksums)
 

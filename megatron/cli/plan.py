@@ -128,7 +128,7 @@ def build_parser() -> Parser:
         "--train-tokens", metavar="N", help="tokens of the whole run, such as 300B, to print its duration in days"
     )
     parser.add_argument("--top", type=int, metavar="N", help="number of layouts to print (10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its outcome to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every layout and its outcome to this file")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write an HTML page about the best layout to this file"
     )
@@ -168,18 +168,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments, training_flags = parser.parse_known_args(argv)
     if arguments.evaluate is None:
         if arguments.output is not None:
-            parser.error("--output goes with --evaluate; give --json or --html for what is planned")
+            parser.error("--output is supported only with --evaluate; use --json or --html to write a plan")
         if arguments.compare is not None:
             given = _flags_of(arguments, _OF_SEARCHES)
             if given:
-                parser.error(f"--compare does not go with {', '.join(given)}; leave out one or the other")
+                parser.error(f"--compare is not supported with {', '.join(given)}; omit one of them")
             return exit_status_of(functools.partial(compare_files, arguments, training_flags))
         return exit_status_of(functools.partial(plan_run, arguments, training_flags))
     of_plans = _flags_of(arguments, _OF_PLANS)
     if of_plans:
-        parser.error(f"--evaluate does not go with {', '.join(of_plans)}; leave out one or the other")
+        parser.error(f"--evaluate is not supported with {', '.join(of_plans)}; omit one of them")
     if training_flags:
-        parser.error(f"--evaluate takes no training flags: {' '.join(training_flags)}")
+        parser.error(f"--evaluate does not accept training flags: {' '.join(training_flags)}; omit them")
     return exit_status_of(functools.partial(evaluate_file, arguments))
 
 
@@ -190,10 +190,10 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         ConfigurationError: the flags are invalid, no layout fits, or a file cannot be written.
     """
     if arguments.gpus is None:
-        raise ConfigurationError("--gpus is missing; give the number of GPUs to plan for, or --evaluate RUNS.json")
+        raise ConfigurationError("--gpus is missing; pass the number of GPUs to plan for, or --evaluate RUNS.json")
     top = _DEFAULT_TOP if arguments.top is None else arguments.top
     if top < 1:
-        raise ConfigurationError(f"--top {top} is not positive; give the number of layouts to print")
+        raise ConfigurationError(f"--top {top} is not positive; pass the number of layouts to print")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
     name = arguments.implementation or _DEFAULT_IMPLEMENTATION
@@ -202,11 +202,11 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         prepare_to_verify(implementation)
     tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
     if arguments.precision == "fp8" and not gpu.float8_flops:
-        raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
+        raise ConfigurationError(f"--precision fp8: {gpu.name} does not support FP8 GEMMs; use --precision bf16")
     typed = {word.partition("=")[0] for word in training_flags}
     preset = without_flags(preset_words(arguments.model_preset), typed) if arguments.model_preset else ()
     if not has_flag(training_flags, "--global-batch-size", "--step-batch-size-schedule"):
-        raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
+        raise ConfigurationError("--global-batch-size is missing; pass the number of samples per step")
     words = _complete((*preset, *training_flags), tokens)
     # Parsed for one rank, without the flags of the layout, which is searched.
     base = read_planned_run(_without_layout(words), 1)
@@ -232,16 +232,16 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         print("\n".join(describe_experts(config.model, implementation.expert_imbalance)))
     searched = [flag for flag in SEARCHED_FLAGS if has_flag(training_flags, flag)]
     if searched:
-        print(f"searched, and not taken as given: {', '.join(searched)}")
+        print(f"searched instead of taken from the command line: {', '.join(searched)}")
     best = _best(
         found, words, arguments.gpus, functools.partial(verify_fitting_plan, gpu=gpu) if arguments.verify else None
     )
     if best is None:
-        with waiting("looking for what would fit"):
+        with waiting("searching for changes that would fit"):
             leanest = _leanest(words, arguments.gpus)
             changes = find_changes(leanest, arguments.gpus, read_planned_run, gpu, implementation)
         told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
-        raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
+        raise ConfigurationError(f"no layout fits on {arguments.gpus} x {gpu.name}; changes that would fit: {told}")
     print(f"\nthe best, {best.choice.describe()}:\n{best.command}")
     for note in best.parsed.notes:
         print(note)
@@ -280,9 +280,9 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
     """
     files = arguments.compare
     if len(files) < 2:
-        raise ConfigurationError(f"--compare {files[0]} is one file; give two or more")
+        raise ConfigurationError(f"--compare {files[0]} is one file; pass two or more")
     if arguments.gpus is None:
-        raise ConfigurationError("--gpus is missing; give the number of GPUs of the runs")
+        raise ConfigurationError("--gpus is missing; pass the number of GPUs of the runs")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
     name = arguments.implementation or _DEFAULT_IMPLEMENTATION
@@ -327,11 +327,11 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
         write_text("--output", arguments.output, json.dumps(predictions, indent=1) + "\n")
     print("\n".join(describe_errors(evaluated)))
     for error in left_out:
-        print(f"WARNING: left out: {error}", file=sys.stderr)
+        print(f"WARNING: skipped: {error}", file=sys.stderr)
     if left_out:
         raise MegatronError(
-            f"{len(left_out)} of {len(evaluated) + len(left_out)} records of {arguments.evaluate} were left out; "
-            "complete or remove them"
+            f"{len(left_out)} of {len(evaluated) + len(left_out)} records of {arguments.evaluate} were skipped (see "
+            "the warnings above); complete or remove them"
         )
 
 
@@ -420,5 +420,5 @@ def _number(text: str) -> int:
     except ValueError:
         number = 0.0
     if not 1 <= number < 1e18:
-        raise ConfigurationError(f"--train-tokens {text} is not a number of tokens; give one such as 300B or 15T")
+        raise ConfigurationError(f"--train-tokens {text} is not a number of tokens; use a number such as 300B or 15T")
     return int(number)

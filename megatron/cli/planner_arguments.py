@@ -75,8 +75,7 @@ def check_imbalance(imbalance: float | None, model: GPTConfig) -> None:
     """
     if imbalance is not None and model.moe.num_experts is None:
         raise ConfigurationError(
-            f"--expert-imbalance {imbalance:g} has no effect on a model without experts; leave it out, or give "
-            "--num-experts"
+            f"--expert-imbalance {imbalance:g} has no effect on a model without experts; omit it, or pass --num-experts"
         )
 
 
@@ -106,7 +105,7 @@ def check_world_size(flag: str, size: int) -> None:
         ConfigurationError: the number is below 1 or above `MOST_RANKS`.
     """
     if not 1 <= size <= MOST_RANKS:
-        raise ConfigurationError(f"{flag} {size} is not between 1 and {MOST_RANKS}; give the number of the run's GPUs")
+        raise ConfigurationError(f"{flag} {size} is not between 1 and {MOST_RANKS}; pass the number of GPUs of the run")
 
 
 def check_writable(flag: str, path: Path) -> None:
@@ -118,7 +117,7 @@ def check_writable(flag: str, path: Path) -> None:
     folder = path.absolute().parent
     try:
         if not folder.is_dir():
-            problem = "its folder is not there"
+            problem = "its folder does not exist"
         elif path.is_dir():
             problem = "it is a folder"
         elif not os.access(path if path.exists() else folder, os.W_OK):
@@ -127,7 +126,7 @@ def check_writable(flag: str, path: Path) -> None:
             return
     except OSError as error:
         problem = error.strerror or str(error)
-    raise ConfigurationError(f"{flag} {path} cannot be written: {problem}; give another file")
+    raise ConfigurationError(f"{flag} {path} cannot be written: {problem}; use a different file")
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
@@ -139,7 +138,7 @@ def write_text(flag: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"{flag} {path} cannot be written: {error.strerror}; give another file") from error
+        raise ConfigurationError(f"{flag} {path} cannot be written: {error.strerror}; use a different file") from error
 
 
 HELP = "run the planned stages on a simulated GPU and compare the memory (5 to 60 s each)"
@@ -156,8 +155,8 @@ def prepare_to_verify(implementation: Implementation) -> None:
     """
     if implementation.name != NATIVE.name:
         raise ConfigurationError(
-            f"--verify runs this program, and --implementation is {implementation.name}; use --implementation "
-            f"{NATIVE.name}, or leave out --verify"
+            f"--verify simulates only --implementation {NATIVE.name}, but --implementation is {implementation.name}; "
+            "change it or omit --verify"
         )
     load_fake_cuda()
 
@@ -173,7 +172,7 @@ def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
 
     made_of = provide_model, forward_step
     stages, verified = stages_to_verify(config, gpu), []
-    with waiting("trying the plan's stages") as tried:
+    with waiting("running the plan's stages") as tried:
         for stage in stages:
             verified.append(verify_stage(config, stage, gpu, *made_of))
             tried(len(verified), len(stages))
@@ -191,8 +190,9 @@ def verify_fitting_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
     needed, usable = fullest.peak_bytes + HOPPER_MACHINES.held_bytes, usable_bytes(gpu)
     if needed > usable:
         raise ConfigurationError(
-            f"stage {fullest.stage} needs {needed // _MIB} of {usable // _MIB} MiB in the dry run, planned were "
-            f"{(fullest.planned.total + HOPPER_MACHINES.held_bytes) // _MIB}; leave out --verify to see its command"
+            f"--verify: the dry run of stage {fullest.stage} needs {needed // _MIB} MiB, but the GPU has "
+            f"{usable // _MIB} MiB (the plan predicted {(fullest.planned.total + HOPPER_MACHINES.held_bytes) // _MIB} "
+            "MiB); omit --verify to print the command of this layout"
         )
     return verified
 
@@ -212,4 +212,6 @@ def check_agreement(verified: Sequence[VerifiedStage]) -> None:
     """
     unlike = [str(each.stage) for each in verified if not each.agrees]
     if unlike:
-        raise MegatronError(f"the dry run is not as planned on stage {', '.join(unlike)}: trust the dry run, see above")
+        raise MegatronError(
+            f"the dry run differs from the plan on stage {', '.join(unlike)} (see above); rely on the dry run"
+        )

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for output in arguments.output or ():
         if output.suffix not in (".html", ".png"):
-            parser.error(f"--output {output} ends in neither .html nor .png")
+            parser.error(f"--output {output} ends in neither .html nor .png; use one of these")
     return exit_status_of(functools.partial(plot, arguments))
 
 

@@ -102,15 +102,15 @@ def build_parser() -> Parser:
     data.add_argument(
         "--chat-template", metavar="FILE|NAME", help="Jinja file, chatml, plain or identity (the tokenizer's own)"
     )
-    data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
-    data.add_argument("--keep-newlines", action="store_true", help="keep the white space at the end of each sentence")
+    data.add_argument("--split-sentences", action="store_true", help="write each sentence as a sequence (needs nltk)")
+    data.add_argument("--keep-newlines", action="store_true", help="keep the whitespace at the end of each sentence")
     data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of the sentences (english)")
     data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="only mmap is supported")
     data.add_argument(
         "--on-error",
         default="stop",
         choices=["stop", "skip"],
-        help="for a line that is not a document: stop, or report and skip it (stop)",
+        help="for an invalid line: stop, or report and skip it (stop)",
     )
     data.add_argument("--no-checksums", action="store_true", help="do not write PREFIX_KEY_document.checksums.json")
     tokenizer = add_tokenizer_arguments(parser, "GPT2BPETokenizer")
@@ -152,7 +152,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.sft:
         idle = {"append_eod": False, "split_sentences": False, "partitions": 1, "json_keys": ["text"]}
         problems += [
-            f"--{name.replace('_', '-')} does not go with --sft, whose chat template makes the text; leave it out"
+            f"--{name.replace('_', '-')} is not supported with --sft, whose chat template creates the text; omit it"
             for name, default in idle.items()
             if getattr(arguments, name) != default
         ]
@@ -173,7 +173,7 @@ def load_conversations(
         return None
     for file in files:
         if file.kind not in ("jsonl", "json"):
-            raise DataError(f"{file.name} is {file.kind}, and --sft reads jsonl or a JSON array; write one of them")
+            raise DataError(f"{file.name} is {file.kind}, but --sft reads jsonl or a JSON array; write one of them")
     return ConversationOptions(tokenizer, arguments.chat_template).encoder()
 
 
@@ -185,7 +185,7 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     """
     tokenizer = tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod_id is None:
-        raise TokenizerError(f"--append-eod: this {tokenizer.name} has no end-of-document token; drop --append-eod")
+        raise TokenizerError(f"--append-eod: this {tokenizer.name} has no end-of-document token; omit --append-eod")
     return tokenizer
 
 
@@ -230,7 +230,7 @@ def is_done(arguments: argparse.Namespace, description: dict[str, Any], prefixes
     different = differences(record_path(arguments.output_prefix), description, prefixes)
     if different == [] and STDIN not in arguments.input and not arguments.restart:
         return True
-    why = f" (another command made it: {', '.join(different)} differ)" if different else ""
+    why = f" (it was written by a different command: {', '.join(different)} differ)" if different else ""
     raise DataError(f"{existing[0]} exists already; replace it with --overwrite, or change --output-prefix{why}")
 
 
@@ -261,7 +261,7 @@ def tokenize(
         sample = take_sample(files, recipe.keys, first)
         encoder = choose_encoder(tokenizer, arguments.tokenizer_engine, sample, print)
         missing = missing_engine(tokenizer, encoder) if arguments.tokenizer_engine == "auto" else None
-        faster = "" if missing is None else f"; {missing} is faster and not installed: pip install {missing}"
+        faster = "" if missing is None else f"; {missing} is faster but not installed: pip install {missing}"
         print(f"Encoding with {encoder.name} in {arguments.workers} process(es){faster}", flush=True)
         recipe = replace(recipe, encoder=encoder)
     if first is not None:
@@ -279,11 +279,12 @@ def tokenize(
         names = ", ".join(file.name for file in files)
         found = first_keys(files)
         if not folder.num_documents and not folder.num_skipped:
-            raise DataError(f"{names}: there is no line or row in it; change --input")
+            raise DataError(f"{names} contains no line or row; change --input")
         skipped = f" and {folder.num_skipped} lines skipped" if folder.num_skipped else ""
         raise DataError(
-            f"{names}: holds no text: {folder.num_documents} documents without a token{skipped}; looked for under "
-            f"{', '.join(recipe.keys)}, the keys there are {', '.join(found) or 'none'}: change --json-keys"
+            f"{names} contains no text: {folder.num_documents} documents without a token{skipped}; the keys "
+            f"{', '.join(recipe.keys)} were read, but the keys in the file are {', '.join(found) or 'none'}; change "
+            "--json-keys"
         )
     return progress, recipe
 
@@ -330,7 +331,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         prefixes, groups, dtypes = [mask_prefix(prefix), prefix], [range(1, 2), range(1)], [MASK_DTYPE, dtype]
     description = describe_work(arguments, files, tokenizer, conversations)
     if is_done(arguments, description, prefixes):
-        print(f"Done already: this command made {', '.join(prefixes)}; --overwrite makes them again")
+        print(f"Done already: this command wrote {', '.join(prefixes)}; --overwrite writes them again")
         return
     print(
         f"Tokenizing {len(files)} file(s) with {tokenizer.name} ({tokenizer.vocab_size} ids) into {dtype.name}",

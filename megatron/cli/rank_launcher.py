@@ -26,7 +26,9 @@ _POLL_S = 0.1
 _BY_SIGNAL = 128
 INTERRUPTED = _BY_SIGNAL + signal.SIGINT
 """Exit status after Ctrl-C, as shells report it."""
-_STOPPING = "stopping after this step, with a checkpoint where --save is given; Ctrl-C once more ends the run at once"
+_STOPPING = (
+    "stopping after this step, with a checkpoint if --save is set; press Ctrl-C again to end the run immediately"
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def _describe(rank: int, failure: Any) -> list[str]:
     if failure.exitcode >= 0:
         return [f"error: rank {rank} (process {failure.pid}) ended with status {failure.exitcode}"]
     name = signal.Signals(-failure.exitcode).name
-    hint = "; the system does so where memory has run out (see dmesg)" if name == "SIGKILL" else ""
+    hint = "; the system does this if memory runs out (see dmesg)" if name == "SIGKILL" else ""
     return [f"error: rank {rank} (process {failure.pid}) was ended by {name}{hint}"]
 
 
@@ -168,8 +170,8 @@ def _open_store(place: Place) -> Any:
         return TCPStore(place.master_addr, place.master_port, is_master=True, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"--master-addr {place.master_addr} --master-port {place.master_port}: the ranks cannot meet there "
-            f"({str(error).splitlines()[0]}); give an address of the first machine and a free port"
+            f"--master-addr {place.master_addr} --master-port {place.master_port}: the ranks cannot connect there "
+            f"({str(error).splitlines()[0]}); use an address of the first node and a free port"
         ) from error
 
 

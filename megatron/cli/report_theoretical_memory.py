@@ -43,7 +43,7 @@ def report(world_size: int, training_flags: list[str]) -> None:
         ConfigurationError: the flags are invalid, or do not determine the vocabulary size.
     """
     if world_size < 1:
-        raise ConfigurationError(f"--world-size {world_size} is not positive; give the number of the run's ranks")
+        raise ConfigurationError(f"--world-size {world_size} is not positive; pass the number of the run's ranks")
     parsed = resolve_arguments(training_flags, world_size, needs_files=False)
     config = with_known_vocabulary(parsed.config)
     for note in parsed.notes:

@@ -80,7 +80,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < 1:
             problems.append(f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive")
     if arguments.api_key is not None and arguments.api_key_file is not None:
-        problems.append("--api-key and --api-key-file are two keys; give one of them")
+        problems.append("--api-key and --api-key-file exclude each other; omit one of them")
     if problems:
         raise ConfigurationError(problems)
 
@@ -100,7 +100,9 @@ def read_key(arguments: argparse.Namespace) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {source}: {error}") from error
     if key is not None and not (key and all("!" <= character <= "~" for character in key)):
-        raise InputError(f"{source} gives no key: it must be one or more visible ASCII characters without spaces")
+        raise InputError(
+            f"{source} contains no valid key: a key is one or more visible ASCII characters without spaces"
+        )
     return key
 
 
@@ -119,7 +121,7 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
         if error.name is None or error.name.startswith("megatron"):
             raise
         raise InputError(
-            f"serve needs the packages fastapi and uvicorn, and {error.name} cannot be imported; install them with: "
+            f"serve needs the packages fastapi and uvicorn, but {error.name} cannot be imported; install them with: "
             "pip install fastapi uvicorn (or, in the checkout: pip install -e '.[serve]')"
         ) from error
     try:
@@ -200,7 +202,10 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             sys.setswitchinterval(_SWITCH_S)
             server.start(make_application(arguments, translator, jobs, key, engine.max_batch_size))
             if key is None and arguments.host not in _HERE:
-                print("everyone who reaches this address can use the model; --api-key requires a key", file=sys.stderr)
+                print(
+                    "everyone who can reach this address can use the model; add --api-key to require a key",
+                    file=sys.stderr,
+                )
             if translator.template is None:
                 print(COMPLETION_MODE, file=sys.stderr, flush=True)
             print(f"serving {model_name(arguments)} at {server.url}", flush=True)

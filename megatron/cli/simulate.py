@@ -72,7 +72,9 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     config = with_known_vocabulary(parsed.config)
     if config.model.fp8.fp8_format is not None and not gpu.float8_flops:
         able = ", ".join(sorted(name for name, each in GPUS.items() if each.float8_flops))
-        raise ConfigurationError(f"--gpu {arguments.gpu} has no products in fp8; use one of {able}, or leave fp8 out")
+        raise ConfigurationError(
+            f"--gpu {arguments.gpu} does not support FP8 GEMMs; use one of {able}, or omit the FP8 flags"
+        )
     for note in parsed.notes:
         print(note)
     load_fake_cuda()
@@ -127,4 +129,4 @@ def _check(arguments: argparse.Namespace) -> None:
             check_writable(flag, path)
     picture = arguments.memory_plot
     if picture is not None and picture.suffix != ".svg":
-        raise ConfigurationError(f"--memory-plot {picture}: the plot is SVG; give a name that ends in .svg")
+        raise ConfigurationError(f"--memory-plot {picture}: the plot is an SVG file; use a name that ends in .svg")

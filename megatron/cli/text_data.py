@@ -70,7 +70,7 @@ def _tokenize(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str], *, 
                 preprocess_data.preprocess(preprocess_data.build_parser().parse_args(list(words)))
     except OSError as error:
         raise DataError(
-            f"{' '.join(files)}: its tokens cannot be written to {folder}: {error.strerror or error}; name a folder "
+            f"{' '.join(files)}: its tokens cannot be written to {folder}: {error.strerror or error}; pass a folder "
             "with --data-cache-path"
         ) from error
     except InputError as error:
@@ -78,7 +78,7 @@ def _tokenize(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str], *, 
         if not any(flag in text for flag in _ONLY_PREPROCESSING):
             raise DataError(text) from error
         raise DataError(
-            f"{text} (a flag of tools/preprocess_data.py: tokenize with it, and give --data-path PREFIX instead of "
+            f"{text} (a flag of tools/preprocess_data.py: tokenize with it, and pass --data-path PREFIX instead of "
             "--train-data)"
         ) from error
     if is_reporter:

@@ -96,7 +96,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.prompt_file is None:
         if not arguments.prompt:
-            raise InputError("--prompt is empty; give it some text")
+            raise InputError("--prompt is empty; pass some text")
         # Python decodes command line bytes that are not UTF-8 to lone surrogates.
         if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
             raise InputError("--prompt is not valid UTF-8; convert it")
@@ -107,7 +107,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
         raise InputError(f"cannot read --prompt-file {arguments.prompt_file}: {error}") from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise InputError(f"--prompt-file {arguments.prompt_file} holds no text; write one prompt a line")
+        raise InputError(f"--prompt-file {arguments.prompt_file} contains no text; write one prompt per line")
     return prompts
 
 
@@ -165,8 +165,8 @@ def describe_long_text(config: GPTConfig, request: GenerationRequest) -> str | N
     if prompt + count <= limit:
         return None
     return (
-        f"WARNING: a prompt of {prompt} tokens and --tokens-to-generate {count} are {prompt + count} tokens, and the "
-        f"model was trained on {limit} positions: the text after them will be worse; shorten the prompt or lower "
+        f"WARNING: a prompt of {prompt} tokens and --tokens-to-generate {count} are {prompt + count} tokens, but the "
+        f"model was trained on {limit} positions: later text will be worse; shorten the prompt or lower "
         "--tokens-to-generate"
     )
 

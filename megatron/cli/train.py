@@ -62,8 +62,8 @@ class ContinuedRun:
             is_saved = (folder / TRACKER_FILE).is_file()
         except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
             raise ConfigurationError(
-                f"--continue {directory}: {record / ENVIRONMENT_FILE} cannot be read ({_reason(error)}); name the "
-                "--save folder of a run of this version, or give its flags with --load"
+                f"--continue {directory}: {record / ENVIRONMENT_FILE} cannot be read ({_reason(error)}); pass the "
+                "--save folder of a run of this version, or pass the run's flags with --load"
             ) from error
         config = record / (CONTINUE_FILE if is_saved else CONFIG_FILE)
         words = ["--config", str(config), "--save", str(folder), *(["--load", str(folder)] if is_saved else [])]
@@ -136,7 +136,7 @@ def _train(argv: Sequence[str]) -> int:
     if "script" in own:
         script = Path(own["script"])
         if not script.is_file():
-            raise ConfigurationError(f"--script {script} is not there; name a Python file that trains")
+            raise ConfigurationError(f"--script {script} does not exist; pass a Python training script")
     elif "--explain" not in words:
         # Report invalid flags before any rank is started.
         resolve_arguments(words, place.world_size, is_train_command=True)
@@ -174,17 +174,21 @@ def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
     own.setdefault("nproc", str(run.nproc))
     if run.nnodes > 1 and "nnodes" not in own:
         raise ConfigurationError(
-            f"--continue {own['continue']}: the run had {run.nnodes} machines; give --nnodes {run.nnodes}, --node-rank "
-            "R and --master-addr HOST on each, or --nnodes 1"
+            f"--continue {own['continue']}: the run used {run.nnodes} nodes; pass --nnodes {run.nnodes}, --node-rank R "
+            "and --master-addr HOST on each node, or --nnodes 1"
         )
     if "script" in own:
         own["script"] = str(Path(own["script"]).resolve())
     if not run.folder.is_dir():
-        print_line(f"WARNING: the run's folder {run.folder} is gone: its paths are seen from here", sys.stderr)
+        print_line(
+            f"WARNING: the run's working directory {run.folder} is missing: its relative paths are resolved from the "
+            "current directory",
+            sys.stderr,
+        )
     elif run.folder != Path.cwd():
         os.chdir(run.folder)
         if typed:
-            print_line(f"paths are seen from {run.folder}, where the run was started", sys.stderr)
+            print_line(f"relative paths are resolved from {run.folder}, where the run was started", sys.stderr)
     return run.words
 
 
@@ -199,11 +203,11 @@ def _place(own: dict[str, str]) -> Place:
     if nnodes == 1:
         given = [f"--{name.replace('_', '-')}" for name in ("master_addr", "master_port") if name in own]
         if given:
-            raise ConfigurationError(f"{', '.join(given)}: one machine needs none; give --nnodes, or leave it out")
+            raise ConfigurationError(f"{', '.join(given)}: not needed on a single node; add --nnodes, or omit them")
         return Place(nproc=nproc)
     missing = [f"--{name.replace('_', '-')}" for name in ("node_rank", "master_addr") if name not in own]
     if missing:
-        raise ConfigurationError(f"--nnodes {nnodes} needs {' and '.join(missing)} on each machine")
+        raise ConfigurationError(f"--nnodes {nnodes} needs {' and '.join(missing)} on each node")
     port = _number(own, "master_port", _DEFAULT_PORT, 1, 65535)
     return Place(nproc, nnodes, node_rank, own["master_addr"], port)
 

@@ -103,14 +103,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.fuzz is None:
         report_unused(parser, arguments, "--fuzz", ("seed",))
     elif arguments.fuzz < 1:
-        parser.error(f"--fuzz {arguments.fuzz} asks for no configuration; give 1 or more, or leave it out")
+        parser.error(f"--fuzz {arguments.fuzz} selects no configuration; use 1 or more, or omit it")
     tolerance = arguments.tolerance
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
-        parser.error(f"--tolerance {tolerance} is not a number that is 0 or more")
+        parser.error(f"--tolerance {tolerance} is not a number of 0 or more")
     if arguments.emulate_cuda is None:
         report_unused(parser, arguments, "--emulate-cuda", ("emulated_triton",))
     elif arguments.communication:
-        parser.error("--communication runs no ranks that --emulate-cuda could give devices; leave one of them out")
+        parser.error("--communication starts no ranks, so --emulate-cuda has no effect; omit one of them")
     elif arguments.emulated_triton is None:
         arguments.emulated_triton = "absent" if arguments.dtype == "float64" else "interpreter"
     return arguments
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None, open_verifier: OpenVerifier | None =
     arguments = parse_arguments(argv)
     cells = choose_cells(arguments)
     if not cells:
-        print("error: no cell fits; --list prints all of them", file=sys.stderr)
+        print("error: no test case matches; --list prints all of them", file=sys.stderr)
         return 2
     if arguments.list:
         with reader_may_leave():
@@ -163,7 +163,7 @@ def _verify_on_emulated_devices(argv: Sequence[str]) -> int:
     """Replace this process with the command on emulated devices; return 2 if the emulator is absent."""
     if not EMULATED_PROGRAM.exists():
         print(
-            f"error: --emulate-cuda needs the emulator of the repository, and {EMULATED_PROGRAM} does not exist; run "
+            f"error: --emulate-cuda needs the emulator of the repository, but {EMULATED_PROGRAM} does not exist; run "
             "tools/verify_parallelism.py of a checkout",
             file=sys.stderr,
         )

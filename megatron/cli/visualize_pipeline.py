@@ -97,7 +97,8 @@ def plan_timeline(arguments: argparse.Namespace) -> tuple[Timeline, str]:
     ]
     if output_weight > times["backward"]:
         problems.append(
-            f"--output-weight-time {output_weight} is a part of --backward-time {times['backward']}; give less"
+            f"--output-weight-time {output_weight} must be less than --backward-time {times['backward']}, because it "
+            "is a part of it"
         )
     if arguments.wgrad_deferral_limit < 0:
         problems.append(f"--wgrad-deferral-limit {arguments.wgrad_deferral_limit} must be 0 or more")
@@ -106,7 +107,7 @@ def plan_timeline(arguments: argparse.Namespace) -> tuple[Timeline, str]:
     num_microbatches = count_microbatches(arguments)
     if pp * chunks * num_microbatches > LARGEST:
         raise ConfigurationError(
-            f"{pp} ranks x {chunks} chunks x {num_microbatches} micro-batches are more than {LARGEST}; use fewer"
+            f"{pp} ranks x {chunks} chunks x {num_microbatches} micro-batches are more than {LARGEST} passes; use fewer"
         )
     name = arguments.schedule or default_schedule(pp, chunks)
     group_size = arguments.microbatch_group_size_per_virtual_pipeline_stage
@@ -133,7 +134,8 @@ def plan_timeline(arguments: argparse.Namespace) -> tuple[Timeline, str]:
     saved = plain.makespan - deferred.makespan
     return (
         deferred,
-        f"{flag} saves {saved:g} of {plain.makespan:g} time units: {letter} runs behind other ranks' passes",
+        f"{flag} saves {saved:g} of {plain.makespan:g} time units: {letter} runs at the same time as other ranks' "
+        "passes",
     )
 
 
@@ -147,7 +149,7 @@ def count_microbatches(arguments: argparse.Namespace) -> int:
     if samples is None:
         return 2 * arguments.pipeline_model_parallel_size if given is None else int(given)
     if given is not None:
-        raise ConfigurationError("--num-microbatches and --global-batch-size say the same thing; leave one of them out")
+        raise ConfigurationError("--num-microbatches and --global-batch-size are redundant; pass only one of them")
     step = arguments.micro_batch_size * arguments.data_parallel_size
     if samples % step:
         below = samples // step * step

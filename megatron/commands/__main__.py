@@ -7,5 +7,8 @@ import sys
 from megatron.cli.__main__ import run
 
 if __name__ == "__main__":
-    print("warning: python -m megatron.commands is python -m megatron now; the old name will go", file=sys.stderr)
+    print(
+        "warning: python -m megatron.commands has been renamed to python -m megatron; the old name will be removed",
+        file=sys.stderr,
+    )
     run()

@@ -39,9 +39,7 @@ from megatron.core.config_base import FieldSpec, field_docs, field_specs, from_f
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.tokenizers import unused_tokenizer_flags
 
-_PRINTED = (
-    "Printed by --print-config for {} process(es), to be given as --config FILE. What is at its default is a comment."
-)
+_PRINTED = "Printed by --print-config for {} process(es), for --config FILE. Flags at their default are comments."
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _PATHS = ("FILE", "DIR", "PATH", "[WEIGHT] PREFIX")
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 3800
@@ -72,7 +70,7 @@ def parse_arguments(
         sys.exit(0)
     parsed = resolve_arguments(argv, world_size, is_train_command=is_train_command)
     if parsed.config.logging.explain:
-        raise ConfigurationError("--explain is not answered by this script; run tools/explain.py or pretrain_gpt.py")
+        raise ConfigurationError("--explain is not supported by this script; run tools/explain.py or pretrain_gpt.py")
     print_config = parsed.config.logging.print_config
     if rank == 0:
         for note in parsed.notes:
@@ -251,7 +249,7 @@ def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, help_text: str) 
         constant = spec.options.negative is None
         group.add_argument(*spec.flags, dest=spec.name, action="store_const", const=constant, help=help_text)
         return
-    if spec.default not in (None, (), 0, 0.0) and not spec.is_sequence:
+    if spec.default not in (None, (), 0, 0.0, "") and not spec.is_sequence:
         help_text += f" Default: {spec.default}.".replace("%", "%%")
     group.add_argument(
         *spec.flags,
@@ -304,7 +302,7 @@ def _malformed(name: str, message: str) -> str:
         return f"{name}: {message}"
     if spec is None or spec.is_bool:
         return switch_with_value(name)
-    return f"{name}: a value is missing; give {name} {spec.metavar}"
+    return f"{name}: a value is missing; pass {name} {spec.metavar}"
 
 
 def without_flags(words: Sequence[str], names: Collection[str]) -> Iterator[str]:
@@ -343,7 +341,9 @@ def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: lis
     if stored.folder is None:
         if not given.keys() >= {"num_layers", "hidden_size", "num_attention_heads"}:
             raise ConfigurationError([*problems, no_checkpoint(checkpoint.load)])
-        notes.append(f"--use-checkpoint-args: {checkpoint.load} holds no checkpoint; the flags alone shape the model")
+        notes.append(
+            f"--use-checkpoint-args: {checkpoint.load} contains no checkpoint; the flags alone define the model"
+        )
     else:
         defaults = {spec.name: spec.default for _, spec in command_line_fields()}
         shape = ", ".join(f"{name} {value}" for name, value in taken.items() if value != defaults[name])
@@ -425,9 +425,9 @@ def _too_long(spec: FieldSpec, text: str) -> str | None:
         return None
     lengths = [len(os.fsencode(name)) for name in text.split("/")]
     if max(lengths) > _MOST_NAME_BYTES:
-        return f"{_shortened(text)}: a name of {max(lengths)} bytes; file systems take {_MOST_NAME_BYTES} at most"
+        return f"{_shortened(text)}: a file name of {max(lengths)} bytes; file systems allow at most {_MOST_NAME_BYTES}"
     if sum(lengths) + len(lengths) > _MOST_PATH_BYTES:
-        return f"{_shortened(text)}: a path of {sum(lengths)} bytes; give one of at most {_MOST_PATH_BYTES}"
+        return f"{_shortened(text)}: a path of {sum(lengths)} bytes; use a path of at most {_MOST_PATH_BYTES} bytes"
     return None
 
 

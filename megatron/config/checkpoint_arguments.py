@@ -50,8 +50,8 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
     """
     if not as_path(directory).exists():
         raise CheckpointError(
-            f"--use-checkpoint-args: --load {directory} does not exist; name the folder that a run saved to, or that "
-            "holds a model"
+            f"--use-checkpoint-args: --load {directory} does not exist; pass the folder that a run saved to, or the "
+            "folder of a model"
         )
     first_error: CheckpointError | None = None
     folders = candidate_folders(as_path(directory), ckpt_step)
@@ -61,15 +61,15 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
         except DamagedCheckpointError as error:
             first_error = first_error or error
     if first_error is not None:
-        raise CheckpointError(f"--use-checkpoint-args: {first_error}; give the model's flags instead")
+        raise CheckpointError(f"--use-checkpoint-args: {first_error}; pass the model's flags instead")
     return CheckpointArguments(None, {})
 
 
 def no_checkpoint(directory: str) -> str:
     """Return the message for an existing folder without checkpoints."""
     return (
-        f"--use-checkpoint-args: --load {directory} holds no checkpoint (there is no {TRACKER_FILE} in it); name the "
-        "folder that a run saved to, or that holds a model, or give the model's flags"
+        f"--use-checkpoint-args: --load {directory} contains no checkpoint (it has no {TRACKER_FILE}); pass the folder "
+        "that a run saved to, the folder of a model, or the model's flags"
     )
 
 
@@ -131,7 +131,7 @@ def _values_of(folder: Path) -> dict[str, Any]:
             if spec.options.role in _ROLES or spec.name in (*PRECISION, *TOKENIZER)
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"{folder}: the index records no configuration ({error!r})") from error
+        raise DamagedCheckpointError(f"{folder}: the index contains no configuration ({error!r})") from error
     values: dict[str, Any] = {}
     for spec, section in recorded:
         if spec.name not in section:
@@ -143,6 +143,6 @@ def _values_of(folder: Path) -> dict[str, Any]:
             values[spec.name] = tuple(value)
             continue
         if type(value) is not spec.item_type and not (value is None and spec.is_optional):
-            raise DamagedCheckpointError(f"{folder}: {spec.name} is recorded as {value!r}")
+            raise DamagedCheckpointError(f"{folder}: the recorded value {value!r} of {spec.name} is invalid")
         values[spec.name] = value
     return values

@@ -33,7 +33,7 @@ def preset_words(name: str) -> tuple[str, ...]:
         ConfigurationError: there is no such preset.
     """
     if name not in preset_names():
-        raise ConfigurationError(f"--model-preset {name} is not known; possible: {', '.join(preset_names())}")
+        raise ConfigurationError(f"--model-preset {name} is not known; possible values: {', '.join(preset_names())}")
     lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return tuple(word for line in lines for word in line.partition("#")[0].split())
 
@@ -53,16 +53,16 @@ def read_config_file(path: str) -> Mapping[str, Any]:
     problems: list[str] = []
     for key, value in _entries(path, _parse(path)):
         if key in values:
-            problems.append(f"--config {path}: {key} is given twice; keep one")
+            problems.append(f"--config {path}: {key} is set twice; remove one of them")
         elif not _is_plain(value):
-            problems.append(f"--config {path}: {key} has a value of the kind {type(value).__name__}; {_PLAIN}")
+            problems.append(f"--config {path}: {key} has a value of type {type(value).__name__}; {_PLAIN}")
         values[key] = value
     if problems:
         raise ConfigurationError(problems)
     return values
 
 
-_PLAIN = "give a number, text, true, false or a list of numbers or texts"
+_PLAIN = "use a number, string, true, false or a list of numbers or strings"
 
 
 def _parse(path: str) -> Any:
@@ -71,11 +71,13 @@ def _parse(path: str) -> Any:
         file = as_path(path)  # First: the message about a URL does not repeat the URL.
         suffix = file.suffix.lower()
         if suffix not in (*_TOML, *_YAML):
-            raise ConfigurationError(f"--config {path} is neither .toml nor .yaml; give a file of one of these kinds")
+            raise ConfigurationError(f"--config {path} is neither .toml nor .yaml; pass a file of one of these kinds")
         text = read_plain_text(file)
         return _from_toml(path, text) if suffix in _TOML else _from_yaml(path, text)
     except OSError as error:
-        raise ConfigurationError(f"--config {path} cannot be read: {error.strerror or error}; name a file") from error
+        raise ConfigurationError(
+            f"--config {path} cannot be read: {error.strerror or error}; pass a readable file"
+        ) from error
     except StorageError as error:
         raise ConfigurationError(f"--config: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -114,7 +116,7 @@ def _entries(path: str, table: Any) -> Iterator[tuple[str, Any]]:
     if table is None:
         return
     if not isinstance(table, dict):
-        raise ConfigurationError(f"--config {path} holds no keys; write lines such as num_layers = 24")
+        raise ConfigurationError(f"--config {path} contains no keys; write lines such as num_layers = 24")
     for key, value in table.items():
         if not isinstance(value, dict):
             yield str(key).replace("-", "_"), value
@@ -260,7 +262,7 @@ def _read(path: str, problems: list[str], notes: list[str]) -> _FileWords:
         elif isinstance(spec, str):
             found.given[spec] = _table_words(spec, value)
         elif spec.name in _OWN:
-            problems.append(f"--config {path}: {key} belongs on the command line; leave it out of the file")
+            problems.append(f"--config {path}: {key} belongs on the command line; remove it from the file")
         else:
             words = list(_words(path, key, spec, value, problems))
             if spec.name == "model_preset" and words:
@@ -296,7 +298,7 @@ def _flags_by_key() -> dict[str, FieldSpec | str]:
 
 def _unknown(path: str, key: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
-    hint = f"did you mean {nearest[0]}?" if nearest else "--print-config shows the keys that there are"
+    hint = f"did you mean {nearest[0]}?" if nearest else "--print-config lists all keys"
     return f"--config {path}: unknown key {key}; {hint}"
 
 
@@ -313,13 +315,13 @@ def _words(path: str, key: str, spec: FieldSpec, value: Any, problems: list[str]
         return
     if spec.is_bool:
         if not isinstance(value, bool):
-            problems.append(f"--config {path}: {key} = {value!r}: expected true or false")
+            problems.append(f"--config {path}: {key} = {value!r}: true or false is expected")
         elif value != (key == spec.name and spec.options.negative is not None):
             yield flag
     elif any(isinstance(item, bool) or item is None for item in items):
-        problems.append(f"--config {path}: {key} = {value!r}: {flag} takes {spec.metavar}")
+        problems.append(f"--config {path}: {key} = {value!r}: {flag} needs {spec.metavar}")
     elif isinstance(value, list) and not spec.is_sequence:
-        problems.append(f"--config {path}: {key} = {value!r}: expected one value, got a list")
+        problems.append(f"--config {path}: {key} = {value!r}: one value is expected, not a list")
     elif spec.is_sequence and not spec.options.append:
         yield from (flag, *map(str, items))
     else:

@@ -62,8 +62,8 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--mmap-warmup": NoEffect(0, "token files are read on demand"),
     "--num-dataset-builder-threads": NoEffect(1, "each index is built once, by the first rank of a node", quiet=("1",)),
     "--no-data-sharding": NoEffect(0, "the order of samples does not depend on the data-parallel size"),
-    "--trust-remote-code": NoEffect(0, "code of tokenizers and models is never run"),
-    "--legacy-tokenizer": NoEffect(0, "there is one implementation of each tokenizer"),
+    "--trust-remote-code": NoEffect(0, "custom code of tokenizers and models is never run"),
+    "--legacy-tokenizer": NoEffect(0, "there is only one implementation of each tokenizer"),
     "--allow-ambiguous-pad-tokens": NoEffect(0, "padding is always excluded from the loss"),
     "--mid-level-dataset-surplus": NoEffect(
         1, "the surplus of a blend's data sets is fixed at 0.005", accepted=("0.005",)
@@ -71,15 +71,15 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-create-attention-mask-in-dataloader": NoEffect(0, "attention is causal without a mask in the data"),
     # the model and its kernels
     "--apply-query-key-layer-scaling": NoEffect(0, "attention scores cannot overflow in float16"),
-    "--use-mcore-models": NoEffect(0, "there is one implementation of each model"),
-    "--transformer-type": NoEffect(1, "there is one implementation of each model", accepted=("megatron",)),
+    "--use-mcore-models": NoEffect(0, "there is only one implementation of each model"),
+    "--transformer-type": NoEffect(1, "there is only one implementation of each model", accepted=("megatron",)),
     "--attention-softmax-in-fp32": NoEffect(0, "the attention softmax is always computed in float32"),
     "--no-masked-softmax-fusion": NoEffect(0, _FUSION),
     "--no-bias-swiglu-fusion": NoEffect(0, _FUSION),
     "--no-bias-dropout-fusion": NoEffect(0, _FUSION),
     "--no-rope-fusion": NoEffect(0, _FUSION),
     "--moe-grouped-gemm": NoEffect(0, "experts always use grouped GEMM"),
-    "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is one implementation of grouped GEMM"),
+    "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is only one implementation of grouped GEMM"),
     "--moe-permute-fusion": NoEffect(0, _FUSION),
     "--moe-router-fusion": NoEffect(0, _FUSION),
     "--moe-enable-deepep": NoEffect(0, _FLEX),
@@ -96,14 +96,14 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--disable-jit-fuser": NoEffect(0, _FUSION),
     "--cpu-offloading-activations": NoEffect(0, "--cpu-offloading offloads activations by default"),
     "--no-cpu-offloading-weights": NoEffect(
-        0, "weights are not offloaded unless --cpu-offloading-weights is given", excluded="cpu_offloading_weights"
+        0, "weights are not offloaded unless --cpu-offloading-weights is set", excluded="cpu_offloading_weights"
     ),
     "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
     "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
     "--init-model-with-meta-device": NoEffect(0, "initial weights do not depend on how they are allocated"),
     "--moe-per-layer-logging": NoEffect(0, "metrics.jsonl and TensorBoard always have the expert load per layer"),
     "--enable-experimental": NoEffect(0, "it enables no feature"),
-    "--test-mode": NoEffect(0, "it is for Megatron-LM's own tests"),
+    "--test-mode": NoEffect(0, "it is used only in Megatron-LM's own tests"),
     "--onnx-safe": NoEffect(1, "nothing is exported to ONNX"),
     "--muon-tp-mode": NoEffect(
         1, "the rank that owns a matrix updates it as a whole", accepted=("distributed", "duplicated")
@@ -111,11 +111,11 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--te-rng-tracker": NoEffect(0, "random number streams do not depend on transformer-engine"),
     "--inference-rng-tracker": NoEffect(0, "random number streams do not depend on inference"),
     # parallelism
-    "--DDP-impl": NoEffect(1, "there is one implementation of data parallelism", accepted=("local", "torch")),
+    "--DDP-impl": NoEffect(1, "there is only one implementation of data parallelism", accepted=("local", "torch")),
     "--no-async-tensor-model-parallel-allreduce": NoEffect(0, _TP_OVERLAP),
     "--accumulate-allreduce-grads-in-fp32": NoEffect(
         0,
-        "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is given",
+        "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is set",
         excluded="grad_reduce_in_bf16",
     ),
     "--tp-comm-bootstrap-backend": NoEffect(1, "overlapped communication uses the existing process groups"),
@@ -142,9 +142,11 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
     "--no-ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
     "--ckpt-fully-parallel-load": NoEffect(0, "loading is always distributed over the ranks"),
-    "--ckpt-assume-constant-structure": NoEffect(0, "the native format caches the save plan, others plan each"),
+    "--ckpt-assume-constant-structure": NoEffect(
+        0, ("the native format caches the save plan; the other formats plan each save")
+    ),
     "--use-persistent-ckpt-worker": NoEffect(0, "--async-save uses a thread per rank"),
-    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, "there is one version of torch_dist checkpoints"),
+    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, "there is only one version of torch_dist checkpoints"),
     "--dist-ckpt-optim-fully-reshardable": NoEffect(0, "the optimizer's state can always be resharded"),
     "--no-use-tokenizer-model-from-checkpoint-args": NoEffect(0, "training takes its tokenizer from the command line"),
     # running and reporting
@@ -152,7 +154,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--log-timers-to-console": NoEffect(0, "--timing-log-level controls timers on the console"),
     "--no-barrier-with-level-1-timing": NoEffect(0, "timers use no barriers"),
     "--no-barrier-with-L1-time": NoEffect(0, "timers use no barriers"),
-    "--logging-level": NoEffect(1, "there is one log level"),
+    "--logging-level": NoEffect(1, "there is only one log level"),
     "--train-sync-interval": NoEffect(1, "a reduction synchronizes the ranks in each iteration"),
     "--enable-one-logger": NoEffect(0, _ONE_LOGGER),
     "--no-one-logger": NoEffect(0, _ONE_LOGGER),
@@ -200,7 +202,7 @@ _SWITCHES = [
 NOT_SUPPORTED: dict[str, NotSupported] = {
     **{switch: NotSupported(0) for switch in _SWITCHES},
     "--data-parallel-random-init": NotSupported(0),
-    "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
+    "--fp16-lm-cross-entropy": NotSupported(0, instead="omit it: the loss is computed in float32"),
     # parallelism
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
@@ -212,7 +214,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     ),
     "--spec": NotSupported("+"),
     "--external-cuda-graph": NotSupported(0, instead="use --cuda-graph-impl local"),
-    "--cuda-graph-scope": NotSupported("+", "full", instead="leave it out: --cuda-graph-impl local has whole layers"),
+    "--cuda-graph-scope": NotSupported("+", "full", instead="omit it: --cuda-graph-impl local captures whole layers"),
     # training
     "--adlr-autoresume-interval": NotSupported(1, "1000"),
     "--yaml-cfg": NotSupported(1),
@@ -231,40 +233,40 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
 }
 
 
-_EXPERTS = "leave it out: experts are built without it (docs/mixture_of_experts.md)"
+_EXPERTS = "omit it: experts are built without it (docs/mixture_of_experts.md)"
 _WATCH = "monitor the run with the log, --metrics-jsonl and --timing-log-level"
 _LOCAL_COPIES = (
-    "--non-persistent-save-interval N keeps copies of type local in host memory for --inprocess-restart; "
-    "--save-interval N --keep-last M saves often and keeps few"
+    "--non-persistent-save-interval N keeps checkpoint copies of type local in host memory for --inprocess-restart; "
+    "--save-interval N --keep-last M saves often and keeps only the newest M checkpoints"
 )
 _RESTART = "start the run again with the same flags: it resumes from its newest checkpoint"
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-extended-tp", "use --expert-tensor-parallel-size, or --expert-model-parallel-size"),
-    ("--moe-router-padding-for-", "leave it out: FP8 GEMMs of experts accept any number of tokens"),
+    ("--moe-router-padding-for-", "omit it: FP8 GEMMs of experts accept any number of tokens"),
     ("--moe-", _EXPERTS),
     ("--overlap-moe-", _EXPERTS),
-    ("--use-legacy-models", "there is one implementation of each model; leave it out"),
-    ("--fp8-", "attention runs in the model's precision; leave it out: the linear layers stay in FP8"),
-    ("--use-tp-pp-dp-mapping", "data-parallel ranks lie between tensor and pipeline ranks; leave it out"),
-    ("--use-ring-exchange-p2p", "it requires a custom torch; leave it out: stages use send and receive"),
+    ("--use-legacy-models", "there is only one implementation of each model; omit it"),
+    ("--fp8-", "attention runs in the model's precision; omit it: the linear layers still use FP8"),
+    ("--use-tp-pp-dp-mapping", "the rank order is tensor, data, pipeline; omit it"),
+    ("--use-ring-exchange-p2p", "it requires a custom torch; omit it: stages use send and receive"),
     ("--standalone-embedding-stage", "use --pipeline-model-parallel-layout, such as 'E|t*4|t*4L'"),
-    ("--pipeline-model-parallel-split-rank", "it is for encoder-decoder models; leave it out"),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights use separate buffers; leave it out"),
+    ("--pipeline-model-parallel-split-rank", "it applies only to encoder-decoder models; omit it"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights use separate buffers; omit it"),
     ("--init-method-xavier-uniform", "weights are initialized from a normal distribution: use --init-method-std"),
     (
         "--fp32-residual-connection",
-        "the residual has the model's precision: leave --bf16 or --fp16 out for float32",
+        "the residual has the model's precision; omit --bf16 or --fp16 for float32",
     ),
     ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
-    ("--qk-clip", "query and key weights are not clipped; leave it out, or use --qk-layernorm"),
-    ("--attention-output-gate", "attention's output has no gate; leave it out"),
+    ("--qk-clip", "query and key weights are not clipped; omit it, or use --qk-layernorm"),
+    ("--attention-output-gate", "attention output gates are not supported; omit it"),
     (
         "--spec",
         "flags define the model, and --transformer-impl selects the kernels; docs/how_to_add.md explains how to add a "
         "layer type",
     ),
-    ("--straggler-ctrlr-port", "--log-straggler runs all the time, at almost no cost; leave the port out"),
+    ("--straggler-ctrlr-port", "--log-straggler runs all the time, at almost no cost; omit the port"),
     ("--log-energy", _WATCH),
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
     ("--calc-ft-timeouts", _RESTART),
@@ -274,13 +276,13 @@ REASONS: tuple[tuple[str, str], ...] = (
         "--multiple-validation-sets",
         "use --extra-valid-datalist PREFIX for each set, with --extra-valid-data-names NAME",
     ),
-    ("--renormalize-blend-weights", "a blend uses the given weights and a surplus of 0.005; leave it out"),
-    ("--use-mp-args-from-checkpoint-args", "give the parallelism flags: a checkpoint loads at every layout"),
+    ("--renormalize-blend-weights", "a blend uses the weights as passed and a surplus of 0.005; omit it"),
+    ("--use-mp-args-from-checkpoint-args", "pass the parallelism flags: a checkpoint can be loaded with any layout"),
     ("--no-mmap-index-files", "index files are always memory-mapped; --no-mmap-bin-files applies to token files"),
-    ("--data-parallel-random-init", "data-parallel replicas start with the same weights; leave it out"),
-    ("--yaml-cfg", "give its values as flags; --print-config shows what a command line resolves to"),
-    ("--s3-cache-path", "leave it out: each node caches .idx files in ~/.cache/megatron"),
-    ("--object-storage-cache-path", "leave it out: each node caches .idx files in ~/.cache/megatron"),
+    ("--data-parallel-random-init", "data-parallel replicas start with the same weights; omit it"),
+    ("--yaml-cfg", "pass its values as flags; --print-config shows what a command line resolves to"),
+    ("--s3-cache-path", "omit it: each node caches .idx files in ~/.cache/megatron"),
+    ("--object-storage-cache-path", "omit it: each node caches .idx files in ~/.cache/megatron"),
     ("--ckpt-convert-", "use tools/checkpoint/convert.py"),
     ("--non-persistent-", _LOCAL_COPIES),
     ("--replication", _LOCAL_COPIES),
@@ -309,7 +311,7 @@ def table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         if note.accepted and not all(_is_among(word, note.accepted) for word in words):
             problems.append(f"{typed} is not supported yet; possible: {', '.join(note.accepted)}")
         elif note.excluded is not None and note.excluded in given:
-            problems.append(f"{typed} and --{note.excluded.replace('_', '-')} exclude each other; keep one")
+            problems.append(f"{typed} and --{note.excluded.replace('_', '-')} exclude each other; omit one of them")
         else:
             notes.append(f"{typed} has no effect: {note.reason}")
     for name, refused in NOT_SUPPORTED.items():
@@ -344,15 +346,20 @@ def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
         return []
     if data.reset_attention_mask and _is_packed_by_patch(given, config):
         return [
-            "--reset-position-ids keeps documents apart in attention too, as Pai-Megatron-Patch does with "
-            f"{_NO_MASK}: --reset-attention-mask is added"
+            f"--reset-position-ids also limits attention to each document, as Pai-Megatron-Patch does with {_NO_MASK}: "
+            "--reset-attention-mask is added"
         ]
     if data.reset_attention_mask:
-        return [f"--reset-attention-mask keeps documents apart here; Megatron-LM would ignore it with {_NO_MASK}"]
+        return [
+            (
+                "--reset-attention-mask limits attention to each document here; Megatron-LM would ignore it with "
+                f"{_NO_MASK}"
+            )
+        ]
     if data.reset_position_ids:
         return [
             "--reset-position-ids restarts positions at each document, but attention crosses documents, as in "
-            "Megatron-LM; add --reset-attention-mask to keep them apart, as Pai-Megatron-Patch does"
+            "Megatron-LM; add --reset-attention-mask to limit attention to each document, as Pai-Megatron-Patch does"
         ]
     return []
 
@@ -444,7 +451,7 @@ def unknown_flags(words: Sequence[str], known: Collection[str], argv: Sequence[s
 
 def switch_with_value(name: str) -> str:
     """Return the error message for a value after a switch."""
-    return f"{name} is a switch and takes no value; give {name} alone, or leave it out"
+    return f"{name} is a switch and takes no value; pass {name} without a value, or omit it"
 
 
 def foreign_answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> str:
@@ -456,10 +463,10 @@ def foreign_answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> st
     if foreign.needs_decision and not foreign.becomes:
         return f"{typed} is not supported: {change}"
     if not foreign.becomes:
-        return f"unknown flag {typed}; leave it out: {change}"
+        return f"unknown flag {typed}; omit it: {change}"
     instead = foreign.becomes.replace("{}", " ".join(values) or "VALUE")
     kind = "value" if " " in foreign.flag and instead.startswith(name) else "flag"
-    return f"unknown {kind} {typed}; give {instead}" + (f": {change}" if foreign.needs_decision else "")
+    return f"unknown {kind} {typed}; use {instead}" + (f": {change}" if foreign.needs_decision else "")
 
 
 def _unknown(name: str, known: Collection[str]) -> str:

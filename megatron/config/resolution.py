@@ -73,10 +73,10 @@ def _attention_notes(config: RunConfig) -> list[str]:
     if model.attention_backend != "flash":
         return []
     if config.data.reset_attention_mask:
-        return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
+        return ["flash-attn is not used with packed documents: --reset-attention-mask uses torch's attention"]
     if model.context_parallel_size > 1 and (rings := {"p2p", "a2a+p2p"} & {*model.cp_comm_type}):
         name = max(rings)
-        return [f"flash-attn is not used with --cp-comm-type {name}: blocks that are merged take torch's own attention"]
+        return [f"flash-attn is not used with --cp-comm-type {name}: merged blocks use torch's attention"]
     return []
 
 
@@ -118,8 +118,8 @@ def _routing_notes(config: RunConfig) -> list[str]:
     if not config.model.routes_at_random:
         return []
     return [
-        "--moe-router-force-load-balancing chooses experts by random numbers, so that their load is even: the model "
-        "does not learn its routing, and what is trained so is for measurements only"
+        "--moe-router-force-load-balancing selects experts at random for a balanced load: the router does not learn, "
+        "so use it only for benchmarks"
     ]
 
 
@@ -150,7 +150,7 @@ _IDLE = (
     _Idle(
         ("check_weight_hash_across_dp_replicas_interval",),
         lambda config: config.ddp.shards_weights and config.parallel_sizes.num_replicas > 1,
-        "with --data-parallel-sharding-strategy optim_grads_params, under which ranks hold no copies to compare",
+        "with --data-parallel-sharding-strategy optim_grads_params, which leaves no copies to compare",
     ),
     _Idle(
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
@@ -160,7 +160,7 @@ _IDLE = (
     _Idle(
         ("rope_type",),
         lambda config: not config.model.mla.multi_latent_attention and not config.model.stretches_positions,
-        "without --multi-latent-attention, but for yarn with a --rotary-scaling-factor other than 1",
+        "without --multi-latent-attention, except for yarn with a --rotary-scaling-factor other than 1",
     ),
     _Idle(
         (
@@ -168,7 +168,7 @@ _IDLE = (
             "yarn_correction_range_round_to_int",
         ),
         lambda config: config.model.mla.multi_latent_attention and not config.model.stretches_positions,
-        "without positions that YaRN stretches: --rope-type yarn and a --rotary-scaling-factor other than 1",
+        "without YaRN scaling: --rope-type yarn and a --rotary-scaling-factor other than 1",
     ),
     _Idle(
         ("rotary_scaling_factor",),
@@ -190,7 +190,7 @@ _IDLE = (
             config.model.mla.multi_latent_attention
             and config.model.kv_channels != config.model.hidden_size // max(config.model.num_attention_heads, 1)
         ),
-        "with --multi-latent-attention: --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the widths of a head",
+        "with --multi-latent-attention: --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the head sizes",
     ),
     _Idle(
         ("no_rope_freq",),
@@ -198,7 +198,7 @@ _IDLE = (
         lambda config: (
             (number := config.model.no_rope_freq or "").isdecimal() and int(number) > config.model.num_layers
         ),
-        "on fewer layers than that: all of them rotate queries and keys",
+        "on fewer layers than its value: all layers use rotary embeddings",
     ),
     _Idle(
         ("adam_beta1", "adam_beta2", "adam_eps"),
@@ -211,7 +211,7 @@ _IDLE = (
     _Idle(
         ("lr_warmup_init",),
         lambda config: not config.schedule_lengths.lr_warmup_steps,
-        "without a warm-up (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction)",
+        "without a warmup (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction)",
     ),
     _Idle(
         ("use_precision_aware_optimizer",),
@@ -222,7 +222,7 @@ _IDLE = (
             }
             == {"fp32"}
         ),
-        "with fp32 alone (--main-grads-dtype, --main-params-dtype, --exp-avg-dtype, --exp-avg-sq-dtype)",
+        "with fp32 only (--main-grads-dtype, --main-params-dtype, --exp-avg-dtype, --exp-avg-sq-dtype)",
     ),
     _Idle(
         ("fp8_wgrad", "fp8_param_gather", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
@@ -265,20 +265,20 @@ def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool) -> 
     """
     local_rank = config.initialization.local_rank
     if local_rank is not None and has_launcher_rank:
-        yield f"--local-rank {local_rank} has no effect: the environment's LOCAL_RANK is used"
+        yield f"--local-rank {local_rank} has no effect: the environment variable LOCAL_RANK is used"
     elif local_rank is not None and not is_cuda:
-        yield f"--local-rank {local_rank} has no effect on a CPU: it is the number of a CUDA device"
+        yield f"--local-rank {local_rank} has no effect on a CPU: it is a CUDA device number"
     if is_cuda:
         return
     level = config.training.empty_unused_memory_level
     if level:
-        yield f"--empty-unused-memory-level {level} has no effect on a CPU: only CUDA memory is kept after use"
+        yield f"--empty-unused-memory-level {level} has no effect on a CPU: only CUDA memory is cached"
     if config.initialization.disable_bf16_reduced_precision_matmul:
-        yield "--disable-bf16-reduced-precision-matmul has no effect on a CPU, whose sums are float32"
+        yield "--disable-bf16-reduced-precision-matmul has no effect on a CPU, which accumulates in float32"
     if not config.ddp.gradient_accumulation_fusion:
         yield (
-            "--no-gradient-accumulation-fusion has no effect on a CPU: gradients of 16-bit weights are always rounded "
-            "before they are added to their float32 sums there"
+            "--no-gradient-accumulation-fusion has no effect on a CPU: there, gradients of 16-bit weights are always "
+            "rounded before they are accumulated in float32"
         )
     yield from _idle_offload_notes(config.optimizer)
 
@@ -287,16 +287,16 @@ def _idle_offload_notes(optimizer: OptimizerConfig) -> Iterator[str]:
     if not optimizer.optimizer_cpu_offload:
         return
     if optimizer.use_torch_optimizer_for_cpu_offload:
-        yield "--use-torch-optimizer-for-cpu-offload has no effect on a CPU: apex has no optimizer there"
+        yield "--use-torch-optimizer-for-cpu-offload has no effect on a CPU: apex has no optimizer for it"
     for flag, is_pinned in (
         ("--no-pin-cpu-grads", optimizer.pin_cpu_grads),
         ("--no-pin-cpu-params", optimizer.pin_cpu_params),
     ):
         if not is_pinned:
-            yield f"{flag} has no effect on a CPU: memory is pinned for copies to and from a device of its own"
+            yield f"{flag} has no effect on a CPU: memory is pinned only for copies to and from a GPU"
     margin = optimizer.optimizer_offload_auto_threshold
     if optimizer.optimizer_offload_policy == "auto" and margin != OptimizerConfig.optimizer_offload_auto_threshold:
-        yield f"--optimizer-offload-auto-threshold {margin} has no effect on a CPU: it has no memory of its own to fill"
+        yield f"--optimizer-offload-auto-threshold {margin} has no effect on a CPU, which has no device memory"
 
 
 _HUGGING_FACE = "tokenizer.json"
@@ -313,8 +313,8 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
     if is_type_given or tokenizer.vocab_file is not None or tokenizer.merge_file is not None:
         if patch is not None and tokenizer.tokenizer_type not in ("HuggingFaceTokenizer", patch):
             notes.append(
-                f"--patch-tokenizer-type {patch} has no effect: the tokenizer is {tokenizer.tokenizer_type}, as the "
-                "other flags say"
+                f"--patch-tokenizer-type {patch} has no effect: the other flags select the tokenizer "
+                f"{tokenizer.tokenizer_type}"
             )
         return config
     if patch == "GPT2BPETokenizer":
@@ -324,23 +324,23 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
         source, folder = "--tokenizer-model", tokenizer.tokenizer_model
     found = None if folder is None else _tokenizer_in(Path(folder), tokenizer)
     if found is not None:
-        notes.append(f"the tokenizer is that of {source} {folder}: {found.tokenizer_type}")
+        notes.append(f"using the tokenizer of {source} {folder}: {found.tokenizer_type}")
         return dataclasses.replace(config, tokenizer=found)
     if patch is None:
         if tokenizer.tokenizer_model is None or tokenizer.tokenizer_type != "GPT2BPETokenizer":
             return config
         problems.append(
-            f"--tokenizer-model {folder} is no folder with {_HUGGING_FACE} or {_SENTENCE_PIECE}, and nothing says what "
-            "it is; add --tokenizer-type"
+            f"--tokenizer-model {folder} is not a folder with {_HUGGING_FACE} or {_SENTENCE_PIECE}, so its type is not "
+            "known; add --tokenizer-type"
         )
     elif folder is None:
-        problems.append(f"--patch-tokenizer-type {patch} takes the tokenizer from --load DIR; add --load DIR")
+        problems.append(f"--patch-tokenizer-type {patch} uses the tokenizer of --load DIR; add --load DIR")
     elif not os.path.exists(folder):
-        problems.append(f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; name its folder")
+        problems.append(f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; pass an existing folder")
     else:
         problems.append(
             f"--patch-tokenizer-type {patch}: {source} {folder} has no {_HUGGING_FACE}; save the fast tokenizer there, "
-            "or name its folder with --tokenizer-model (a tokenizer that is Python code is never run)"
+            "or pass its folder with --tokenizer-model (tokenizers with custom Python code are not supported)"
         )
     # The problem is reported: prevent another one about the missing files of GPT-2.
     chosen = dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer", vocab_size=tokenizer.vocab_size or 1)
@@ -401,7 +401,9 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
         if data.data_args_path is not None:
             words = read_data_list(data.data_args_path, "--data-args-path")
             if data.data_path not in ((), words):
-                problems.append(f"--data-path and --data-args-path {data.data_args_path} exclude each other; keep one")
+                problems.append(
+                    f"--data-path and --data-args-path {data.data_args_path} exclude each other; omit one of them"
+                )
             data = dataclasses.replace(data, data_path=words)
         if data.per_split_data_args_path is not None:
             lists = read_per_split_lists(data.per_split_data_args_path, "--per-split-data-args-path")
@@ -409,7 +411,7 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
                 if given not in ((), lists[key]):
                     problems.append(
                         f"--{key}-data-path and --per-split-data-args-path {data.per_split_data_args_path} exclude "
-                        "each other; keep one"
+                        "each other; omit one of them"
                     )
             data = dataclasses.replace(
                 data,
@@ -437,20 +439,20 @@ def _resolve_fine_tuning(config: RunConfig, notes: list[str]) -> RunConfig:
     packs = data.sft_packing and (data.dataset not in RAW_DATASETS or data.reset_position_ids)
     if packs:
         notes.append(
-            "--sft packs conversations: --reset-position-ids and --reset-attention-mask are on; --no-sft-packing makes "
-            "each a sample"
+            "--sft packs conversations: --reset-position-ids and --reset-attention-mask are on; --no-sft-packing "
+            "makes each conversation a sample"
         )
     elif data.sft_packing:
         notes.append(f"--dataset {data.dataset}: each conversation is a sample; --reset-position-ids packs them")
     if not config.training.calculate_per_token_loss:
-        notes.append("--sft: each token of an answer counts alike, as with --calculate-per-token-loss")
+        notes.append("--sft: all answer tokens have the same weight, as with --calculate-per-token-loss")
         if config.ddp.ddp_average_in_collective:
             notes.append("--ddp-average-in-collective has no effect with --sft: sums are divided by a number of tokens")
             config = dataclasses.replace(config, ddp=dataclasses.replace(config.ddp, ddp_average_in_collective=False))
     if data.max_padding_length is not None and data.max_padding_length > data.seq_length:
         notes.append(
-            f"--max-padding-length {data.max_padding_length} has no effect: --seq-length {data.seq_length} cuts "
-            "conversations before"
+            f"--max-padding-length {data.max_padding_length} has no effect: --seq-length {data.seq_length} truncates "
+            "conversations first"
         )
     template = data.chat_template
     if template is None and data.sft_tokenizer_prompt_format != "default":
@@ -487,7 +489,7 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
         model = dataclasses.replace(model, recompute_num_layers=None)
     if model.moe.num_experts is not None and model.moe.moe_token_dispatcher_type == "flex":
         notes.append(
-            "--moe-token-dispatcher-type flex: neither DeepEP nor HybridEP is used here; tokens travel by alltoall, "
+            "--moe-token-dispatcher-type flex: DeepEP and HybridEP are not used; tokens are exchanged with alltoall, "
             "with the same results"
         )
         model = with_fields(model, moe_token_dispatcher_type="alltoall")
@@ -504,7 +506,7 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
         notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
         return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
     if model.fp8.fp8_format is not None:
-        notes.append("--tp-comm-overlap has an effect on layers in 16 bits only: fp8 products have no chunks")
+        notes.append("--tp-comm-overlap applies only to 16-bit layers: FP8 GEMMs are not split into chunks")
     if model.tp_comm_overlap_cfg is None:
         return config
     methods: tuple[str, ...] = ()
@@ -515,8 +517,8 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
         problems.extend(error.problems)
     if ignored:
         notes.append(
-            f"--tp-comm-overlap-cfg {model.tp_comm_overlap_cfg}: no effect have {', '.join(ignored)}: there are as "
-            "many chunks as ranks, and no kernels of transformer-engine's to set"
+            f"--tp-comm-overlap-cfg {model.tp_comm_overlap_cfg}: {', '.join(ignored)} have no effect: there are as "
+            "many chunks as ranks, and transformer-engine's kernels are not used"
         )
     return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_methods=methods))
 
@@ -554,11 +556,11 @@ def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems:
     if pretrained is None or pretrained == load:
         return checkpoint
     if load is not None and _holds_weights(as_path(load)):
-        notes.append(f"--pretrained-checkpoint {pretrained} is not read: --load {load} holds a checkpoint")
+        notes.append(f"--pretrained-checkpoint {pretrained} is not read, because --load {load} contains a checkpoint")
         return checkpoint
     if not _holds_weights(as_path(pretrained)):
-        problems.append(f"--pretrained-checkpoint {pretrained} holds no checkpoint; give a folder that does")
-    notes.append(f"--pretrained-checkpoint {pretrained}: the run begins with its weights, at iteration 0")
+        problems.append(f"--pretrained-checkpoint {pretrained} contains no checkpoint; pass a folder that contains one")
+    notes.append(f"--pretrained-checkpoint {pretrained}: the run starts from its weights, at iteration 0")
     return dataclasses.replace(checkpoint, load=pretrained, finetune=True)
 
 
@@ -579,8 +581,8 @@ def _resolve_batch(config: RunConfig, problems: list[str]) -> RunConfig:
             return config
         if training.global_batch_size not in (0, last):
             problems.append(
-                f"--global-batch-size {training.global_batch_size} is not the last size of "
-                f"--step-batch-size-schedule {training.step_batch_size_schedule!r}; give {last} or leave it out"
+                f"--global-batch-size {training.global_batch_size} is not the last size of --step-batch-size-schedule "
+                f"{training.step_batch_size_schedule!r}; use {last} or omit it"
             )
         training = dataclasses.replace(training, global_batch_size=last, batch_size_steps=steps)
     elif not training.global_batch_size:
@@ -615,7 +617,7 @@ def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     if ddp.shards_weights and ddp.overlap_param_gather:
         notes.append(
             "--overlap-param-gather has no effect with --data-parallel-sharding-strategy optim_grads_params: weights "
-            "are always gathered while the layer before runs"
+            "are always gathered while the previous layer runs"
         )
         ddp = dataclasses.replace(ddp, overlap_param_gather=False)
     if ddp.shards_optimizer:
@@ -697,7 +699,7 @@ def _checkpoint_notes(config: RunConfig) -> list[str]:
     """Return a line if a folder of checkpoints gets no metrics file."""
     checkpoint = config.checkpoint
     if checkpoint.save is not None and checkpoint.local_save is None and config.logging.metrics_jsonl is None:
-        return [f"--save {checkpoint.save} takes no metrics.jsonl; give --metrics-jsonl FILE to have one"]
+        return [f"--save {checkpoint.save} cannot contain a metrics.jsonl; add --metrics-jsonl FILE to write one"]
     return []
 
 

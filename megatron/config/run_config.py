@@ -59,7 +59,7 @@ class FaultConfig(Config, role="run"):
     """File to which the reporting rank appends a line for each examined result."""
     spike_policy: str | None = flag(None, choices=("stop", "skip", "rewind"))
     """Action on a spike or non-finite value of the loss or gradient norm: stop ends the run, skip drops the samples,
-    rewind also returns to the newest checkpoint known to train. By default only non-finite values end the run."""
+    rewind also returns to the newest validated checkpoint. By default only non-finite values end the run."""
     spike_window: int = flag(64, bounds=POSITIVE, needs="spike_policy")
     """Previous iterations to compare with; half of them are required."""
     spike_threshold: float = flag(6.0, bounds=POSITIVE, needs="spike_policy")
@@ -79,7 +79,7 @@ class FaultConfig(Config, role="run"):
     check_for_large_grads: bool = False
     """Examine and report a gradient norm ten times the maximum of the first hundred iterations."""
     checkpoint_validation_steps: int = flag(2, deprecated=("--known-to-train-after",), bounds=POSITIVE, needs="save")
-    """Consecutive finite iterations after which a checkpoint is known to train; retention keeps the newest such one."""
+    """Consecutive finite iterations that validate a checkpoint; retention keeps the newest validated checkpoint."""
     check_gradient_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
     """Compare reduced gradients of data-parallel replicas bitwise every N iterations; a difference ends the run."""
 
@@ -279,8 +279,8 @@ class InitializationConfig(Config, role="run"):
     """Timeout of collectives in minutes."""
     hang_timeout_seconds: int | None = flag(None, deprecated=("--hang-report-seconds",), bounds=NOT_NEGATIVE)
     """Report which rank blocks the others, and exit with status 1, after N seconds without progress (or five times the
-    longest iteration, if longer); by default 60, or 20 if a process is stopped or gone; 0 for
-    --distributed-timeout-minutes. Loading, saving and first iterations get more time."""
+    longest iteration, if longer); by default 60, or 20 if a process is stopped or gone; 0
+    uses --distributed-timeout-minutes instead. Loading, saving and first iterations get more time."""
     local_rank: int | None = flag(None, aliases=("--local_rank",), bounds=NOT_NEGATIVE)
     """Device of this process on its node, unless LOCAL_RANK is set."""
     num_threads: int | None = flag(None, bounds=POSITIVE, most=2**15)
@@ -359,7 +359,7 @@ class LoggingConfig(Config, role="output"):
     wandb_save_dir: str = flag("", metavar="DIR", idle=idle_without("wandb_project"))
     """Folder of the W&B run's files; by default wandb in --save or the current folder."""
     wandb_entity: str = flag("", metavar="NAME", idle=idle_without("wandb_project"))
-    """User or team that owns the project."""
+    """User or team that owns the project; by default your default entity."""
     mlflow_experiment: str = flag("", metavar="NAME")
     """MLflow experiment for the TensorBoard metrics, the flags and texts."""
     mlflow_run_name: str = flag("", metavar="NAME", idle=idle_without("mlflow_experiment"))
@@ -556,7 +556,7 @@ class FillInTheMiddleConfig(Config, role="run"):
     fim_prefix_token: str = flag("<fim_prefix>", metavar="TOKEN", needs="fim_rate")
     """Token that starts a prefix."""
     fim_middle_token: str = flag("<fim_middle>", metavar="TOKEN", needs="fim_rate")
-    """Token that starts a middle."""
+    """Token that starts the middle part of a fill-in-the-middle (FIM) sample."""
     fim_suffix_token: str = flag("<fim_suffix>", metavar="TOKEN", needs="fim_rate")
     """Token that starts a suffix."""
     fim_pad_token: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
@@ -696,7 +696,9 @@ def read_data_list(path: str, flag: str) -> tuple[str, ...]:
     """
     words = tuple(_read_text(path, flag).split())
     if not words:
-        raise ConfigurationError(f"{flag} {path}: the file is empty; write data prefixes, or weight and prefix")
+        raise ConfigurationError(
+            f"{flag} {path}: the file is empty; write data prefixes, or pairs of weight and prefix"
+        )
     return words
 
 
@@ -757,18 +759,18 @@ def _find_misfits(lists: tuple[str, ...], samples: tuple[int, ...], names: tuple
     for flag_name, values in (("--extra-valid-data-samples", samples), ("--extra-valid-data-names", names)):
         if values and len(values) != len(lists):
             yield (
-                f"{flag_name} is given {len(values)} times and {_DATALIST} {len(lists)} times; give both once for each "
-                f"validation set, or leave {flag_name} out"
+                f"{flag_name} is passed {len(values)} times, but {_DATALIST} {len(lists)} times; pass both once per "
+                f"validation set, or omit {flag_name}"
             )
     for number in samples:
         if number < 1:
-            yield f"--extra-valid-data-samples {number}: give 1 or more, or leave the validation set out"
+            yield f"--extra-valid-data-samples {number}: use 1 or more, or omit the validation set"
     called = names or tuple(Path(path).name for path in lists)
     for name in dict.fromkeys(called):
         if name in RESERVED_NAMES or not name:
-            yield f"--extra-valid-data-names {name!r} is taken; give the validation set another name"
+            yield f"--extra-valid-data-names {name!r} is already in use; use a different name for the validation set"
         elif called.count(name) > 1:
-            yield f"two validation sets are called {name}; tell them apart with --extra-valid-data-names"
+            yield f"two validation sets have the name {name}; set different names with --extra-valid-data-names"
 
 
 def _read_text(path: str, flag: str) -> str:
@@ -778,7 +780,7 @@ def _read_text(path: str, flag: str) -> str:
             content = file.read(MAX_TEXT_BYTES + 1)
         if len(content) > MAX_TEXT_BYTES:
             raise ConfigurationError(
-                f"{flag} {path}: it has more than {MAX_TEXT_BYTES} bytes; give a list of data sets"
+                f"{flag} {path}: it has more than {MAX_TEXT_BYTES} bytes; pass a list of data sets"
             )
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

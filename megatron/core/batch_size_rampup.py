@@ -78,13 +78,14 @@ def read_batch_size_schedule(text: str, seq_length: int) -> tuple[tuple[int, ...
     found = [_STEP.fullmatch(word) for word in text.replace(",", " ").split()]
     steps = [(float(match[1]) * _FACTORS[match[2].upper()], int(match[3])) for match in found if match]
     if not steps or len(steps) < len(found):
-        raise ConfigurationError(f"{typed} cannot be read; give TOKENS:SIZE pairs, such as '0:16 2.4B:320'")
+        raise ConfigurationError(f"{typed} cannot be parsed; use TOKENS:SIZE pairs, such as '0:16 2.4B:320'")
     starts = [int(tokens) // max(seq_length, 1) for tokens, _ in steps]
     if starts[0] != 0 or any(after <= before for before, after in itertools.pairwise(starts)):
         raise ConfigurationError(
-            f"{typed}: steps must begin at 0 tokens and rise by a sequence or more; they begin at samples {starts}"
+            f"{typed}: the first step must start at 0 tokens, and each next step must start at least one sequence "
+            f"later; the steps start at samples {starts}"
         )
     if any(size == 0 for _, size in steps):
-        raise ConfigurationError(f"{typed}: a batch size of 0; give sizes above 0")
+        raise ConfigurationError(f"{typed}: a batch size is 0; use sizes above 0")
     ended = [number for (_, size), end in zip(steps, starts[1:]) for number in (size, end)]
     return tuple(ended), steps[-1][1]

@@ -292,9 +292,9 @@ def select_device(local_rank: int) -> Device:
         return Device("cuda", 0)
     if num_processes > num_devices:
         raise ConfigurationError(
-            f"{num_processes} processes on this node, which has {num_devices} CUDA devices; start at most "
-            f"{num_devices} with --nproc-per-node, or set MEGATRON_DEVICE=cpu to run them all on the CPU (if each "
-            "sees a different device, CUDA_VISIBLE_DEVICES must name it, and torchrun must not start them)"
+            f"{num_processes} processes run on this node, which has {num_devices} CUDA devices; start at most "
+            f"{num_devices} with --nproc-per-node, or set MEGATRON_DEVICE=cpu to run them all on the CPU (if each sees "
+            "a different device, CUDA_VISIBLE_DEVICES must name it, and torchrun must not start them)"
         )
     return Device("cuda", local_rank)
 

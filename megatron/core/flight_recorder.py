@@ -288,7 +288,9 @@ class FlightRecorder:
             GivenUpError: communication was given up.
         """
         if self.is_given_up:
-            raise GivenUpError("communication was given up, since a rank was lost or hangs: what was read is no result")
+            raise GivenUpError(
+                "communication was aborted because a rank was lost or hangs; the received data is incomplete"
+            )
 
     def enter(self, phase: str) -> None:
         """Record the part of the run that starts."""

@@ -289,8 +289,8 @@ class ModelParallelConfig(Config, in_args=True):
         in_args=False,
         where=("tp_comm_overlap", True),
     )
-    """Reduce-scatter the outputs of row-parallel layers in chunks. Off: reduce-scatter row-parallel outputs after the
-    GEMM."""
+    """Reduce-scatter the outputs of row-parallel layers in chunks. Off: do not overlap this
+    reduce-scatter with the GEMM."""
     tp_comm_overlap_rs_dgrad: bool = flag(False, role="run", in_args=False, where=("tp_comm_overlap", True))
     """Reduce-scatter column-parallel input gradients in chunks during the dgrad GEMM, not as a whole during the wgrad
     GEMM."""

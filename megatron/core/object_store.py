@@ -181,7 +181,7 @@ class ObjectStore:
         except FileExistsError:
             # The response of a first attempt may have been lost: then the object is already the one that we wrote.
             if self.size(url) != len(data) or self.read(url, 0, len(data)) != data:
-                raise ObjectExistsError(errno.EEXIST, "it is there already", url) from None
+                raise ObjectExistsError(errno.EEXIST, "it exists already", url) from None
 
     def upload(self, url: str, num_bytes: int) -> Any:
         """Open an object of about ``num_bytes`` for writing; it becomes visible when the file is closed."""
@@ -251,7 +251,7 @@ def open_store(url: str) -> ObjectStore:
     version = getattr(module, "__version__", "0")
     oldest = {"s3fs": "2025.2", "gcsfs": "2025.2", "adlfs": "2024.12"}.get(package)
     if oldest is not None and _numbers(version) < _numbers(oldest):
-        raise StorageError(f"{package} {version} cannot create an object only once; install {package}>={oldest}")
+        raise StorageError(f"{package} {version} cannot create an object atomically; install {package}>={oldest}")
     return ObjectStore(file_system, scheme)
 
 
@@ -279,7 +279,7 @@ def _as_store_error(error: Exception, url: str) -> ObjectStoreError:
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
         return ObjectMissingError(errno.ENOENT, reason_of(error), url)
     if isinstance(error, FileExistsError) or _condition_failed(error):
-        return ObjectExistsError(errno.EEXIST, "it is there already", url)
+        return ObjectExistsError(errno.EEXIST, "it exists already", url)
     if isinstance(error, PermissionError):
         return ObjectRefusedError(errno.EACCES, reason_of(error), url)
     return ObjectStoreError(errno.EIO, reason_of(error), url)
@@ -324,7 +324,7 @@ class ObjectPath(PosixPath):
 
     def __fspath__(self) -> NoReturn:
         """Raise, because the object is not a local path."""
-        raise StorageError(f"{self} is in an object store, and a local file or folder is needed here")
+        raise StorageError(f"{self} is in an object store, but a local file or folder is needed here")
 
     @property
     def store(self) -> ObjectStore:
@@ -441,19 +441,22 @@ def url_problem(text: str) -> str | None:
     if not separator:
         return f"{text} lacks a slash; write {text.partition(':')[0].lower()}://" if _ALMOST.match(text) else None
     if scheme not in PACKAGES:
-        return f"{scheme[:20]}:// is not a store that can be used; those are s3://, gs:// and az://"
+        return f"{scheme[:20]}:// is not a supported object store; supported are s3://, gs:// and az://"
     place = rest.partition("/")[0]
     if "@" in place or ":" in place:
         return (
-            f"{scheme}://*** holds a credential or a port; "
-            f"pass those to {PACKAGES[scheme]} in its environment variables"
+            f"{scheme}://*** contains a credential or a port; pass these to {PACKAGES[scheme]} in its environment "
+            "variables"
         )
     if set(rest) & set("?#*[]\\") or not rest.isprintable():
-        return f"{scheme}://{place}/... holds one of ? # * [ ] \\, or what cannot be printed; give the name of a folder"
+        return (
+            f"{scheme}://{place}/... contains one of ? # * [ ] \\ or an unprintable character; use a folder name "
+            "without these"
+        )
     if (not place and scheme not in _ON_DISK) or not rest.strip("/"):
-        return f"{text} names no {'folder' if scheme in _ON_DISK else 'bucket'}; write {scheme}://BUCKET/FOLDER"
+        return f"{text} has no {'folder' if scheme in _ON_DISK else 'bucket'}; write {scheme}://BUCKET/FOLDER"
     if {".", ".."} & set(rest.split("/")):
-        return f"{text} has a part . or .., which an object's name cannot have"
+        return f"{text} contains . or .. as a path component, which object names cannot have"
     if importlib.util.find_spec(PACKAGES[scheme]) is None:
         return missing_package(scheme)
     return None
@@ -532,7 +535,7 @@ class UploadedFile:
         self._file.close()
         found = self._path.store.size(str(self._path))
         if found != self.num_bytes:
-            raise OSError(errno.EIO, f"the store has {found} of {self.num_bytes} bytes", str(self._path))
+            raise OSError(errno.EIO, f"the store has only {found} of {self.num_bytes} bytes", str(self._path))
 
     def append(self, data: NDArray[np.uint8] | bytes) -> int:
         """Append the bytes and return their CRC-32."""
@@ -579,7 +582,7 @@ def machine_cache() -> Path:
             continue
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
-    raise StorageError("this node has no folder for copies of objects: neither ~/.cache nor TMPDIR can be written")
+    raise StorageError("this node has no folder for cached objects: neither ~/.cache nor TMPDIR is writable")
 
 
 def fetch(objects: Sequence[ObjectPath], cache: Path, name: str = "files") -> Path:

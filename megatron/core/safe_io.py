@@ -90,7 +90,7 @@ def is_plain_name(name: object) -> bool:
 
 def _check_size(path: str | Path, size: int, most: int) -> None:
     if size > most:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} are read at most", str(path))
+        raise OSError(errno.EFBIG, f"it has {size} bytes, but at most {most} are supported", str(path))
 
 
 def _members(value: Any) -> Iterable[Any]:

@@ -32,7 +32,7 @@ from megatron.data.text_filters import (
     examine_all,
 )
 
-BLACKLISTED_URL: Final = "url on the blacklist"
+BLACKLISTED_URL: Final = "URL on the blacklist"
 EXACT_DUPLICATE: Final = "exact duplicate"
 NEAR_DUPLICATE: Final = "near duplicate"
 
@@ -69,7 +69,9 @@ class Tally:
         if self.without_url:
             lines.append(f"  {self.without_url} had no URL, and no blacklist applied to them")
         if self.unknown_files:
-            lines.append(f"  left out {self.unknown_files} files of other kinds; a pattern such as 'DIR/*' names them")
+            lines.append(
+                f"  skipped {self.unknown_files} files of other kinds; pass a pattern such as 'DIR/*' to include them"
+            )
         lines.append(f"Kept {self.kept} documents ({100 * self.kept / total:.2f} %, {self.output_bytes / 1e6:.2f} MB)")
         return lines
 
@@ -309,7 +311,7 @@ class Cleaner:
 
     def _refuse_or_skip(self, message: str) -> None:
         if self._plan.stop_on_error:
-            raise DataError(f"{message} (or leave such documents out with --on-error skip)")
+            raise DataError(f"{message} (or skip such documents with --on-error skip)")
         self._tally.bad += 1
         if self._tally.bad <= MAX_REPORTED:
             print(f"skipped {message}", file=sys.stderr)

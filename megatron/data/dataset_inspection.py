@@ -44,7 +44,7 @@ def verify_dataset(prefix: str, read: Read = ignore_bytes_read) -> Verification:
     """
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
-            raise DataError(f"data file {path} does not exist; a data set is given without .bin or .idx")
+            raise DataError(f"data file {path} does not exist; pass the data set without .bin or .idx")
     has_checksums = checksums_path(prefix).exists()
     damages = list(verify_checksums(prefix, read)) if has_checksums else []
     faults = []
@@ -90,7 +90,7 @@ def without_suffix(prefix: str) -> str:
 def faults_in_vocabulary(num_outside: int, prefix: str, vocab_size: int) -> Iterator[str]:
     """Yield a fault if tokens are outside the vocabulary."""
     if num_outside:
-        yield f"{bin_path(prefix)}: {num_outside} tokens are not among the {vocab_size} ids of the tokenizer"
+        yield f"{bin_path(prefix)}: {num_outside} tokens are outside the tokenizer's {vocab_size} ids"
 
 
 PERCENTILES: Final = (1, 5, 25, 50, 75, 95, 99)

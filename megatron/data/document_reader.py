@@ -107,7 +107,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         while parent not in seen and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
         if parent in seen and parent != path:
-            raise DataError(f"--input names {path} more than once: it lies in {parent}")
+            raise DataError(f"--input names {path} more than once: it is in {parent}")
     return inputs
 
 
@@ -149,8 +149,8 @@ def no_source(inputs: Sequence[str]) -> DataError:
     """Return the error for folders without readable files."""
     kinds = ", ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES))
     return DataError(
-        f"{' '.join(inputs)} holds no file that ends in {kinds} (or these with {' or '.join(COMPRESSED_SUFFIXES)}); "
-        "name files of other kinds by a pattern, as in 'DIR/*'"
+        f"{' '.join(inputs)} contains no file that ends in {kinds} (or these with {' or '.join(COMPRESSED_SUFFIXES)}); "
+        "select other files with a pattern, as in 'DIR/*'"
     )
 
 
@@ -260,18 +260,18 @@ class DocumentReader:
         except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
             raise DataError(f"{place}: not a JSON line: {error}") from error
         if not isinstance(record, dict):
-            raise DataError(f"{place}: expected a JSON object, found {type(record).__name__}")
+            raise DataError(f"{place}: a JSON object is expected, but the line contains {type(record).__name__}")
         if self.text_key not in record:
             raise DataError(
                 f"{place}: no key {self.text_key!r} (found: {', '.join(record)}); change --text-key or the line"
             )
         text, url = record[self.text_key], record.get(self.url_key)
         if not isinstance(text, str):
-            raise DataError(f"{place}: {self.text_key!r} holds {type(text).__name__}, expected text")
+            raise DataError(f"{place}: {self.text_key!r} contains {type(text).__name__}; a string is expected")
         if not self.allow_surrogates and _has_surrogates(text):
-            raise DataError(f"{place}: {self.text_key!r} holds half a surrogate pair; give --fix-encoding")
+            raise DataError(f"{place}: {self.text_key!r} contains half a surrogate pair; add --fix-encoding")
         if url is not None and not isinstance(url, str):
-            raise DataError(f"{place}: {self.url_key!r} holds {type(url).__name__}, expected text")
+            raise DataError(f"{place}: {self.url_key!r} contains {type(url).__name__}; a string is expected")
         return Document(place, text, url, record, line, self.position.num_bytes)
 
     def _whole(self, source: Source, stream: IO[bytes] | gzip.GzipFile) -> Iterator[Document]:

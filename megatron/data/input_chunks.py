@@ -76,8 +76,8 @@ def cut_input(files: Sequence[InputFile], first: int = 0, done: Chunk | None = N
                 is_same = chunk.crc32 == done.crc32
         if not is_same:
             raise DataError(
-                f"{file.name} does not contain the same text as when the work was interrupted; pass the same text, "
-                "or start again with --restart"
+                f"{file.name} does not contain the same text as before the interruption; pass the same text, or start "
+                "over with --restart"
             )
 
 
@@ -98,7 +98,7 @@ def read_chunk(chunk: Chunk, file: InputFile) -> bytes:
     except OSError as error:
         raise DataError(f"{file.path} cannot be read: {error}") from error
     if len(data) != chunk.num_bytes:
-        raise DataError(f"{file.path} became shorter while it was read; run again when it is whole")
+        raise DataError(f"{file.path} became shorter while it was read; run again when the file is complete")
     return data
 
 

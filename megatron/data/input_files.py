@@ -49,9 +49,9 @@ _SUFFIXES: Final = {
 _COMPRESSED_BEGINNINGS: Final = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\0": "xz", b"BZh": "bz2"}
 _KIND_BEGINNINGS: Final = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 _FOREIGN_BEGINNINGS: Final = {
-    b"PK\x03\x04": "a zip archive (or an Office document); unpack it and give what is in it",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it and give what is in it",
-    b"Rar!": "a rar archive; unpack it and give what is in it",
+    b"PK\x03\x04": "a zip archive (or an Office document); unpack it and pass its files",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it and pass its files",
+    b"Rar!": "a rar archive; unpack it and pass its files",
     b"%PDF": "a PDF; write its text to a .txt file first",
     b"\x89HDF": "an HDF5 file; write its texts to Parquet or jsonl first",
     b"SQLite format 3": "an SQLite database; write its texts to Parquet or jsonl first",
@@ -114,14 +114,14 @@ def advice(line: bytes) -> str | None:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
         return (
-            f"0x{line[error.start]:02x} is not UTF-8, as in Latin-1 or Windows-1252: convert the file with "
-            "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+            f"byte 0x{line[error.start]:02x} is not valid UTF-8 (perhaps Latin-1 or Windows-1252); convert the file "
+            "with iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
         )
     if line.lstrip().startswith(b"["):
-        return "a JSON array is read with --input-format json, or as lines of jq -c '.[]'"
+        return "pass --input-format json to read a JSON array, or convert it to lines with: jq -c '.[]' FILE > NEW"
     if line.lstrip().startswith((b"{", b'"')):
         return None
-    return "is it plain text? Read it as one document a file with --input-format text"
+    return "if it is plain text, pass --input-format text to read each file as one document"
 
 
 def _named(path: str) -> tuple[str | None, str | None]:
@@ -140,7 +140,8 @@ def _check_encoding(path: str, beginning: bytes) -> None:
     encoding = _begins(beginning, _ENCODINGS)
     if encoding is not None:
         raise DataError(
-            f"{path} is encoded in {encoding}, UTF-8 is expected; convert it: iconv -f {encoding} -t UTF-8 {path} > NEW"
+            f"{path} is encoded in {encoding}, but UTF-8 is expected; convert it: iconv -f {encoding} -t UTF-8 {path} "
+            "> NEW"
         )
 
 
@@ -195,7 +196,7 @@ def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
             yield _line(_sample_values(sample, keys))
         # An archive ends with empty blocks, of which the first was read. The package does not require them.
         if archive.fileobj is not None and archive.fileobj.tell() == archive.offset:
-            raise tarfile.ReadError("it ends without the mark of its end; copy it again")
+            raise tarfile.ReadError("it is truncated; copy it again")
 
 
 def _each_member(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -335,7 +336,7 @@ class InputFile:
         return self.members[line] if self.members else f"{self.name}:{line + 1}"
 
     def identity(self) -> list[Any]:
-        """Return JSON values that identify an unchanged input."""
+        """Return JSON values that stay the same as long as the input file is unchanged."""
         plain: list[Any] = [self.path, self.num_bytes, self.modified_ns]
         names = zlib.crc32("\0".join(self.members).encode("utf-8", "surrogateescape"))
         return plain if self.kind == "jsonl" else [*plain, self.kind, len(self.members), names]
@@ -354,7 +355,7 @@ def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: s
         if pattern == STDIN:
             if kind not in (None, "jsonl"):
                 raise DataError(
-                    f"--input - is read as jsonl, and --input-format is {kind}; give files, or leave it out"
+                    f"--input - is read as jsonl, but --input-format is {kind}; pass files, or omit --input-format"
                 )
             files.append(InputFile(STDIN, 0, 0))
             continue
@@ -372,7 +373,7 @@ def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: s
         if file.kind in ("parquet", "arrow"):
             load_pyarrow(file.path)
         if file.kind == "text" and len(keys) > 1:
-            raise DataError(f"{file.path} is one text, and --json-keys names {len(keys)} keys; name one")
+            raise DataError(f"{file.path} is a text file, but --json-keys has {len(keys)} keys; pass one key")
     return files
 
 
@@ -387,7 +388,7 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
     entries = set(os.listdir(folder))
     if "dataset_dict.json" in entries:
         splits = sorted(name for name in entries if os.path.isdir(os.path.join(folder, name)))
-        raise DataError(f"{folder} holds the splits {', '.join(splits)}; name one: --input {folder}/{splits[0]}")
+        raise DataError(f"{folder} contains the splits {', '.join(splits)}; select one: --input {folder}/{splits[0]}")
     if "state.json" in entries:
         return [os.path.join(folder, name) for name in _saved_parts(os.path.join(folder, "state.json"))]
     everything = _files_below(folder)
@@ -396,16 +397,16 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
         others = [path for path in everything if not has_known_suffix(path)]
         named = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
         print(
-            f"Leaving out {len(others)} files of {folder} whose names do not say what they hold ({named}): name them "
-            "in --input, or give --input-format",
+            f"Skipping {len(others)} files of {folder} of unknown format ({named}): pass them in --input, or set "
+            "--input-format",
             flush=True,
         )
     if not found:
-        raise DataError(f"{folder} is not a file and holds none of a known kind (.jsonl, .txt, …); change --input")
+        raise DataError(f"{folder} contains no file of a known format (.jsonl, .txt, …); change --input")
     if kind is None:
         data = [path for path in found if detect_format(path).kind != "text"]
         if 0 < len(data) < len(found):
-            print(f"Leaving out {len(found) - len(data)} texts next to the data in {folder}", flush=True)
+            print(f"Skipping {len(found) - len(data)} text files next to the data files in {folder}", flush=True)
             found = data
     return found
 
@@ -428,10 +429,10 @@ def _saved_parts(path: str) -> list[str]:
             names = [str(part["filename"]) for part in json.load(file)["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is not that of a data set which Hugging Face saved ({error!r}); name the files themselves"
+            f"{path} is not the state.json of a saved Hugging Face data set ({error!r}); pass the data files instead"
         ) from error
     if not names:
-        raise DataError(f"{path} names no files of data; change --input")
+        raise DataError(f"{path} lists no data files; change --input")
     return names
 
 

@@ -56,7 +56,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[bytes]]:
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
         raise DataError(f"not a JSON line: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"expected a JSON object, found {type(content).__name__}")
+        raise DataError(f"a JSON object is expected, but the line contains {type(content).__name__}")
     texts = []
     for key in keys:
         if key not in content:
@@ -65,7 +65,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[bytes]]:
         parts = value if isinstance(value, list) else [value]
         for part in parts:
             if not isinstance(part, str):
-                raise DataError(f"{key!r} holds {type(part).__name__}, expected text or a list of texts")
+                raise DataError(f"{key!r} contains {type(part).__name__}; a string or a list of strings is expected")
         try:
             require_unicode(parts)
         except TokenizerError as error:

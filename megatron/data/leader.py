@@ -166,5 +166,5 @@ class Leader:
         problem = tally.problems[0]
         chunk = self._chunks[tally.chunk]
         line = read_chunk(chunk, self._files[chunk.file]).split(b"\n")[problem.line]
-        way_on = advice(line) or "correct the line, or leave such lines out with --on-error skip"
+        way_on = advice(line) or "fix the line, or skip such lines with --on-error skip"
         raise DataError(f"{self._line_name(chunk, problem.line)}: {problem.message}; {way_on}")

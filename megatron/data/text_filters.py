@@ -62,7 +62,7 @@ class UrlBlacklist:
     def _add(self, entry: str, place: str) -> None:
         address = _parse(entry)
         if address is None or ("." not in address.host and address.host != "localhost"):
-            raise DataError(f"{place}: {entry!r} is neither a host, such as example.com, nor a URL; correct the line")
+            raise DataError(f"{place}: {entry!r} is neither a host, such as example.com, nor a URL; fix the line")
         if address.query:
             self._pages.add(address._replace(host=address.host.removeprefix("www.")))
         elif address.path:
@@ -130,7 +130,7 @@ class LanguageDetector:
         known = self._identifier.labels
         unknown = [language for language in wanted if language not in known]
         if unknown:
-            raise ConfigurationError(f"--language {' '.join(unknown)} is not known; choose among {' '.join(known)}")
+            raise ConfigurationError(f"--language {' '.join(unknown)} is not known; possible values: {' '.join(known)}")
 
     def guess(self, text: str) -> Guess:
         """Return the most likely language."""

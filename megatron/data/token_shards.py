@@ -49,7 +49,7 @@ class TokenShard:
             while left:
                 piece = np.fromfile(file, self.dtype, min(left, _PIECE_TOKENS))
                 if not len(piece):
-                    raise DataError(f"{self.path} ends {left} tokens too soon; copy it again")
+                    raise DataError(f"{self.path} is truncated: {left} tokens are missing; copy it again")
                 left -= len(piece)
                 yield piece
 
@@ -70,7 +70,10 @@ def find_token_shards(path: Path, dtype: str) -> list[TokenShard]:
     files = [path] if path.is_file() else sorted(found for found in path.iterdir() if found.suffix in (".bin", ".npy"))
     others = [file for file in files if not idx_path(file.with_suffix("")).exists()]
     if 0 < len(others) < len(files):
-        print(f"Leaving out {len(files) - len(others)} .bin/.idx pairs in {path}: --eod-id is for other token files")
+        print(
+            f"Skipping {len(files) - len(others)} .bin/.idx pairs in {path}: --eod-id applies only to token files "
+            "without .idx"
+        )
     return [_file_shard(file, np.dtype(dtype)) for file in others]
 
 
@@ -82,9 +85,12 @@ def _file_shard(path: Path, dtype: np.dtype[Any]) -> TokenShard:
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError as error:
-            raise DataError(f"{path} cannot be read as NumPy's: {error}; copy it again") from error
+            raise DataError(f"{path} cannot be read as a NumPy file: {error}; copy it again") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(f"{path} holds {tokens.dtype.name} {list(tokens.shape)}; expected a list of token ids")
+            raise DataError(
+                f"{path} contains a {tokens.dtype.name} array of shape {list(tokens.shape)}; a one-dimensional array "
+                "of token ids is expected"
+            )
         return TokenShard(path, tokens.offset, len(tokens), tokens.dtype)
     if len(beginning) == _HEADER_BYTES:
         magic, _, num_tokens = np.frombuffer(beginning, "<i4", 3).tolist()
@@ -93,7 +99,10 @@ def _file_shard(path: Path, dtype: np.dtype[Any]) -> TokenShard:
             _check_size(path, size - _HEADER_BYTES, num_tokens * found.itemsize)
             return TokenShard(path, _HEADER_BYTES, num_tokens, found)
     if size % dtype.itemsize:
-        raise DataError(f"{path} has {size} bytes, which are no {dtype.name} tokens; change --token-dtype")
+        raise DataError(
+            f"{path} has {size} bytes, which is not a multiple of the size of a {dtype.name} token; change "
+            "--token-dtype"
+        )
     return TokenShard(path, 0, size // dtype.itemsize, dtype)
 
 
@@ -104,13 +113,13 @@ def _litdata_shards(index: Path) -> list[TokenShard]:
         kinds: Sequence[str] = config["data_format"]
         compression = config["compression"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{index} is not litdata's: {error!r}") from error
+        raise DataError(f"{index} is not a litdata index: {error!r}") from error
     layout, _, number = kinds[0].partition(":")
     known = _LITDATA_TYPES.get(layout, {}).get(number)
     if len(kinds) != 1 or known is None or compression is not None:
         raise DataError(
-            f"{index} says {', '.join(kinds)} with compression {compression}; only shards of one list of token ids "
-            "each, written for litdata's TokensLoader without compression, can be read"
+            f"{index} has the data format {', '.join(kinds)} with compression {compression}; only uncompressed shards "
+            "for litdata's TokensLoader are supported"
         )
     dtype = np.dtype(known)
     return [_litdata_shard(index.parent / name, dtype) for name in names]
@@ -123,9 +132,9 @@ def _litdata_shard(path: Path, dtype: np.dtype[Any]) -> TokenShard:
             (num_items,) = np.fromfile(file, "<u4", 1).tolist()
             offsets = np.fromfile(file, "<u4", num_items + 1)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as one of litdata's shards: {error}") from error
+        raise DataError(f"{path} cannot be read as a litdata shard: {error}") from error
     if len(offsets) != num_items + 1:
-        raise DataError(f"{path} is cut short; copy it again")
+        raise DataError(f"{path} is truncated; copy it again")
     begin, end = int(offsets[0]), int(offsets[-1])
     _check_size(path, os.stat(path).st_size, end)
     return TokenShard(path, begin, (end - begin) // dtype.itemsize, dtype)
@@ -133,4 +142,4 @@ def _litdata_shard(path: Path, dtype: np.dtype[Any]) -> TokenShard:
 
 def _check_size(path: Path, found: int, expected: int) -> None:
     if found < expected:
-        raise DataError(f"{path} holds {found} bytes of {expected} that its header says; copy it again")
+        raise DataError(f"{path} contains {found} bytes, but its header says {expected}; copy it again")

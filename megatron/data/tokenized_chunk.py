@@ -211,8 +211,8 @@ def load_splitter(language: str, keep_newlines: bool) -> SplitSentences:
         splitter = punkt.PunktTokenizer(language)
     except (LookupError, ValueError) as error:
         raise DataError(
-            f"--split-sentences --lang {language}: nltk's data of that language is not on this node; "
-            "fetch it with: python -m nltk.downloader punkt_tab (or change --lang)"
+            f"--split-sentences --lang {language}: nltk's data for this language is not on this node; download it "
+            "with: python -m nltk.downloader punkt_tab (or change --lang)"
         ) from error
     if keep_newlines:
         parameters = splitter._params

@@ -336,7 +336,9 @@ class WorkFolder:
         """Lock the manifest; wait briefly, because workers of a killed run may take a moment to exit."""
         parent = self.path.parent
         if not parent.is_dir():
-            raise DataError(f"{self.path} cannot be written: there is no folder {parent}; make it: mkdir -p {parent}")
+            raise DataError(
+                f"{self.path} cannot be written: the folder {parent} does not exist; create it: mkdir -p {parent}"
+            )
         self.path.mkdir(exist_ok=True)
         self._manifest = os.open(self._manifest_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         deadline = time.monotonic() + _LOCK_WAIT_S
@@ -349,7 +351,7 @@ class WorkFolder:
                     raise DataError(f"{self.path} is in use by another process; change --output-prefix") from error
                 time.sleep(0.05)
         if not os.path.exists(self._manifest_path):
-            raise DataError(f"another process just finished {self.path}; run again to do it again")
+            raise DataError(f"another process has just finished {self.path}; run the command again to replace it")
 
     def _continues(self, found: dict[str, Any]) -> bool:
         """Return whether the unfinished work belongs to this command. Work on a changed input is dropped."""
@@ -357,12 +359,12 @@ class WorkFolder:
             name for name in {*found, *self._description} if found.get(name) != self._description.get(name)
         )
         if different == ["input"]:
-            print(f"The input changed since {self.path} was begun: starting again.", flush=True)
+            print(f"The input has changed since {self.path} was started: starting over.", flush=True)
             return False
         if different:
             raise DataError(
-                f"{self.path} holds unfinished work of another command ({', '.join(different)} differ); "
-                "finish that one, or start again with --restart"
+                f"{self.path} contains unfinished work of a different command ({', '.join(different)} differ); finish "
+                "that command, or start over with --restart"
             )
         return True
 
@@ -388,7 +390,7 @@ class WorkFolder:
         try:
             for position, entry in read_entries(self._manifest_path):
                 if not all(_is_intact(files[stream], tally) for stream, tally in entry.streams):
-                    print(f"{self.path} is damaged at chunk {self.num_chunks}: doing the rest again.", flush=True)
+                    print(f"{self.path} is damaged at chunk {self.num_chunks}: processing the rest again.", flush=True)
                     break
                 self._count(entry)
                 end = position

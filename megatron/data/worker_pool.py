@@ -229,7 +229,7 @@ class WorkerPool:
         code = worker.process.exitcode
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-            how += " (is memory short? try fewer --workers)" if code == -signal.SIGKILL else ""
+            how += " (perhaps out of memory: try fewer --workers)" if code == -signal.SIGKILL else ""
         else:
             how = f"ended with status {code}"
         what = f" at chunk {worker.chunks[0].number}" if worker.chunks else ""

@@ -64,10 +64,8 @@ class HarnessModel(TemplateLM):
             InputError: there is no template, or the harness asks to continue a partial message.
         """
         if self._form is None or not add_generation_prompt:
-            what = (
-                "there is no chat template" if self._form is None else "an answer that has begun cannot be gone on with"
-            )
-            raise InputError(f"--apply-chat-template: {what}; leave it out")
+            what = "there is no chat template" if self._form is None else "continuing a partial answer is not supported"
+            raise InputError(f"--apply-chat-template: {what}; omit it")
         return self._form(chat_history)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -113,12 +111,13 @@ class HarnessModel(TemplateLM):
     def _row(self, context: list[int], scored: list[int]) -> ScoredRow:
         if not scored or not context:
             raise InputError(
-                f"a task asks for {len(scored)} tokens behind a context of {len(context)}; both must have one or more"
+                f"a task scores {len(scored)} tokens after a context of {len(context)} tokens; both need at least one "
+                "token"
             )
         if len(scored) > self._max_length:
             raise InputError(
-                f"a task asks for the likelihood of {len(scored)} tokens together and the model looks at "
-                f"{self._max_length} at once"
+                f"a task scores {len(scored)} tokens at once, but the model's context has {self._max_length} tokens; "
+                "raise --max-length"
             )
         return ScoredRow(tuple([*context, *scored][-(self._max_length + 1) :]), len(scored))
 
@@ -126,14 +125,14 @@ class HarnessModel(TemplateLM):
         given = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
         if unknown := sorted(given.keys() - _TAKEN):
             raise InputError(
-                f"a task's generation_kwargs have {', '.join(unknown)}; known are {', '.join(sorted(_TAKEN))}"
+                f"a task's generation_kwargs contain {', '.join(unknown)}; supported are {', '.join(sorted(_TAKEN))}"
             )
         count = int(given["max_gen_toks"])
         room = self._max_length - count
         if room < 1:
             raise InputError(
-                f"a task asks for {count} tokens (max_gen_toks) and the model looks at {self._max_length} at once; "
-                "lower the task's max_gen_toks"
+                f"a task generates {count} tokens (max_gen_toks), but the model's context has {self._max_length} "
+                "tokens; lower the task's max_gen_toks"
             )
         until = [text for text in given["until"] if text]
         end = self._encoding.tokenizer.detokenize([self.eot_token_id])

@@ -59,7 +59,7 @@ class HarnessTasks:
         flag, path_flag = ("--eval-tasks", "--eval-tasks-include-path") if in_run else ("--tasks", "--include-path")
         check_package(flag)
         if choice.include_path is not None and not Path(choice.include_path).is_dir():
-            raise InputError(f"{path_flag} {choice.include_path} is not a folder; name one with task files")
+            raise InputError(f"{path_flag} {choice.include_path} is not a folder; pass a folder with task files")
         self._choice = choice
         self._in_run = in_run
         with _quiet(in_run), _kept_random():
@@ -67,7 +67,7 @@ class HarnessTasks:
             for name in choice.names:
                 if name not in manager.all_tasks and not Path(name).is_file():
                     raise InputError(
-                        f"{flag} {name} is no task that is known, and no file; {_nearest(name, manager, path_flag)}"
+                        f"{flag} {name} is neither a known task nor a file; {_nearest(name, manager, path_flag)}"
                     )
             try:
                 self._loaded: Any = manager.load(list(choice.names))
@@ -156,7 +156,9 @@ def _nearest(name: str, manager: Any, path_flag: str) -> str:
 
     close = difflib.get_close_matches(name, manager.all_tasks, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}`lm-eval ls tasks` lists the package's own, and {path_flag} DIR adds the files of a folder"
+    return (
+        f"{hint}`lm-eval ls tasks` lists the tasks of the package, and {path_flag} DIR adds the task files of a folder"
+    )
 
 
 def _reason(error: BaseException) -> str:

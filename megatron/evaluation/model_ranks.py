@@ -77,8 +77,8 @@ class TextEncoding:
     def _known(self, token: int | None) -> int:
         if token is None:
             raise InputError(
-                f"{self.tokenizer.name} has no token that begins or ends a text, which stands for an empty context; "
-                "use a tokenizer with one"
+                f"{self.tokenizer.name} has neither a beginning-of-text nor an end-of-text token, one of which is "
+                "needed for an empty context; use a tokenizer with one"
             )
         return token
 

@@ -84,7 +84,7 @@ def _text_of(line: str, key: str, place: str) -> str:
         raise InputError(f"--text {place}: {error}") from error
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        raise InputError(f"--text {place} has no text {key!r}; name the texts with --json-key")
+        raise InputError(f"--text {place} has no string {key!r}; select the key of the text with --json-key")
     return text
 
 

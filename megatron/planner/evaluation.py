@@ -76,7 +76,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.error(name, "text")
+            raise self.error(name, "a string")
         return value
 
     def number(self, name: str) -> float | None:
@@ -92,10 +92,10 @@ class Fields:
     def error(self, name: str, wanted: str) -> DataError:
         """Return the error for a field that is missing or of another type."""
         if name not in self.values:
-            return DataError(f"{self.where}: {name} is missing; give {wanted}")
+            return DataError(f"{self.where}: {name} is missing; {wanted} is expected")
         found = json.dumps(self.values[name])
         shown = found if len(found) <= 60 else found[:57] + "..."
-        return DataError(f"{self.where}: {name} is {shown}; give {wanted}")
+        return DataError(f"{self.where}: {name} is {shown}; {wanted} is expected")
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def read_runs(path: Path, left_out: list[DataError] | None = None) -> Sequence[M
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; give a file of measured runs") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}; pass a file of measured runs") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({str(error)[:100]}); give a file of measured runs") from error
+        raise DataError(f"{path} is not JSON ({str(error)[:100]}); pass a file of measured runs") from error
     records = content.get("runs") if isinstance(content, dict) else None
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise DataError(f'{path} has no list of records; it should be {{"runs": [{{...}}, ...]}}')
@@ -143,7 +143,7 @@ def read_runs(path: Path, left_out: list[DataError] | None = None) -> Sequence[M
         with leaving_out(left_out):
             run = _read_run(Fields(record, f"{path}: record {number}"))
             if run.id in runs:
-                raise DataError(f"{path}: two records have the id {run.id}; rename one")
+                raise DataError(f"{path}: two records have the id {run.id}; rename one of them")
             runs[run.id] = run
     return list(runs.values())
 
@@ -162,7 +162,7 @@ def leaving_out(left_out: list[DataError] | None) -> Iterator[None]:
 def _read_run(fields: Fields) -> MeasuredRun:
     name = fields.text("id")
     if not name:
-        raise fields.error("id", "text that names the record")
+        raise fields.error("id", "a string that identifies the record")
     fields.where = f"{fields.where.rpartition(': ')[0]}: run {name}"
     scored, memory = fields.part("scored"), fields.part("memory")
     per_rank = memory.part("per_rank")
@@ -271,8 +271,8 @@ def _expert_tp(fields: Fields, num_ranks: int, ep: int, tp: int) -> int | None:
 
 def _not_a_grid(world_size: int, model_ranks: int) -> str:
     return (
-        f"world_size {world_size} is not tp x pp x cp x dp, with {model_ranks} ranks a model copy; use a multiple of "
-        f"{model_ranks} and the dp that follows"
+        f"world_size {world_size} is not tp x pp x cp x dp, where tp x pp x cp is {model_ranks}; use a multiple of "
+        f"{model_ranks} and the matching dp"
     )
 
 
@@ -284,7 +284,7 @@ def _num_experts(shape: Fields) -> int | None:
 def _wrong_experts(shape: Fields, sizes: ParallelSizes) -> list[str]:
     experts = _num_experts(shape)
     if experts is None:
-        return [f"ep {sizes.ep} without experts; give num_experts, or use ep 1"] if sizes.ep > 1 else []
+        return [f"ep {sizes.ep} without experts; set num_experts, or use ep 1"] if sizes.ep > 1 else []
     problems = []
     if experts % sizes.ep:
         problems.append(f"num_experts {experts} is not divisible by ep {sizes.ep}; use an ep that divides it")
@@ -356,7 +356,7 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
     is_known = padded is not None and padded % tp == 0
     dropout = shape.number("dropout") or 0.0 if shape.values.get("dropout") else 0.0
     if dropout >= 1.0:
-        raise shape.error("dropout", "a number from 0 to below 1")
+        raise shape.error("dropout", "a number of 0 or more and below 1")
     has_flash_attention = fields.switch("flash_attention", default=True)
     chunks = fields.optional("vpp")
     depth = fields.optional("layers_per_virtual_stage")
@@ -537,7 +537,10 @@ def _evaluate(run: MeasuredRun, implementation: Implementation, gpu: Gpu | None,
     usable = usable_mib * _MIB if usable_mib and gpu is None else None
     prediction = predict(plan, implementation, gpu_type, usable, platform)
     if gpu_type is None and prediction.reason is None:
-        reason = f"no figures are known of the GPU {described[:80]!r}: no time is predicted; name one with --gpu"
+        reason = (
+            f"there are no built-in figures for the GPU {described[:80]!r}, so no time is predicted; select a GPU "
+            "with --gpu"
+        )
         prediction = Prediction("ok", reason, prediction.stages, prediction.used_bytes)
     return EvaluatedRun(run, prediction, plan.model.padded_vocab_size)
 
@@ -564,7 +567,7 @@ def _fastest(by_model: Mapping[str, Sequence[EvaluatedRun]]) -> Iterable[str]:
         if len(times) > 1:
             measured = min(times, key=lambda key: _gpu_time(times[key], times[key].run.measured.ms_per_iter))
             predicted = min(times, key=lambda key: _gpu_time(times[key], times[key].ms_per_iter))
-            said = "as predicted" if measured == predicted else f"predicted was {predicted}"
+            said = "as predicted" if measured == predicted else f"but {predicted} was predicted"
             yield f"fastest of {name}: {measured}, {said}"
 
 

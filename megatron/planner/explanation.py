@@ -91,14 +91,14 @@ def _data_sets(config: RunConfig) -> tuple[tuple[DataSetNeed, ...], str | None]:
     if data.train_data:
         return (), "--train-data is tokenized when the run starts"
     if data.mock_data or not paths:
-        return (), "no data path is given" if not data.mock_data else "the data are made up"
+        return (), "no data path is set" if not data.mock_data else "the run uses mock data"
     if data.sft:
         return (), "conversations are counted when they are read"
     try:
         blend = parse_blend(paths)
         missing = [prefix for prefix in blend.prefixes if not idx_path(prefix).is_file()]
         if missing:
-            return (), f"{idx_path(missing[0])} is not here"
+            return (), f"{idx_path(missing[0])} is missing"
         weights = blend.weights
         sets = [IndexedDataset(prefix) for prefix in blend.prefixes]
         trained = [_training_tokens(config, each) for each in sets]
@@ -144,7 +144,7 @@ def _vocabulary_size(config: RunConfig) -> int:
             size = _GPT2_SIZE + tokenizer.extra_vocab_size
         if size is None:
             raise ConfigurationError(
-                f"the size of the vocabulary is not known ({error}); add --vocab-size N or --padded-vocab-size N"
+                f"the vocabulary size is not known ({error}); add --vocab-size N or --padded-vocab-size N"
             ) from error
         return size
 

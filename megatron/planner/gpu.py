@@ -197,7 +197,9 @@ def find_gpu(name: str) -> Gpu:
         ConfigurationError: the name is not known.
     """
     if name not in GPUS:
-        raise ConfigurationError(f"--gpu {name}: no figures are known for it; possible: {', '.join(GPUS)}")
+        raise ConfigurationError(
+            f"--gpu {name}: there are no built-in figures for this GPU; possible values: {', '.join(GPUS)}"
+        )
     return GPUS[name]
 
 
@@ -259,23 +261,23 @@ def read_gpu(path: Path) -> Gpu:
         values = parse_json(read_plain_text(path, _MOST_BYTES))
     except OSError as error:
         raise ConfigurationError(
-            f"--gpu {path} cannot be read: {error.strerror}; give a file that tools/calibrate.py wrote"
+            f"--gpu {path} cannot be read: {error.strerror}; pass a file that tools/calibrate.py wrote"
         ) from error
     except ValueError as error:
-        raise _wrong(path, "no JSON") from error
+        raise _wrong(path, "the file is not valid JSON") from error
     if not isinstance(values, dict):
-        raise _wrong(path, "no object")
+        raise _wrong(path, "the file is not a JSON object")
     # Older files have one share for all matmuls.
     values = {"float8_share": values.get("product_share"), **values}
     numbers = {name: _number(path, values, name) for name in _NUMBERS}
     if numbers["float8_flops"] > 0 and numbers["float8_share"] == 0:
-        raise _wrong(path, f"float8_share 0 with float8_flops {numbers['float8_flops']:g}")
+        raise _wrong(path, f"float8_share is 0, but float8_flops is {numbers['float8_flops']:g}")
     capability = values.get("capability")
     if not (isinstance(capability, list) and len(capability) == 2 and all(type(each) is int for each in capability)):
-        raise _wrong(path, f"capability {capability!r}, where two whole numbers are expected")
+        raise _wrong(path, f"capability is {capability!r}, but must be two integers")
     sources = values.get("sources")
     if not (isinstance(sources, list) and all(isinstance(each, str) for each in sources)):
-        raise _wrong(path, "no list of sources")
+        raise _wrong(path, "sources must be a list of strings")
     memory_bytes, num_sms = int(numbers.pop("memory_bytes")), int(numbers.pop("num_sms"))
     return Gpu(
         name=str(values.get("name", path.stem)),
@@ -294,7 +296,7 @@ def _rates(path: Path, values: Mapping[str, Any], name: str) -> Mapping[int, Att
     for size in _HEAD_SIZES:
         rate = part.get(str(size)) if isinstance(part, dict) else None
         if not isinstance(rate, dict):
-            raise _wrong(path, f"no {name} rates for heads of {size}")
+            raise _wrong(path, f"the {name} rates for head size {size} are missing")
         rates[size] = AttentionRate(_number(path, rate, "forward"), _number(path, rate, "backward"))
     return rates
 
@@ -304,8 +306,8 @@ def _number(path: Path, values: Mapping[str, Any], name: str) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO)):
         return float(value)
-    raise _wrong(path, f"{name} {value!r}, where a number above 0 is expected")
+    raise _wrong(path, f"{name} is {value!r}, but must be a number above 0")
 
 
 def _wrong(path: Path, found: str) -> ConfigurationError:
-    return ConfigurationError(f"--gpu {path} holds {found}; write it again by tools/calibrate.py --output {path}")
+    return ConfigurationError(f"--gpu {path}: {found}; write the file again with tools/calibrate.py --output {path}")

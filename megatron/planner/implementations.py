@@ -261,13 +261,13 @@ def find_implementation(name: str, expert_imbalance: float | None = None) -> Imp
         ConfigurationError: the name is not known, or ``expert_imbalance`` is below 1 or not finite.
     """
     if name not in IMPLEMENTATIONS:
-        raise ConfigurationError(f"--implementation {name} is not known; possible: {', '.join(IMPLEMENTATIONS)}")
+        raise ConfigurationError(f"--implementation {name} is not known; possible values: {', '.join(IMPLEMENTATIONS)}")
     if expert_imbalance is None:
         return IMPLEMENTATIONS[name]
     if not 1.0 <= expert_imbalance < math.inf:
         raise ConfigurationError(
-            f"--expert-imbalance {expert_imbalance:g} is below 1 or not finite; give how many times the mean number of "
-            "tokens the most loaded rank gets, such as 1.2"
+            f"--expert-imbalance {expert_imbalance:g} is below 1 or not finite; use the ratio of the most loaded "
+            "rank's tokens to the mean, such as 1.2"
         )
     return dataclasses.replace(IMPLEMENTATIONS[name], expert_imbalance=expert_imbalance)
 

@@ -402,7 +402,7 @@ class WholeWeights:
         return WholeWeights(self.rest + other.rest, max(self.layers, other.layers), max(self.first, other.first))
 
     def times(self, size: int) -> WholeWeights:
-        """Return the sizes multiplied by a number of bytes."""
+        """Convert the numbers of elements to bytes; ``size`` is bytes per element."""
         return WholeWeights(size * self.rest, size * self.layers, size * self.first)
 
 

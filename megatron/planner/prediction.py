@@ -37,11 +37,11 @@ def _shape(plan: Plan) -> Iterator[str]:
     if model.num_attention_heads % groups:
         yield f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups {groups}"
     if groups % t and t % groups:
-        yield f"num_query_groups {groups} and tp {t} do not divide each other; {_divisors(groups, t)}"
+        yield f"num_query_groups {groups} and tp {t}: one must be a multiple of the other; {_divisors(groups, t)}"
     if c > 1 and plan.seq_length % (2 * c):
         yield f"seq_length {plan.seq_length} is not divisible by 2 x cp {c}; use a multiple of {2 * c}"
     if model.sequence_parallel and plan.seq_length // c % t:
-        yield f"seq_length / cp is {plan.seq_length // c} and not divisible by tp {t}; leave out sequence_parallel"
+        yield f"seq_length / cp is {plan.seq_length // c}, which is not divisible by tp {t}; omit sequence_parallel"
 
 
 def _batches(plan: Plan, implementation: Implementation) -> Iterator[str]:
@@ -56,39 +56,39 @@ def _batches(plan: Plan, implementation: Implementation) -> Iterator[str]:
     interleaves = plan.stage_layout.num_chunks > 1
     if interleaves and plan.num_microbatches % pp and not implementation.takes_any_microbatches:
         yield (
-            f"{plan.num_microbatches} micro-batches are not divisible by pp {pp}, which {implementation.name} asks of "
-            f"interleaved stages; use a global_batch that is a multiple of {product * pp}"
+            f"{plan.num_microbatches} micro-batches are not divisible by pp {pp}, as {implementation.name} requires "
+            f"for interleaved stages; use a global_batch that is a multiple of {product * pp}"
         )
 
 
 def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Iterator[str]:
     model, pp = plan.model, plan.parallel_sizes.pp
     if plan.optimizer.optimizer == "muon":
-        yield "the memory and time of --optimizer muon are not planned; plan with adam, which keeps one moment more"
+        yield "--optimizer muon is not supported by the planner; plan with adam, which stores one moment more"
     if model.cpu_offloading and pp > 1 and not implementation.offloads_in_pipelines:
         yield (
-            f"{implementation.name} has no offload of activations in pipelines (pp {pp}); use pp 1, recompute, or the "
-            f"implementation {NATIVE.name}"
+            f"{implementation.name} does not support activation offload in pipelines (pp {pp}); use pp 1, recompute, "
+            f"or the implementation {NATIVE.name}"
         )
     is_recomputed = model.recompute_granularity is not None
     if model.cpu_offloading and is_recomputed and not implementation.offloads_beside_recompute:
-        yield f"{implementation.name} offloads or recomputes activations; omit one"
+        yield f"{implementation.name} does not support both offload and recomputation of activations; omit one of them"
     if plan.pipeline_schedule == "zero-bubble" and not implementation.schedules_zero_bubble:
         yield (
             f"{implementation.name} has no zero-bubble schedule; use 1f1b or interleaved, or the implementation "
             f"{NATIVE.name}"
         )
     if plan.stage_layout.num_chunks > 1 and pp == 1:
-        yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"
+        yield "virtual stages need pp of 2 or more; omit vpp or raise pp"
     if model.fp8.fp8_format is None:
         return
     if gpu is not None and not gpu.float8_flops:
         able = ", ".join(name for name, each in GPUS.items() if each.float8_flops)
-        yield f"{gpu.name} has no products in fp8; use bf16, or one of {able}"
+        yield f"{gpu.name} does not support FP8 GEMMs; use bf16, or one of {able}"
     width = model.ffn_hidden_size // plan.parallel_sizes.tp
     for name, size in (("hidden_size", model.hidden_size), ("ffn_hidden_size / tp", width)):
         if size % _FLOAT8_MULTIPLE:
-            yield f"{name} {size} is not divisible by {_FLOAT8_MULTIPLE}, as products in fp8 need; use bf16"
+            yield f"{name} {size} is not divisible by {_FLOAT8_MULTIPLE}, as FP8 GEMMs require; use bf16"
 
 
 def _divisors(size: int, most: int) -> str:
@@ -180,7 +180,9 @@ def predict(
     reason = None
     if usable is not None and used > usable:
         used = usable
-        reason = "memory is at the limit: the allocator frees and asks again, and steps are slower than predicted"
+        reason = (
+            "memory is at the limit: the allocator frees and reallocates memory, so steps are slower than predicted"
+        )
     return Prediction("ok", reason, stages, used, time, tflops)
 
 
@@ -188,6 +190,6 @@ def _too_much(stages: Sequence[StageMemory], numbers: Sequence[int], needed: int
     number, stage = max(zip(numbers, stages), key=lambda item: item[1].total)
     largest = max(MEMORY_PARTS, key=lambda name: int(getattr(stage, name)))
     return (
-        f"stage {number} needs {needed // _MIB} MiB of {usable // _MIB}; most of it is {largest} "
-        f"({getattr(stage, largest) // _MIB} MiB)"
+        f"stage {number} needs {needed // _MIB} MiB, but the GPU has {usable // _MIB} MiB; the largest part is "
+        f"{largest} ({getattr(stage, largest) // _MIB} MiB)"
     )

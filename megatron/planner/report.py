@@ -40,13 +40,13 @@ def to_text(explanation: Explanation, changes: tuple[Change, ...] = ()) -> str:
         "run": _run(explanation),
         "ranks": rank_lines(explanation.sizes),
         "stages": _stages(explanation),
-        "memory of a rank, MiB": _memory(explanation),
-        "time of a step, a prediction": _time(explanation),
-        "sent in a step by the first rank of each stage": _traffic(explanation),
+        "memory per rank, MiB": _memory(explanation),
+        "predicted time per step": _time(explanation),
+        "sent per step by the first rank of each stage": _traffic(explanation),
         "flags without effect and other notes": iter(explanation.notes or ("none",)),
     }
     if changes:
-        sections["changes that would make it run, the cheapest first"] = describe_changes(changes)
+        sections["changes that would make it fit, the cheapest first"] = describe_changes(changes)
     return "\n\n".join("\n".join([name, *(f"  {line}" for line in lines)]) for name, lines in sections.items()) + "\n"
 
 
@@ -63,8 +63,8 @@ def describe_experts(model: GPTConfig, imbalance: float) -> Iterator[str]:
         spread = f"the time is for {imbalance:g} times the mean number of tokens on the most loaded rank"
     if model.moe.num_experts is not None:
         yield (
-            f"{sum(model.moe_layers)} layers of {model.moe.num_experts} experts, of which each token goes to "
-            f"{model.moe.moe_router_topk}; {spread}"
+            f"{sum(model.moe_layers)} layers of {model.moe.num_experts} experts, {model.moe.moe_router_topk} per "
+            f"token; {spread}"
         )
 
 
@@ -99,7 +99,7 @@ def _run(explanation: Explanation) -> Iterator[str]:
     if data.samples:
         yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
     else:
-        yield "the length of the run is not known: no --train-iters, and no --train-samples"
+        yield "the length of the run is not known: neither --train-iters nor --train-samples is set"
     for each in data.data_sets:
         yield (
             f"{each.prefix}: {each.tokens} training tokens, {each.samples} samples; {each.samples_wanted} wanted: "
@@ -155,7 +155,7 @@ def _memory(explanation: Explanation) -> Iterator[str]:
 def _time(explanation: Explanation) -> Iterator[str]:
     prediction = explanation.prediction
     if prediction.time is None:
-        yield "none: it does not run"
+        yield "none: this configuration does not run"
         return
     parts = dataclasses.asdict(prediction.time)
     names = ("busy", "bubble", "neighbors", "exposed_data_parallel", "update")
@@ -223,7 +223,7 @@ def to_page(explanation: Explanation, changes: Sequence[Change] = (), ranking: s
         *_after(changes, ranking),
         "<h2>Ranks</h2>",
         f'<pre class="wide">{escape(chr(10).join(rank_lines(explanation.sizes)))}</pre>',
-        "<h2>Sent in a step by the first rank of each stage</h2>",
+        "<h2>Sent per step by the first rank of each stage</h2>",
         _table(("stage", "operation", "over", "times", "MiB"), _traffic_rows(explanation)),
         "<h2>Flags without effect and other notes</h2>",
         _list(explanation.notes or ("none",)),
@@ -238,7 +238,7 @@ def to_page(explanation: Explanation, changes: Sequence[Change] = (), ranking: s
 def _after(changes: Sequence[Change], ranking: str) -> Iterator[str]:
     """Yield the sections on changes and on other layouts."""
     if changes:
-        yield "<h2>Changes that would make it run</h2>"
+        yield "<h2>Changes that would make it fit</h2>"
         yield _list(f"{each.flags}: {each.cost}" for each in changes)
     if ranking:
         table, _, notes = ranking.partition("\n\n")
@@ -287,7 +287,7 @@ def _memory_bars(explanation: Explanation) -> str:
     foot = len(stages) * (_BAR_HEIGHT + 6)
     svg.append(f'<line x1="{limit:.2f}" y1="0" x2="{limit:.2f}" y2="{foot}" stroke="#a00" stroke-dasharray="4 3"/>')
     svg.append(
-        f'<text x="{limit:.2f}" y="{foot + 14}" text-anchor="end" fill="#a00">the GPU gives away '
+        f'<text x="{limit:.2f}" y="{foot + 14}" text-anchor="end" fill="#a00">usable GPU memory '
         f"{explanation.usable // _MIB} MiB</text></svg>"
     )
     keys = "".join(
@@ -398,7 +398,10 @@ def _rows(explanations: Sequence[Explanation]) -> Iterator[_Row]:
     ]
     for part in MEMORY_PARTS:
         yield row(f"{part}, MiB", *(None if stage is None else getattr(stage, part) / _MIB for stage in fullest))
-    yield row("fullest stage, total, MiB", *(None if stage is None else stage.total / _MIB for stage in fullest))
+    yield row(
+        "stage with the highest memory use, total, MiB",
+        *(None if stage is None else stage.total / _MIB for stage in fullest),
+    )
     left = [
         None if each.prediction.used_bytes is None else (each.usable - each.prediction.used_bytes) / _MIB
         for each in explanations
@@ -493,7 +496,7 @@ def _dropped(found: Search) -> Iterator[str]:
     counts = Counter(each.kind for each in found.dropped)
     for kind, count in counts.most_common():
         example = next(each for each in found.dropped if each.kind == kind)
-        yield f"dropped, {kind}: {count}, such as {example.choice.describe()}: {example.reason}"
+        yield f"excluded, {kind}: {count}, such as {example.choice.describe()}: {example.reason}"
 
 
 _MEMORY_FACTORS = (0.5, 0.75, 1.5)

@@ -91,7 +91,7 @@ class PieceTime:
 
 
 def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> PieceTime:
-    """Return the time of a traced piece on a rank of a GPU type."""
+    """Predict the time of a traced part of the model on one rank with this GPU type."""
     # Messages of a piece are between ranks of these axes, whose positions do not depend on the other axes.
     sizes = plan.parallel_sizes
     key = (

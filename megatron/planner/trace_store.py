@@ -92,15 +92,15 @@ class TraceStore:
             self._write(taken)
         except OSError as error:
             raise ConfigurationError(
-                f"traces of the model cannot be written to {self._folder}: {error.strerror}; set TMPDIR to a folder "
-                "that can be written"
+                f"traces of the model cannot be written to {self._folder}: {error.strerror}; set TMPDIR to a writable "
+                "folder"
             ) from error
         return taken
 
     def _write(self, taken: Mapping[str, Mapping[str, Any]]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_uid != os.getuid():
-            raise ConfigurationError(f"{self._folder} belongs to another user; set TMPDIR to another folder")
+            raise ConfigurationError(f"{self._folder} belongs to another user; set TMPDIR to a different folder")
         for key, record in taken.items():
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:
                 json.dump(record, file)
@@ -174,7 +174,7 @@ def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[
         line = ""
     if not line:
         _worker.cache_clear()
-        raise ConfigurationError("the layers of this model cannot be traced: the process that traces has ended")
+        raise ConfigurationError("the layers of this model cannot be traced: the tracing process has ended")
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise ConfigurationError(f"the layers of this model cannot be traced: {answer['error']}")

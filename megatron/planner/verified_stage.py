@@ -64,7 +64,7 @@ class VerifiedStage:
             f"stage {self.stage} (rank {self.rank}, {self.num_run}{some} micro-batches): "
             f"{'as planned' if self.agrees else 'NOT as planned'}"
         )
-        same = "" if self.parameters == self.planned.parameters else f", planned were {self.planned.parameters}"
+        same = "" if self.parameters == self.planned.parameters else f", but {self.planned.parameters} were planned"
         yield f"  {self.parameters} parameters{same}"
         parts = ", ".join(
             f"{name} {self.holders.get(name, 0) // _MIB} ({getattr(self.planned, name) // _MIB})"

@@ -362,7 +362,9 @@ def write_png(path: Path, charts: Sequence[Chart], title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError(f"{path} needs matplotlib ({error}); install it, or name a .html") from error
+        raise ConfigurationError(
+            f"{path} needs matplotlib ({error}); install it, or use a name that ends in .html"
+        ) from error
     rows = -(-len(charts) // 2)
     figure = Figure(figsize=(13, 0.6 + 3.6 * rows), dpi=100, facecolor="white", layout="constrained")
     figure.suptitle(title)

@@ -23,7 +23,7 @@ from megatron.plotting.run_status import MetricsTail, duration, read_status, rea
 _COMPARED = 6
 _SMOOTHING, _MOST_SMOOTHING = 0.6, 0.99
 _STEP_TIMEOUT_S = 120
-_DENIED = "<h1>No access</h1><p>Open the address that the command printed: it has the token.</p>"
+_DENIED = "<h1>No access</h1><p>Open the URL that the command printed: it contains the token.</p>"
 
 
 class BadQuery(Exception):

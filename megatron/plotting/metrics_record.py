@@ -47,7 +47,7 @@ def metrics_file(given: Path) -> Path:
     """
     path = given / METRICS_FILE if given.is_dir() else given
     if not path.is_file():
-        raise DataError(f"{given} holds no {METRICS_FILE}; name a run's --save folder or its metrics file")
+        raise DataError(f"{given} contains no {METRICS_FILE}; pass a run's --save folder or its metrics file")
     return path
 
 
@@ -70,7 +70,7 @@ def read_metrics(given: Path, name: str | None = None) -> MetricsRecord:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if not found:
-        raise DataError(f"{path} has no iteration of a run yet; name the metrics.jsonl of a run that has trained")
+        raise DataError(f"{path} contains no iteration yet; pass the metrics.jsonl of a run that has trained")
     return record
 
 

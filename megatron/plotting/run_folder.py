@@ -92,21 +92,21 @@ class HealthChecks:
                 return CheckpointHealth(f"{FORMAT_NAMES[found]}, which has no checksums: not checked")
             return self._of_native(folder)
         except OSError as error:
-            return CheckpointHealth(f"cannot be looked at: {error.strerror or error}", is_whole=False)
+            return CheckpointHealth(f"cannot be checked: {error.strerror or error}", is_whole=False)
 
     def _of_native(self, folder: Path) -> CheckpointHealth:
         try:
             sizes = self._sizes.of(folder / INDEX_FILE)
         except FileNotFoundError:
-            return CheckpointHealth(f"no {INDEX_FILE}: not finished, or damaged", is_whole=False)
+            return CheckpointHealth(f"no {INDEX_FILE}: incomplete or damaged", is_whole=False)
         if isinstance(sizes, str):
             return CheckpointHealth(sizes, is_whole=False)
         problems = [problem for name, size in sizes.items() if (problem := _problem(folder / name, size)) is not None]
         if problems:
             more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
             return CheckpointHealth(f"{', '.join(problems[:_MOST_NAMED])}{more}", is_whole=False)
-        shards = "1 shard has its size" if len(sizes) == 1 else f"{len(sizes)} shards have their sizes"
-        return CheckpointHealth(f"whole: the index has its checksum, {shards}")
+        shards = "1 shard has the recorded size" if len(sizes) == 1 else f"{len(sizes)} shards have the recorded sizes"
+        return CheckpointHealth(f"complete: the index matches its checksum, {shards}")
 
 
 def _sizes_of(folder: Path) -> Mapping[str, int] | str:
@@ -237,8 +237,8 @@ class RunFolder:
                 if not folder.is_dir():
                     continue  # The folder was just removed.
                 megabytes = ""  # A file of a checkpoint in progress was renamed, or a file cannot be read.
-            notes = ["the one that is loaded"] if folder.name == newest else []
-            notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
+            notes = ["loaded by default"] if folder.name == newest else []
+            notes += ["validated"] if (folder / "known_to_train.json").is_file() else []
             health = self.checks.of(folder)
             words = escape(health.words)
             shown = words if health.is_whole else f'<span class="bad">{words}</span>'

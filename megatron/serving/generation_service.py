@@ -62,7 +62,7 @@ def run_service(
         must_end, has_changes = round_.tolist()
         if must_end:
             if jobs is not None:
-                jobs.finish(error=ServiceEnding("the server is ending"))
+                jobs.finish(error=ServiceEnding("the server is shutting down"))
             return
         if has_changes:
             changes = broadcast_object(changes, state.world)
@@ -74,7 +74,7 @@ def run_service(
             engine.reset()
             running.clear()
             if jobs is not None:
-                jobs.finish(error=GenerationFailed(f"the server failed at this request: {failure}"))
+                jobs.finish(error=GenerationFailed(f"the server failed on this request: {failure}"))
         else:
             over = _end(engine, news, running)
             if jobs is not None:
@@ -130,7 +130,9 @@ def _agree(failure: str, world: Group, agreement: Group, device: torch.device) -
         return
     kinds = set(all_gather_objects(failure.partition(":")[0], agreement))
     if len(kinds) > 1:
-        raise TrainingError(f"ranks do not agree about a request: {failure or 'it was answered here'}; the server ends")
+        raise TrainingError(
+            f"ranks disagree about a request: {failure or 'it succeeded on this rank'}; the server stops"
+        )
 
 
 def _end(engine: ContinuousEngine, news: Sequence[News], running: dict[int, int]) -> list[int]:

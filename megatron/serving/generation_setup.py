@@ -74,14 +74,14 @@ class ModelRequest:
     def __post_init__(self) -> None:
         if not as_path(self.folder).is_dir():
             flag, kind = (
-                ("--load-hf", "a model's folder on this machine")
+                ("--load-hf", "the folder of a model on this host")
                 if self.is_hugging_face
                 else ("--load", "the folder that a run saved to")
             )
-            raise CheckpointError(f"{flag} {self.folder} is not a folder; name {kind}")
+            raise CheckpointError(f"{flag} {self.folder} is not a folder; pass {kind}")
         if self.is_hugging_face and self.ckpt_step is not None:
             raise ConfigurationError(
-                f"--ckpt-step {self.ckpt_step} needs --load; a model of --load-hf has no iterations"
+                f"--ckpt-step {self.ckpt_step} requires --load; a --load-hf model has no iterations"
             )
 
 
@@ -128,25 +128,25 @@ def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
     )
     for name, size in (("tensor", tensor), ("pipeline", pipeline), ("expert", experts)):
         if size is not None and size < 1:
-            raise ConfigurationError(f"--{name}-model-parallel-size {size} is not 1 or more")
+            raise ConfigurationError(f"--{name}-model-parallel-size {size} is not positive; use 1 or more")
     if tensor is None:
         if num_processes % pipeline:
             raise ConfigurationError(
-                f"{num_processes} processes do not divide into --pipeline-model-parallel-size {pipeline}; "
-                "change it or the number of processes"
+                f"the number of processes {num_processes} is not divisible by --pipeline-model-parallel-size "
+                f"{pipeline}; change one of them"
             )
         tensor = num_processes // pipeline
     if tensor * pipeline != num_processes:
         raise ConfigurationError(
-            f"tensor({tensor}) x pipeline({pipeline}) = {tensor * pipeline} and the number of processes is "
-            f"{num_processes}; start them with torchrun --nproc_per_node {tensor * pipeline}, or change "
-            "--tensor-model-parallel-size or --pipeline-model-parallel-size"
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} requires "
+            f"{tensor * pipeline} processes, but {num_processes} {'was' if num_processes == 1 else 'were'} started; "
+            f"run torchrun --nproc_per_node {tensor * pipeline}, or change the sizes"
         )
     if tensor % experts:
         works = choices(size for size in range(1, tensor + 1) if tensor % size == 0)
         raise ConfigurationError(
-            f"--expert-model-parallel-size {experts} does not divide --tensor-model-parallel-size {tensor}, over whose "
-            f"processes experts are spread; sizes that work: {works}"
+            f"--expert-model-parallel-size {experts} does not divide --tensor-model-parallel-size {tensor}, whose "
+            f"ranks share the experts; sizes that work: {works}"
         )
     return ParallelSizes(tp=tensor, pp=pipeline, ep=experts, etp=tensor // experts if experts > 1 else None)
 
@@ -316,8 +316,9 @@ def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
     recorded_size = record.get("vocab_size")
     if tokenizer.vocab_size != recorded_size:
         raise InputError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {recorded_size} of "
-            f"{record.get('tokenizer_type')}; use the tokenizer of its training, or omit the tokenizer's flags"
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, but the model was trained with "
+            f"{record.get('tokenizer_type')} and {recorded_size} ids; use the tokenizer of its training, or omit the "
+            "tokenizer's flags"
         )
     if tokenizer.name != record.get("tokenizer_type"):
         return
@@ -328,7 +329,7 @@ def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
         if ours["sha256"] != theirs["sha256"]:
             raise InputError(
                 f"{ours['path']} is not the {theirs['name']} that the model was trained with: its SHA-256 is "
-                f"{ours['sha256'][:12]}…, recorded is {theirs['sha256'][:12]}…; omit the tokenizer's flags"
+                f"{ours['sha256'][:12]}…, but {theirs['sha256'][:12]}… is recorded; omit the tokenizer's flags"
             )
 
 
@@ -344,7 +345,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, pads_any: bool) -> No
     is_free = pads_any or isinstance(tokenizer, NullTokenizer)
     if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size - _MOST_PADDING and not is_free):
         raise InputError(
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {vocab_size}; use the "
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, but the model was trained with {vocab_size}; use the "
             "tokenizer of its training, or omit the tokenizer's flags"
         )
 

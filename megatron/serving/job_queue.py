@@ -88,9 +88,9 @@ class JobQueue:
         """
         with self._changed:
             if self._is_closed:
-                raise ServiceEnding("the server is ending")
+                raise ServiceEnding("the server is shutting down")
             if len(self._waiting) >= self.max_waiting:
-                raise QueueFull(f"{self.max_waiting} requests wait already; send this one later")
+                raise QueueFull(f"{self.max_waiting} requests are already waiting; try again later")
             self._waiting.append(job)
             self._changed.notify()
 
@@ -149,4 +149,4 @@ class JobQueue:
             self._waiting.clear()
             self._running.clear()
         for job in jobs:
-            job.listener(ServiceEnding("the server is ending"))
+            job.listener(ServiceEnding("the server is shutting down"))

@@ -79,8 +79,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda value: type(value) is float or (type(value) is int and abs(value) <= _LARGEST), "a number"),
 }
 _NOT_SUPPORTED = {
-    "max_len": "max_len is tokens_to_generate now",
-    "sentences": "sentences is prompts now",
+    "max_len": "max_len has been renamed to tokens_to_generate",
+    "sentences": "sentences has been renamed to prompts",
 }
 
 
@@ -119,34 +119,32 @@ def _check_names(values: Mapping[str, Any]) -> None:
         if name not in known:
             # Truncate the name: the comparison of a very long one would take minutes.
             nearest = difflib.get_close_matches(name[:_MOST_SHOWN], known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known fields are {', '.join(known)}"
             raise BadRequest(f"{name[:_MOST_SHOWN]} is not a known field; {hint}")
 
 
 def _prompts(values: Mapping[str, Any]) -> tuple[str, ...]:
     if "prompts" not in values:
-        raise BadRequest(f"prompts is missing: give a list of 1 to {MAX_PROMPTS} strings")
+        raise BadRequest(f"prompts is missing; pass a list of 1 to {MAX_PROMPTS} strings")
     prompts = values["prompts"]
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise BadRequest("prompts must be a list of strings")
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise BadRequest(f"prompts has {len(prompts)} strings; 1 to {MAX_PROMPTS} are taken")
+        raise BadRequest(f"prompts has {len(prompts)} strings; 1 to {MAX_PROMPTS} are accepted")
     for number, prompt in enumerate(prompts, start=1):
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise BadRequest(f"prompt {number} holds half of a surrogate pair, which is no character")
+            raise BadRequest(f"prompt {number} contains half of a surrogate pair, which is not a character")
     return tuple(prompts)
 
 
 def _check_values(request: ApiRequest, given: Mapping[str, Any]) -> None:
     problems = {
         "tokens_to_generate must be 0 or more": (request.tokens_to_generate or 0) < 0,
-        "tokens_to_generate 0 is of use with logprobs true only": (
-            request.tokens_to_generate == 0 and not request.logprobs
-        ),
+        "tokens_to_generate 0 requires logprobs: true": (request.tokens_to_generate == 0 and not request.logprobs),
         f"temperature must be above 0 and at most {MAX_TEMPERATURE:g}": (
             not 0.0 < request.temperature <= MAX_TEMPERATURE
         ),
-        f"temperature must be at least {MIN_TEMPERATURE:g}, the smallest that float32 divides by": (
+        f"temperature must be at least {MIN_TEMPERATURE:g}, the smallest value that float32 can divide by": (
             0.0 < request.temperature < MIN_TEMPERATURE
         ),
         "top_k must be 0 or more": request.top_k < 0,
@@ -159,7 +157,7 @@ def _check_values(request: ApiRequest, given: Mapping[str, Any]) -> None:
         "length_penalty needs beam_width": "length_penalty" in given and request.beam_width is None,
         "beam_width needs tokens_to_generate": request.beam_width is not None and request.tokens_to_generate == 0,
         "random_seed must be 0 or more": "random_seed" in given and not -1 <= request.random_seed < 2**63,
-        "empty prompts need add_BOS true": not request.add_BOS and not all(request.prompts),
+        "empty prompts require add_BOS: true": not request.add_BOS and not all(request.prompts),
     }
     for problem, is_so in problems.items():
         if is_so:
@@ -200,7 +198,7 @@ class ApiTranslator:
         limit = context_length(self.config, longest)
         if longest > limit:
             raise BadRequest(
-                f"a prompt of {prompt} tokens and {count} to generate are {longest} tokens, and the maximum context "
+                f"a prompt of {prompt} tokens and {count} to generate are {longest} tokens, but the maximum context "
                 f"length is {limit}; shorten the prompt or lower tokens_to_generate"
             )
         width = request.beam_width or 1
@@ -209,9 +207,9 @@ class ApiTranslator:
         if together > self.max_tokens:
             beams = "" if request.beam_width is None else f" x {width} beams"
             raise BadRequest(
-                f"{prompts_at_once} prompts{beams} x {longest} tokens = {together} at once, at most "
-                f"{self.max_tokens} are taken; send fewer or shorter prompts, or lower tokens_to_generate"
-                f"{' or beam_width' if beams else ''}"
+                f"{prompts_at_once} prompts{beams} x {longest} tokens = {together} tokens at once, but at most "
+                f"{self.max_tokens} are accepted; send fewer or shorter prompts, or lower "
+                f"tokens_to_generate{' or beam_width' if beams else ''}"
             )
         return result
 
@@ -241,7 +239,9 @@ class ApiTranslator:
         if not add_bos:
             return tuple(ids)
         if self.tokenizer.eod_id is None:
-            raise BadRequest(f"add_BOS: {self.tokenizer.name} has no token that stands between documents")
+            raise BadRequest(
+                f"add_BOS: {self.tokenizer.name} has no end-of-document token, which add_BOS prepends; omit add_BOS"
+            )
         return (self.tokenizer.eod_id, *ids)
 
     def _assemble(
@@ -339,7 +339,7 @@ class PutApi:
             return HTTPStatus.INTERNAL_SERVER_ERROR, str(error), str(error)
         except Exception as error:  # noqa: BLE001 - the client is told, and the next request is another
             traceback.print_exc()
-            line = f"the server failed at this request: {type(error).__name__}"
+            line = f"the server failed on this request: {type(error).__name__}"
             return HTTPStatus.INTERNAL_SERVER_ERROR, line, line
         num_new = sum(len(continuation.tokens) for continuation in given)
         return HTTPStatus.OK, answer, "" if api.no_log else f"{len(api.prompts)} prompts, {num_new} new tokens"
@@ -429,7 +429,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._read_body()
             if body is None:
                 return
-            assert self.server.api is not None, "requests are taken once there is a model"
+            assert self.server.api is not None, "requests are accepted once the model is loaded"
             status, content, line = self.server.api.answer(body)
             self._send(status, content)
             if line:
@@ -450,15 +450,17 @@ class _Handler(BaseHTTPRequestHandler):
         length = lengths[0].strip() if lengths else ""
         self.close_connection = True
         if self.path.rstrip("/") != PATH:
-            self._send(HTTPStatus.NOT_FOUND, f"there is only PUT {PATH}")
+            self._send(HTTPStatus.NOT_FOUND, f"only PUT {PATH} is supported")
         elif "Transfer-Encoding" in self.headers:
-            self._send(HTTPStatus.BAD_REQUEST, "Transfer-Encoding is not taken: send the body whole, with its length")
+            self._send(
+                HTTPStatus.BAD_REQUEST, ("Transfer-Encoding is not supported: send the whole body with Content-Length")
+            )
         elif not lengths:
             self._send(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length")
         elif len(lengths) > 1 or not (length.isascii() and length.isdecimal()):
             self._send(HTTPStatus.BAD_REQUEST, f"Content-Length {', '.join(lengths)[:80]} is not a number of bytes")
         elif len(length) > _MOST_DIGITS or int(length) > MAX_BODY_BYTES:
-            self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES} bytes are taken")
+            self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES} bytes are accepted")
         else:
             self.close_connection = False
             return self.rfile.read(int(length))

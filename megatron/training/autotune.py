@@ -147,15 +147,15 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
     if model.cpu_gemm_backend != AUTO:
         if is_missing(model.cpu_gemm_backend):
             raise ConfigurationError(
-                f"--cpu-gemm-backend {model.cpu_gemm_backend}: torch lacks that library for {model.params_dtype} on "
-                "this processor; give --cpu-gemm-backend auto"
+                f"--cpu-gemm-backend {model.cpu_gemm_backend}: torch does not have this library for "
+                f"{model.params_dtype} on this CPU; use --cpu-gemm-backend auto"
             )
         return config
     library, origin = recorded_choice(config, runtime, "cpu_gemm_backend"), "as in the checkpoint"
     if library is not None and is_missing(library):
         log(
-            f"WARNING: the checkpoint's GEMMs are computed by {library}, which torch lacks for "
-            f"{model.params_dtype} on this processor: the last bits will differ"
+            f"WARNING: the checkpoint's run computed GEMMs with {library}, which torch does not have for "
+            f"{model.params_dtype} on this CPU; results will differ in the last bits"
         )
         library = AUTO
     if library is None:
@@ -273,9 +273,9 @@ def _grouped_products_of(
 
 
 _WORDS = {
-    "ring": "in chunks, round a ring",
-    "whole": "whole, in no chunks",
-    "symmetric-memory": "in chunks, by symmetric memory",
+    "ring": "in chunks, in a ring",
+    "whole": "not in chunks",
+    "symmetric-memory": "in chunks, with symmetric memory",
 }
 _MAX_OVERLAP_SIZE = 512
 _NUM_ROUNDS = 7
@@ -321,7 +321,7 @@ def _measured(config: RunConfig, runtime: Runtime) -> tuple[str, str]:
     chunked, whole = slowest.tolist()
     share = chunked / whole
     chosen = "ring" if share <= _MAX_OVERLAP_SHARE else "whole"
-    return chosen, f"measured: chunks take {share:.0%} of the time without"
+    return chosen, f"measured: chunks take {share:.0%} of the time without chunks"
 
 
 def measure_overlap(

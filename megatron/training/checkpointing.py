@@ -292,7 +292,7 @@ class CheckpointSaver:
                 self._target.folders.check_owner()
                 mark_known(directory, iteration, num_finite)
             except OSError as error:
-                self._log(f"WARNING: could not mark iteration {iteration} as known to train: {error.strerror}")
+                self._log(f"WARNING: could not mark iteration {iteration} as validated: {error.strerror}")
                 return True
             if not self.is_saving and self._iteration:
                 target = replace(self._target, on_trial=self._target.on_trial - {iteration})
@@ -323,7 +323,7 @@ class CheckpointSaver:
             TrainingError: the newest save failed. Every rank raises it.
         """
         if self._failure is not None:
-            raise TrainingError(f"the last checkpoint, of iteration {self._iteration}, was not saved: {self._failure}")
+            raise TrainingError(f"the last checkpoint (iteration {self._iteration}) was not saved: {self._failure}")
 
     def _point_tracker(self, iteration: int) -> None:
         if self._target.is_leader:
@@ -332,7 +332,7 @@ class CheckpointSaver:
                 point_tracker(self._target.directory, iteration)
             except OSError as error:
                 raise CheckpointError(
-                    f"cannot go back to iteration {iteration} in {self._target.directory}: {error.strerror}"
+                    f"cannot roll back to iteration {iteration} in {self._target.directory}: {error.strerror}"
                 ) from error
 
     def _advance(self) -> None:
@@ -345,8 +345,8 @@ class CheckpointSaver:
             self._task = None
             self._failure = failure
             self._log(
-                f"WARNING: the checkpoint of iteration {self._iteration} was not saved: {failure}; what was saved "
-                "before is still in place"
+                f"WARNING: the checkpoint of iteration {self._iteration} was not saved: {failure}; earlier checkpoints "
+                "are unchanged"
             )
 
 
@@ -463,11 +463,11 @@ class RunCheckpoints:
         if not loaded.optimizer_loaded:
             self.parts.optimizer.reload_main_params()
             if loaded.is_fresh_start and not options.finetune:
-                self.log(f"{loaded.folder} holds a model: training begins at iteration 0, with new optimizer state")
+                self.log(f"{loaded.folder} contains a model: training starts at iteration 0, with new optimizer state")
             elif not loaded.is_fresh_start:
                 self.log(
-                    f"--no-load-optim: training goes on at iteration {loaded.progress.iteration}, with new optimizer "
-                    "state and the learning-rate schedule from its beginning"
+                    f"--no-load-optim: training resumes at iteration {loaded.progress.iteration}, with new optimizer "
+                    "state and the learning-rate schedule from its start"
                 )
         if loaded.rng is not None:
             self.runtime.rng.resume(loaded.rng, loaded.progress.iteration)

@@ -117,7 +117,7 @@ def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
     data = config.data
     if data.train_data:
         raise ConfigurationError(
-            "--train-data: this script does not tokenize text; tokenize it with tools/preprocess_data.py and give "
+            "--train-data: this script does not tokenize text; tokenize it with tools/preprocess_data.py and pass "
             "--data-path PREFIX, or run pretrain_gpt.py"
         )
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)

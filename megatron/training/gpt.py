@@ -54,8 +54,8 @@ def provide_datasets(
 
     if config.data.dataloader_type == "external":
         raise ConfigurationError(
-            "--dataloader-type external: this script makes no samples itself; use single or cyclic, or call "
-            "pretrain() with a data sets provider that does"
+            "--dataloader-type external: this script does not create samples itself; use single or cyclic, or call "
+            "pretrain() with a data sets provider that returns them"
         )
     samples = (targets.train, targets.valid, targets.test)
     position = run_position(config, targets.done)

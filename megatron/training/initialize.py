@@ -188,7 +188,8 @@ def connect_store() -> Any:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         raise ConfigurationError(
-            "MASTER_ADDR and MASTER_PORT do not give the address of the processes' store; start them with torchrun"
+            "MASTER_ADDR and MASTER_PORT are not set to the address of the processes' store; start the processes with "
+            "torchrun"
         )
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -277,7 +278,7 @@ def initialize_distributed(
     warning = None
     if backend == "nccl" and not device.is_cuda:
         backend = "gloo"
-        warning = "WARNING: --distributed-backend nccl needs CUDA, which this machine does not have: using gloo"
+        warning = "WARNING: --distributed-backend nccl needs CUDA, which this node does not have: using gloo"
     dist.init_process_group(
         backend=backend,
         store=store,

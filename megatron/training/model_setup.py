@@ -161,7 +161,7 @@ def build_optimizer(
     has_matrices = any(is_orthogonalized(spec_of(parameter)) for parameter in trained)
     if optimizer.optimizer == "muon" and not any_rank(has_matrices, runtime.state.world):
         raise ConfigurationError(
-            "--optimizer muon updates matrices between the embeddings and the output layer, and this model trains "
+            "--optimizer muon updates matrices between the embeddings and the output layer, but this model trains "
             "none; use --optimizer adam"
         )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
@@ -196,8 +196,10 @@ def _check_buffers(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None
                     continue
                 raise ConfigurationError(
                     f"{path}.{name}".lstrip(".")
-                    + " is a persistent buffer, and checkpoints hold parameters only; make it a "
-                    "parameter with a ParamSpec, or register it with persistent=False if it can be computed again"
+                    + (
+                        " is a persistent buffer, but checkpoints contain only parameters; make it a parameter with "
+                        "a ParamSpec, or register it with persistent=False if it can be computed again"
+                    )
                 )
 
 
@@ -211,7 +213,7 @@ def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tupl
         return optimizer, "--optimizer-offload-policy static"
     free = runtime.device.free_bytes()
     if free is None:
-        fraction, why = 1.0, "--optimizer-offload-policy auto: this device has no memory of its own to fill"
+        fraction, why = 1.0, "--optimizer-offload-policy auto: this device has no memory of its own"
     else:
         activations, margin = activation_bytes(config, runtime.state.rank), optimizer.optimizer_offload_auto_threshold
         room = free - activations - margin
@@ -219,8 +221,8 @@ def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tupl
         # A rank without parameters needs nothing.
         fraction = min(max(math.ceil(100 * (1 - room / max(needed, 1))) / 100, 0.0), 1.0) if needed else 0.0
         why = (
-            f"--optimizer-offload-policy auto: {free / _GIB:.2f} GiB of the device are free, for {needed / _GIB:.2f} "
-            f"GiB of state, {activations / _GIB:.2f} GiB of activations and a margin of "
+            f"--optimizer-offload-policy auto: {free / _GIB:.2f} GiB of device memory are free, for "
+            f"{needed / _GIB:.2f} GiB of state, {activations / _GIB:.2f} GiB of activations and a margin of "
             f"{margin / _GIB:.2f} GiB"
         )
     fraction = max(of_rank[0] for of_rank in all_gather_from_world([fraction], runtime.state))
@@ -275,7 +277,7 @@ def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[st
     if not any_rank(reason is not None, runtime.state.world):
         return config
     reason = reason or "another process of this run cannot import the package"
-    log(f"transformer-engine is not used, since {reason}: this project's own layers take its place")
+    log(f"transformer-engine is not used, because {reason}; this project's own layers are used instead")
     return replace(config, model=replace(model, transformer_impl="local"))
 
 
@@ -351,8 +353,8 @@ def describe_rounded_gradients(config: RunConfig, device: torch.device) -> str |
     if reason is None:
         return None
     return (
-        f"WARNING: the gradients of {name} weights are rounded to {name} before they are added to their float32 sums: "
-        f"this torch does not add such products to float32 ({reason})"
+        f"WARNING: the gradients of {name} weights are rounded to {name} before they are accumulated in float32: this "
+        f"torch has no GEMM that accumulates into float32 ({reason})"
     )
 
 

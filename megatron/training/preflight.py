@@ -39,10 +39,10 @@ def check_least_host_memory(config: RunConfig, room: HostRoom | None) -> None:
     fitting = (number for number in numbers if least_offloaded_bytes(_offloading(config, number)) <= free)
     most = next(fitting, None)
     raise ConfigurationError(
-        f"offload needs at least {needed / _GIB:.1f} GiB of host memory for each process, for the inputs of layers "
-        f"alone, {needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} of them, and "
+        f"offload needs at least {needed / _GIB:.1f} GiB of host memory per process for the inputs of layers alone, "
+        f"{needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} processes, but "
         f"{room.available / _GIB:.1f} GiB are available; "
-        + ("leave --cpu-offloading out" if most is None else f"give --cpu-offloading-num-layers {most} at most")
+        + ("omit --cpu-offloading" if most is None else f"use --cpu-offloading-num-layers {most} or less")
     )
 
 
@@ -62,10 +62,10 @@ def check_host_memory(config: RunConfig, room: HostRoom | None) -> None:
     named = " and ".join(f"{size / _GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
     changes = [change for change in (_fewer_layers(config, room), _smaller_fraction(config, room)) if change]
     raise ConfigurationError(
-        f"offload is estimated to need {needed / _GIB:.1f} GiB of host memory for each process ({named}), "
-        f"{needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} of them, and "
+        f"offload needs an estimated {needed / _GIB:.1f} GiB of host memory per process ({named}), "
+        f"{needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} processes, but "
         f"{room.available / _GIB:.1f} GiB are available; "
-        + (f"{' or '.join(changes)} fits" if changes else f"leave {' and '.join(_switches(config))} out")
+        + (f"{' or '.join(changes)} would fit" if changes else f"omit {' and '.join(_switches(config))}")
     )
 
 

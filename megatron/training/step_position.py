@@ -66,7 +66,7 @@ def find_step(directory: Path, step: int, ckpt_step: int | None, metrics_file: P
     """
     run = _run_of_step(directory, step, ckpt_step)
     if not 1 <= step <= run.config.train_iters:
-        raise ConfigurationError(f"--step {step}: the run trains steps 1 to {run.config.train_iters}")
+        raise ConfigurationError(f"--step {step}: the run has steps 1 to {run.config.train_iters}")
     path = _metrics_path(directory, run, metrics_file)
     recorded = None if path is None else _recorded_step(path, step)
     if recorded is not None:
@@ -83,7 +83,7 @@ def _run_of_step(directory: Path, step: int, ckpt_step: int | None) -> SavedRun:
                 return read_saved_run(iteration_folder(directory, iteration))
     folders = candidate_folders(directory, ckpt_step)
     if not folders:
-        raise CheckpointError(f"{directory} holds no checkpoint")
+        raise CheckpointError(f"{directory} contains no checkpoint")
     return read_saved_run(folders[0])
 
 
@@ -100,7 +100,7 @@ def _first_sample(directory: Path, run: SavedRun, step: int) -> int:
         if counted != end.consumed_train_samples:
             raise CheckpointError(
                 f"the batch size was changed between iterations {iteration} and {end.iteration}: the checkpoints do "
-                f"not tell which samples step {step} had; give the run's metrics file with --metrics-jsonl"
+                f"not record which samples step {step} used; pass the run's metrics file with --metrics-jsonl"
             )
     return batch_sizes.samples_of_iterations(step - 1 - iteration, consumed)
 

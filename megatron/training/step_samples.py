@@ -55,7 +55,9 @@ class StepSamples:
     def __init__(self, position: StepPosition, tokenizer: Tokenizer, report: Report) -> None:
         config = position.run.config
         if config.data.dataloader_type == "external":
-            raise ConfigurationError("the run reads samples that its script makes (--dataloader-type external)")
+            raise ConfigurationError(
+                "the samples come from the run's own script (--dataloader-type external), so they cannot be shown"
+            )
         self._position = position
         self._config = config
         self._history, self._dataset = _open_data(position, tokenizer, report)
@@ -130,6 +132,7 @@ def _open_part(history: DataHistory, number: int, config: GPTDatasetConfig, repo
     dataset = open_data_set(record.prefix, config, report)
     if dataset.lengths_fingerprint != key.lengths_fingerprint:
         raise DataError(
-            f"{record.prefix} is not the text that the run trained on: the lengths of its sequences have changed"
+            f"{record.prefix} is not the data that the run trained on: the lengths of its sequences have changed; "
+            "restore the data"
         )
     return OpenedPart(dataset, range(key.first_sequence, key.end_sequence))

@@ -102,7 +102,7 @@ def _skip_iteration(
     state.iteration += 1
     state.consumed_train_samples += batch_size
     state.skipped_iterations += 1
-    run.log(f"iteration {state.iteration}: consumed samples {first} to {first + batch_size} are left out: {reason}")
+    run.log(f"iteration {state.iteration}: consumed samples {first} to {first + batch_size} are skipped: {reason}")
     run.log_metrics(
         {
             "iteration": state.iteration,

@@ -96,9 +96,9 @@ def _problems_of_calls(logs: Sequence[CallLog]) -> Iterator[str]:
     for rank, log in enumerate(logs):
         for call in (call for operation in log for call in operation):
             if call.in_other_thread:
-                yield f"rank {rank}: {call.describe()} comes from another thread than the other calls"
+                yield f"rank {rank}: {call.describe()} comes from a different thread than the other calls"
             if call.dtype and call.dtype not in NCCL_DTYPES:
-                yield f"rank {rank}: {call.describe()} has a dtype that NCCL does not have"
+                yield f"rank {rank}: {call.describe()} has a dtype that NCCL does not support"
 
 
 class _Replay:
@@ -121,7 +121,7 @@ class _Replay:
         problems = [*self._mismatches()]
         if self._waiting:
             waits = "; ".join(self._describe_wait(rank) for rank in sorted(self._waiting))
-            problems.append(f"{len(self._waiting)} of {len(self._logs)} ranks wait for ever: {waits}")
+            problems.append(f"{len(self._waiting)} of {len(self._logs)} ranks wait forever: {waits}")
         return problems
 
     def _advance(self, rank: int) -> set[int]:
@@ -180,12 +180,12 @@ class _Replay:
         said = "; ".join(f"rank {rank}: {call.describe()}" for rank, call in sorted(calls.items()))
         first = next(iter(calls.values()))
         if len({call.signature for call in calls.values()}) > 1:
-            return f"calls that belong together differ: {said}"
+            return f"matching calls differ: {said}"
         if any(calls[m].new_ranks != call.new_ranks for call in calls.values() for m in call.new_ranks if m in calls):
-            return f"ranks make groups in different orders: {said}"
+            return f"ranks create groups in different orders: {said}"
         if not self._waiting and len(calls) < len(self._takes_part(key, first)):
             missing = sorted(set(self._takes_part(key, first)) - set(calls))
-            return f"ranks {missing} never make the call that belongs to: {said}"
+            return f"ranks {missing} never make the call that matches: {said}"
         return None
 
     def _describe_wait(self, rank: int) -> str:

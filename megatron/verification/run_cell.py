@@ -106,7 +106,7 @@ class Mismatch:
 
 
 def fragments_of(spec: ParamSpec, tensor: torch.Tensor, rank: int, name: str | None = None) -> list[Fragment]:
-    """Split a local tensor of a parameter's shape into its boxes of the global tensor, without padding."""
+    """Split this rank's shard of a parameter or gradient into slices of the global tensor, without padding."""
     return [
         Fragment(
             name or spec.name,
@@ -247,7 +247,7 @@ def gradient_fragments(parts: ModelAndOptimizer, rank: int) -> list[Fragment]:
 
 
 def resolve_cell(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig:
-    """Resolve a command line into a configuration with ``dtype``, which need not be a value of the command line.
+    """Resolve a command line into a configuration with ``dtype``, which may be a dtype without a flag (float64).
 
     Raises:
         ConfigurationError: the configuration is rejected.

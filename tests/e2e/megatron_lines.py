@@ -119,11 +119,11 @@ OWN = {
     "kernels": "attention kernels?: .+",
     "note": r"--[\w-]+.* (has|have) no effect.*",
     "warning": r"WARNING: --.+",
-    "other kernel": ".+ is not used, since .+",
-    "tokenizer of a model": r"the tokenizer is that of --load \S+: \w+",
-    "documents apart": r"--reset-position-ids keeps documents apart in attention.+ --reset-attention-mask is added",
-    "chunks": r"( > tensor-parallel communication overlapped with GEMMs|--tp-comm-overlap has an effect on layers in "
-    "16 bits only): .+",
+    "other kernel": ".+ is not used, because .+",
+    "tokenizer of a model": r"using the tokenizer of --load \S+: \w+",
+    "documents apart": r"--reset-position-ids also limits attention to each document.+ --reset-attention-mask is added",
+    "chunks": r"( > tensor-parallel communication overlapped with GEMMs|--tp-comm-overlap applies only to 16-bit layers"
+    "): .+",
     "fp8": "fp8: .+",
     "offload": "optimizer offload: .+",
     "finished": r"training finished, evaluating(, about \d+ s)?",

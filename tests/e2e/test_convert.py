@@ -360,7 +360,7 @@ def test_a_folder_becomes_a_native_one_and_a_model_of_hugging_faces(titan: Path,
     assert any("are equal, bit by bit" in line for line in lines)
     run_converter(titan, tmp_path / "hf", "--loader torchtitan --saver hf --test-logits", TOLD_FLAGS)
     lines = run_converter(tmp_path / "hf", tmp_path / "back", "--loader hf --rotary-base 7")
-    assert "--rotary-base 7 has no effect: the checkpoint says it" in lines
+    assert "--rotary-base 7 has no effect: the checkpoint determines it" in lines
     for other in ("native", "back"):
         lines = []
         assert diff_checkpoints(titan, tmp_path / other, told=TOLD, log=lines.append), lines
@@ -385,11 +385,11 @@ def test_the_commands_name_the_flags_that_are_needed(
         (line,) = capsys.readouterr().err.splitlines()
         assert (
             "which does not record --num-attention-heads, --rotary-base, --norm-epsilon, --max-position-embeddings; "
-            "pass the values of its training"
+            "pass the values used in training"
         ) in line
     with pytest.raises(SystemExit, match="2"):
         convert_command.main(["--saver", "torchtitan", "--load-dir", str(titan), "--save-dir", str(tmp_path / "x")])
-    assert "--saver torchtitan: its folders are read only" in capsys.readouterr().err
+    assert "--saver torchtitan is not supported: torchtitan checkpoints can only be read" in capsys.readouterr().err
 
 
 def test_text_is_generated_from_a_folder(titan: Path, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -403,14 +403,14 @@ def test_text_is_generated_from_a_folder(titan: Path, tmp_path: Path, monkeypatc
     words = ("--load-hf", tmp_path / "hf", "--prompt", "3", "--greedy", "--tokens-to-generate", "1")
     status, _, errors = call_tool(monkeypatch, capsys, *words, "--rotary-base", "7")
     assert status == 0
-    assert "--rotary-base 7 has no effect: the checkpoint says it" in errors.splitlines()
+    assert "--rotary-base 7 has no effect: the checkpoint determines it" in errors.splitlines()
 
 
 def test_training_begins_with_its_weights_at_any_layout(titan: Path, tmp_path: Path) -> None:
     def begin(folder: Path, load: Path, *more: str, nproc: int = 1) -> list[float]:
         words = toy_args(folder, SHAPE, "--train-iters 2 --lr-warmup-iters 1 --eval-interval 1000", *more, save=False)
         run = fork_training([*words, "--load", load, "--metrics-jsonl", folder / "metrics.jsonl"], nproc).check()
-        line = "is of torchtitan, whose files do not say this of the model, and it is taken as " + TOLD_FLAGS
+        line = "is a torchtitan checkpoint, which does not record all model settings; assumed " + TOLD_FLAGS
         assert (line in run.stdout) == (load == titan)
         assert [step["iteration"] for step in run.iterations()] == [1, 2]
         return run.losses()

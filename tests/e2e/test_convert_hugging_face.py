@@ -94,7 +94,7 @@ def test_settings_that_change_the_model_are_not_published(tmp_path: Path, monkey
         right(view, HuggingFaceSource(result.folder), **options)
 
     monkeypatch.setattr(conversion, "check_result", check)
-    with pytest.raises(ConversionMismatchError, match="logits differ from those of the checkpoint"):
+    with pytest.raises(ConversionMismatchError, match="logits differ from the logits of the source checkpoint"):
         run_converter(tmp_path / "native", tmp_path / "back", "--saver hf")
     assert not (tmp_path / "back").exists()
 
@@ -181,7 +181,7 @@ def test_layouts_of_experts_are_converted_compared_and_shown(
 
 def test_experts_that_cannot_be_spread_so_are_refused(tmp_path: Path) -> None:
     save_model("mixtral", tmp_path / "hf")
-    with pytest.raises(ConfigurationError, match="3 does not divide 4 experts; 1, 2, 4 work"):
+    with pytest.raises(ConfigurationError, match="3 does not divide 4 experts; sizes that work: 1, 2, 4"):
         run_converter(tmp_path / "hf", tmp_path / "a", "--loader hf --saver torch --target-expert-parallel-size 3")
     save_model("llama_tied", tmp_path / "dense")
     with pytest.raises(ConfigurationError, match="the model has no experts; omit it"):
@@ -204,9 +204,9 @@ OTHERS = (
 def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) -> None:
     words = "--mock-data --train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --qk-layernorm"
     run = fork_training(toy_args(tmp_path, words, data=False)).check()
-    first, _, rest = run.stdout.partition("checkpoints of this run cannot become Hugging Face models: ")
+    first, _, rest = run.stdout.partition("checkpoints of this run cannot be converted to Hugging Face models: ")
     assert " iteration " not in first
-    assert "the nearest, GPT2LMHeadModel, cannot express qk_layernorm True" in rest.splitlines()[0]
+    assert "the most similar, GPT2LMHeadModel, cannot represent qk_layernorm True" in rest.splitlines()[0]
     assert len(rest.splitlines()[0]) < 300
     run = fork_training(toy_args(tmp_path, words.replace("--qk-layernorm", ""), save=False, data=False)).check()
     assert "Hugging Face" not in run.stdout

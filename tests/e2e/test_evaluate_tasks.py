@@ -160,12 +160,15 @@ def test_several_processes_find_the_same(
     [
         (
             "--tasks local_choices",
-            "--tasks local_choices is no task that is known, and no file; did you mean local_cho",
+            "--tasks local_choices is neither a known task nor a file; did you mean local_cho",
         ),
         ("--tasks broken", "--tasks broken: "),
         ("--tasks empty", "--tasks empty: "),
-        ("--tasks local_text --max-length 6", "asks for 7 tokens (max_gen_toks) and the model looks at 6 at once"),
-        ("--tasks local_choice --max-length 2", "tokens together and the model looks at 2 at once"),
+        (
+            "--tasks local_text --max-length 6",
+            "generates 7 tokens (max_gen_toks), but the model's context has 6 tokens",
+        ),
+        ("--tasks local_choice --max-length 2", "tokens at once, but the model's context has 2 tokens"),
         ("--tasks wrong_field", "the tasks wrong_field cannot be run: "),
     ],
 )

@@ -96,25 +96,25 @@ def test_four_processes_print_the_same_once(folder: Path, monkeypatch, capsys) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "there is nothing to measure; give --tasks TASK … or --text FILE …"),
-        ("--tasks a --text {folder}/one.txt", "--tasks and --text are two measurements"),
+        ("", "there is nothing to evaluate; pass --tasks TASK … or --text FILE …"),
+        ("--tasks a --text {folder}/one.txt", "--tasks and --text exclude each other"),
         ("--text {folder}/no.txt", "cannot read --text {folder}/no.txt"),
         ("--text {folder}/saved", "cannot read --text {folder}/saved"),
-        ("--text {folder}/lines.jsonl --json-key body", "--text {folder}/lines.jsonl, line 1 has no text 'body'"),
+        ("--text {folder}/lines.jsonl --json-key body", "--text {folder}/lines.jsonl, line 1 has no string 'body'"),
         (
             "--text {folder}/one.txt --batch-size 0 --max-length -1",
             "--batch-size 0 is not positive; --max-length -1 is",
         ),
         ("--text {folder}/one.txt --max-length 41", "--max-length 41 is greater than the 40 positions"),
-        ("--text {folder}/one.txt --output {folder}/no/x", "--output {folder}/no/x is in no folder that exists"),
+        ("--text {folder}/one.txt --output {folder}/no/x", "--output {folder}/no/x is in a folder that does not exist"),
         (
             "--text {folder}/one.txt --limit 3 --apply-chat-template",
-            "--limit has no effect without --tasks TASK …; leave it out; --apply-chat-template has no effect",
+            "--limit has no effect without --tasks TASK …; omit it; --apply-chat-template has no effect",
         ),
-        ("--tasks a --json-key body", "--json-key has no effect without --text FILE …; leave it out"),
+        ("--tasks a --json-key body", "--json-key has no effect without --text FILE …; omit it"),
         (
             "--tasks a --num-fewshot -1 --log-samples",
-            "--num-fewshot -1 is negative; --log-samples has nowhere to write",
+            "--num-fewshot -1 is negative; --log-samples needs an output file",
         ),
     ],
 )
@@ -227,7 +227,7 @@ def test_scores_of_one_process_come_and_the_run_stays_bitwise_the_same(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--eval-tasks", "t", "--eval-interval", "0"), "--eval-tasks with --eval-interval 0 would ask nothing"),
+        (("--eval-tasks", "t", "--eval-interval", "0"), "--eval-tasks with --eval-interval 0 would never run"),
         (("--eval-tasks-limit", "3"), "--eval-tasks-limit 3 has no effect without --eval-tasks TASK; add it"),
     ],
     ids=["never", "no task"],

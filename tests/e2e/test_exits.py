@@ -159,7 +159,7 @@ def test_a_resume_without_the_optimizer_says_what_begins_anew(tmp_path: Path) ->
     run = fork_training([*args, "--no-load-optim"]).check()
     (line,) = (line for line in run.stdout.splitlines() if line.startswith("--no-load-optim: "))
     assert line.endswith(
-        "goes on at iteration 5, with new optimizer state and the learning-rate schedule from its beginning"
+        "resumes at iteration 5, with new optimizer state and the learning-rate schedule from its start"
     )
     rates = [line["learning_rate"] for line in run.iterations()]
     assert len(rates) == 20

@@ -139,7 +139,7 @@ def test_a_micro_batch_without_an_answer_counts_nothing(chat: Path, tmp_path: Pa
     write_lines(tmp_path / "long.jsonl", long)
     metrics = ["--metrics-jsonl", str(tmp_path / "long")]
     run = fork_training([*flags(chat, "--sft", SHORT, data=tmp_path / "long.jsonl"), *metrics]).check()
-    assert "16 longer than 97 tokens are cut at their end" in run.stdout
+    assert "16 conversations are longer than 97 tokens and are truncated" in run.stdout
     assert [(line["lm_loss"], line["grad_norm"]) for line in run.iterations()] == [(0.0, 0.0)] * 4
     mixed = write_lines(tmp_path / "mixed.jsonl", [*long[:8], *({"prompt": "a", "completion": "b"} for _ in range(8))])
     words = ["--train-mode", "finetune", "--dataset", "JSON-SFT", "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
@@ -151,7 +151,7 @@ def test_a_micro_batch_without_an_answer_counts_nothing(chat: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "template", "problem"),
     [
-        ('{"prompt": "a"}', None, "bad.jsonl:2: no conversation: the keys are prompt; give messages"),
+        ('{"prompt": "a"}', None, "bad.jsonl:2: not a conversation: the keys are prompt; use messages"),
         (
             '{"prompt": "a", "completion": "b"}',
             "\n{{ 1 / messages[2].n }}",

@@ -49,7 +49,7 @@ def test_a_stage_of_a_pipeline_is_reported_in_text_json_and_a_picture(tmp_path: 
     # The rank that is asked for is of the last stage, which computes the logits too.
     assert [(each["rank"], each["pipeline_rank"]) for each in report["stages"]] == [(3, 1), (0, 0)]
     assert report["predicted_ms"] == max(each["ms"] for each in report["stages"])
-    assert f"that of rank {report['slowest_rank']}, the slowest of stage 1 (rank 3) " in done.stdout
+    assert f"the time of rank {report['slowest_rank']}, the slowest of stage 1 (rank 3) " in done.stdout
     # Two micro-batches: their gradients go to the stage before; the optimizer's and the report's sums follow.
     sent = [(each["operation"], each["axes"], each["bytes"]) for each in report["collectives"]]
     assert sent.count(("send", ["pp"], 2 * 32 * 64)) == 2
@@ -80,15 +80,15 @@ def test_a_rank_of_the_first_and_one_of_the_last_stage_are_run(
     [
         (("--rank", "2"), "error: --rank 2 is not in 0..0; change it or --world-size"),
         (("--world-size", "0"), "error: --world-size 0 is not between 1 and 131072; "),
-        (("--json", "/nowhere/a.json"), "error: --json /nowhere/a.json cannot be written: its folder is not there; "),
+        (("--json", "/nowhere/a.json"), "error: --json /nowhere/a.json cannot be written: its folder does not exist; "),
         (("--json", "/"), "error: --json / cannot be written: it is a folder; "),
         (("--json", "a" * 300), f"error: --json {'a' * 300} cannot be written: File name too long; "),
-        (("--gpu", "v100"), "error: --gpu v100: no figures are known for it; possible: "),
-        (("--memory-plot", "a.png"), "error: --memory-plot a.png: the plot is SVG; give a name that ends in"),
+        (("--gpu", "v100"), "error: --gpu v100: there are no built-in figures for this GPU; possible values: "),
+        (("--memory-plot", "a.png"), "error: --memory-plot a.png: the plot is an SVG file; use a name that ends in"),
         (("--hidden-sise", "3"), "error: unknown flag --hidden-sise"),
         (
             ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere"),
-            "error: the size of the vocabulary is not known",
+            "error: the vocabulary size is not known",
         ),
     ],
 )

@@ -54,12 +54,15 @@ def test_faults_of_two_ranks_cost_nothing(flags: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("", "error: no fault is asked for; give --kill any, say"),
-        ("--kill nobody", "error: --kill nobody names no rank; give a number, or any or all or launcher"),
+        ("", "error: no fault is selected; pass for example --kill any"),
+        ("--kill nobody", "error: --kill nobody is not a rank; use a number, or any or all or launcher"),
         ("--slow 1", "error: --slow 1 is not RANK:FACTOR with a factor above 1 and of at most 1000, as in 1:3"),
         ("--kill any --rounds 0", "error: --rounds 0 is not greater than 0"),
         ("--kill any --every-seconds nan", "error: --every-seconds nan is not greater than 0"),
-        ("--kill any --processes 3 -- true", "error: --processes: of the small run, which a command after -- replaces"),
+        (
+            "--kill any --processes 3 -- true",
+            "error: --processes configure the small run, but a command after -- replaces it",
+        ),
         (
             "--corrupt weight -- true",
             "error: --corrupt weight and --corrupt gradient need a command that runs a Python",
@@ -70,8 +73,8 @@ def test_faults_of_two_ranks_cost_nothing(flags: str, tmp_path: Path) -> None:
             "error: cannot start no-such-command: No such file or directory; change what follows --",
         ),
         ("--kill any --json no/such/file", "error: --json no/such/file: there is no such folder"),
-        ("--kill 2", "error: --kill 2: there is no rank 2 here; change it to one of: 0, 1"),
-        ("--stop any --processes 1", "error: --stop any: no rank waits for the only rank of this run"),
+        ("--kill 2", "error: --kill 2: there is no rank 2 in this run; use one of: 0, 1"),
+        ("--stop any --processes 1", "error: --stop any: no other rank waits for the only rank of this run"),
         ("--kill any --reference nothing", "error: --reference nothing is no file"),
     ],
 )
@@ -85,7 +88,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(flags: str, reason: str, tm
 def test_a_folder_that_is_in_use_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "mine").touch()
     assert main(["--folder", str(tmp_path), "--kill", "any"]) == 2
-    assert capsys.readouterr().err == f"error: --folder {tmp_path} is not empty; name a new one\n"
+    assert capsys.readouterr().err == f"error: --folder {tmp_path} is not empty; use a new folder\n"
 
 
 NUM_FAULTS = 40

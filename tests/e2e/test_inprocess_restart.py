@@ -18,7 +18,7 @@ from tests.harness.forked_training import fork_training
 from tests.harness.training_run import REPOSITORY, launch_prefix, read_metrics
 
 PATIENCE_S = 300.0
-RESTARTED = "all ranks have met again"
+RESTARTED = "all ranks have joined again"
 COPIES = "--non-persistent-save-interval 1 --replication"
 LAYOUTS = {
     "tp2_dp2": "--tensor-model-parallel-size 2 --use-distributed-optimizer --async-save",

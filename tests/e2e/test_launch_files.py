@@ -118,7 +118,7 @@ def test_a_script_of_pai_megatron_patch_trains_with_the_tokenizer_in_the_load_fo
     done = run_command(command, cwd=EXAMPLES / "llama3_1")
     losses(done, tmp_path)
     assert "--n-head-kv 2 is read as --num-query-groups 2 --group-query-attention" in done.stdout
-    assert f"the tokenizer is that of --load {tmp_path / 'tokenizer'}: HuggingFaceTokenizer" in done.stdout
+    assert f"using the tokenizer of --load {tmp_path / 'tokenizer'}: HuggingFaceTokenizer" in done.stdout
 
 
 @pytest.mark.default

@@ -173,7 +173,7 @@ def test_a_deleted_tensor_passes_by_explicit_flags_alone(checkpoints: Path) -> N
         errors_of(go_on(checkpoints, "--ckpt-step 4", flags))
     run = go_on(checkpoints, "--ckpt-step 4 --no-verify-checkpoint --dist-ckpt-strictness log_unexpected").check()
     assert (
-        "the checkpoint lacks 3 tensors of this run; left at their initial value:\n    model.decoder.final"
+        "the checkpoint lacks 3 tensors of this run, which keep their initial values:\n    model.decoder.final"
         in run.stdout
     )
 
@@ -249,7 +249,7 @@ def test_a_hugging_face_folder_is_trained_at_any_layout(
     model = hugging_face(trained, tmp_path)
     run = begin(tmp_path, model, layout, nproc=nproc)
     assert_same_run(run, finetuned)
-    assert f"{model} holds a model: training begins at iteration 0, with new optimizer state" in run.stdout
+    assert f"{model} contains a model: training starts at iteration 0, with new optimizer state" in run.stdout
     assert "configuration changed since the checkpoint: training" not in run.stdout
 
 
@@ -260,7 +260,9 @@ def test_a_hugging_face_folder_of_another_shape_or_with_a_part_is_refused(traine
     weights.rename(model / "part.safetensors")
     assert str(model) in refusal(begin(tmp_path, model))
     shutil.move(model / "config.json", tmp_path / "config.json")
-    assert f"--load {model} holds weights that cannot be read (part.safetensors)" in refusal(begin(tmp_path, model))
+    assert f"--load {model} contains weights that cannot be loaded (part.safetensors)" in refusal(
+        begin(tmp_path, model)
+    )
 
 
 def at_500000(values: dict[str, Any]) -> None:
@@ -391,6 +393,6 @@ def test_an_optimizer_that_cannot_fit_is_one_line(saved_precisions: dict[str, Pa
     run = fork_training(words)
     assert run.statuses == (2,)
     (line,) = run.errors[0].splitlines()
-    assert "does not fit this run: " in line
+    assert "does not match this run: " in line
     assert "unexpected in the checkpoint: optimizer.exp_avg." in line
     assert line.endswith(" more")

@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused_in_one_line(folder: Path, merged: Path, tm
     source.close()
     plain = train(merged, SCALED, "--no-load-optim --metrics-jsonl", tmp_path / "m")
     assert plain.statuses == (2,)
-    assert "contains no LoRA adapters, which --lora-rank trains; add --finetune" in plain.errors[0]
+    assert "contains no LoRA adapters, but --lora-rank trains them; add --finetune" in plain.errors[0]
     with pytest.raises(InputError, match=r"contains LoRA adapters, which Hugging Face's format cannot store; add"):
         run_converter(folder / "run", tmp_path / "hf", "--saver hf")
     with pytest.raises(InputError, match=r"^--merge-lora: .* contains no LoRA adapters; omit it$"):

@@ -144,7 +144,7 @@ def test_a_skipped_iteration_does_not_advance_the_schedule(tmp_path: Path) -> No
             pytest.param(
                 num_processes,
                 "--lr 1e22 --lr-warmup-iters 0",
-                "weights have grown beyond use: embedding.word_embeddings.weight on rank",
+                "weights have become too large: embedding.word_embeddings.weight on rank",
                 marks=pytest.mark.long,
             )
             for num_processes in (1, 2)
@@ -179,10 +179,10 @@ def nan_from_the_first(argv: Sequence[str], faults: Faults) -> int:
     ("num_processes", "flags", "found"),
     [
         (1, "", "no step of this process was fine before: the model, its loss or the device of rank 0"),
-        (2, "", "2 data-parallel copies come to the same, so that no device is to blame"),
+        (2, "", "2 data-parallel replicas give the same result, so no device is at fault"),
         # Both ranks use both ranks' experts: one device can spoil both copies.
         (2, EXPERTS, "no step of this process was fine before: the model, its loss or the device of one of rank 0"),
-        (4, EXPERTS, "2 data-parallel copies come to the same, so that no device is to blame"),
+        (4, EXPERTS, "2 data-parallel replicas give the same result, so no device is at fault"),
     ],
 )
 def test_a_loss_that_never_is_a_number_is_the_training(
@@ -190,5 +190,7 @@ def test_a_loss_that_never_is_a_number_is_the_training(
 ) -> None:
     run = fork_training(toy_args(tmp_path, flags, "--global-batch-size 8"), num_processes, program=nan_from_the_first)
     assert set(run.statuses) == {1}
-    assert "training: the same step gave the same result again, other samples look as wrong, and " in run.errors[0]
+    assert (
+        "training: the same step gave the same result again, and other samples also give a wrong result, and "
+    ) in run.errors[0]
     assert found in run.errors[0]

@@ -91,14 +91,17 @@ def store_tracker(store: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--save s3:///x", "--save: s3:///x names no bucket; write s3://BUCKET/FOLDER"),
-        ("--load s3://id:hunter2@bucket/x", "--load: s3://*** holds a credential or a port"),
-        ("--save https://host/x", "--save: https:// is not a store that can be used; those are s3://, gs:// and az://"),
+        ("--save s3:///x", "--save: s3:///x has no bucket; write s3://BUCKET/FOLDER"),
+        ("--load s3://id:hunter2@bucket/x", "--load: s3://*** contains a credential or a port"),
+        (
+            "--save https://host/x",
+            "--save: https:// is not a supported object store; supported are s3://, gs:// and az://",
+        ),
         ("--save memory:/x", "--save: memory:/x lacks a slash; write memory://"),
-        ("--save memory://x --ckpt-format torch", "--ckpt-format torch is written to a file system only"),
+        ("--save memory://x --ckpt-format torch", "--ckpt-format torch can only be written to a file system"),
         ("--save memory://x --log-progress", "--log-progress appends to a file next to checkpoints"),
-        ("--tensorboard-dir memory://x", "--tensorboard-dir memory://...: no object store can be used here"),
-        ("--load memory://x --finetune", "--load memory://x does not exist, and --finetune is given"),
+        ("--tensorboard-dir memory://x", "--tensorboard-dir memory://...: object stores are not supported here"),
+        ("--load memory://x --finetune", "--load memory://x does not exist, but --finetune needs a checkpoint"),
     ],
 )
 def test_what_no_store_can_do_is_refused_in_a_line(tmp_path: Path, words: str, line: str) -> None:

@@ -113,7 +113,7 @@ def test_the_openai_client_completes_and_chats(server: Served) -> None:
 
     import openai
 
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here; there is 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-4' does not exist here; use 'tiny'"):
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.BadRequestError, match="the maximum context length is 500") as refusal:
         client.completions.create(model=NAME, prompt="a", max_tokens=500)
@@ -178,13 +178,19 @@ def test_what_cannot_be_answered_is_said_in_openais_form(server: Served) -> None
             "/v1/completions",
             {"prompt": [128 + 50]},
             400,
-            "prompt 1 of 1 has token 178, outside the model's vocabulary 0..134",
+            "prompt 1 of 1 contains token 178, which is outside the model's vocabulary 0..134",
         ),
-        ("POST", "/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, 400, "the logit bias has token 999"),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {"999": 1}},
+            400,
+            "the logit bias contains token 999",
+        ),
         ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ufdd2"}]}, 400, "a message holds"),
         ("POST", "/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings: Not Found"),
         ("DELETE", "/v1/models", None, 405, "DELETE /v1/models: Method Not Allowed"),
-        ("GET", "/v1/models/other", None, 404, "there is no model 'other' here"),
+        ("GET", "/v1/models/other", None, 404, "the model 'other' does not exist here"),
     ):
         found, content = server.ask(method, path, body)
         assert found == status, (path, body, content)
@@ -334,7 +340,7 @@ def test_who_waits_when_the_server_ends_is_told(tmp_path) -> None:
             until(lambda: server.jobs.counts() == (1, 1))
         for result in waiting:
             status, content = result.result()
-            assert (status, content["error"]["message"]) == (503, "the server is ending")
+            assert (status, content["error"]["message"]) == (503, "the server is shutting down")
 
 
 def test_a_chat_in_the_terminal_streams_and_goes_on_after_an_error(server: Served, monkeypatch, capsys) -> None:
@@ -447,8 +453,8 @@ def test_beams_of_a_chat_give_whole_answers_here_and_from_a_server(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--url nowhere", "--url nowhere is not an address; use one such as http://127.0.0.1:8000"),
-        ("--url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
+        ("--url nowhere", "--url nowhere is not a URL; use for example http://127.0.0.1:8000"),
+        ("--url http://127.0.0.1:9", "no server responds at http://127.0.0.1:9"),
         (". --url http://127.0.0.1:9", "--url applies to a server; omit it, or the checkpoint"),
         (
             "--temperature -1 --max-tokens 0",

@@ -95,12 +95,15 @@ def test_it_goes_on_at_another_layout_and_begins_anew_where_there_is_none(
     load = f"--load {folder / 'checkpoints'} --ckpt-step 2"
     found, output = run_averaged(tmp_path / "with", 1, load, "--ema-decay 0.5")
     assert found[4, "validation_ema"] == pytest.approx(losses[4, "validation_ema"], rel=1e-5)
-    assert "begins with the loaded weights" not in output
+    assert "starts from the loaded weights" not in output
     without, _ = run_averaged(tmp_path / "without", 1, load)
     assert without[4, "validation"] == found[4, "validation"]
     assert (4, "validation_ema") not in without
     _, output = run_averaged(tmp_path / "without", 1, "--train-iters 6 --override-opt-param-scheduler --ema-decay 0.5")
-    assert "--ema-decay: the average begins with the loaded weights, since the checkpoint holds none" in output
+    assert (
+        "--ema-decay: the average starts from the loaded weights, because the checkpoint contains no averaged weights"
+        in output
+    )
 
 
 def test_the_converter_writes_the_average_in_place_of_the_weights(
@@ -117,5 +120,5 @@ def test_the_converter_writes_the_average_in_place_of_the_weights(
         assert torch.equal(result.read(name), average)
         assert not torch.equal(average, source.read(name))
     words[1] = str(tmp_path / "native")
-    with pytest.raises(ConfigurationError, match="contains no averages of weights; omit --ema"):
+    with pytest.raises(ConfigurationError, match=r"contains no averaged \(EMA\) weights; omit --ema"):
         convert(parse_arguments([*words, str(tmp_path / "again")])[0], print)

@@ -156,7 +156,7 @@ def test_a_run_on_several_machines_needs_to_be_told_of_them(tmp_path: Path, caps
     record = {"folder": "/nowhere", "processes_per_machine": 8, "machines": 2}
     (tmp_path / "run_record" / "environment.json").write_text(json.dumps(record))
     assert train.main(["--continue", str(tmp_path)]) == 2
-    assert "the run had 2 machines; give --nnodes 2, --node-rank R" in capsys.readouterr().err
+    assert "the run used 2 nodes; pass --nnodes 2, --node-rank R" in capsys.readouterr().err
 
 
 def test_words_beside_a_run_that_goes_on_are_said_to_be_seen_from_its_folder(
@@ -170,7 +170,7 @@ def test_words_beside_a_run_that_goes_on_are_said_to_be_seen_from_its_folder(
     monkeypatch.chdir(tmp_path)
     assert train.main(["--continue", str(tmp_path), "--config", "mine.toml"]) == 2
     said, *_, reason = capsys.readouterr().err.splitlines()
-    assert said == f"paths are seen from {folder}, where the run was started"
+    assert said == f"relative paths are resolved from {folder}, where the run was started"
     assert reason.startswith("error: ")
     assert Path.cwd() == folder
     environment["folder"] = str(tmp_path / "gone")
@@ -220,8 +220,8 @@ def digest_of_blocks(content: bytes) -> str:
     ("url", "said"),
     [
         ("memory://bucket/run", "--continue memory://bucket/run: memory://bucket/run/run_record/environment.json "),
-        ("s3://id:hunter2@bucket/run", "--continue: s3://*** holds a credential or a port"),
-        ("https://host/run", "--continue: https:// is not a store that can be used"),
+        ("s3://id:hunter2@bucket/run", "--continue: s3://*** contains a credential or a port"),
+        ("https://host/run", "--continue: https:// is not a supported object store"),
     ],
 )
 def test_a_url_without_a_record_is_refused(url: str, said: str, capsys) -> None:

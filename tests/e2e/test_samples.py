@@ -109,7 +109,7 @@ def test_samples_of_the_users_own(tmp_path: Path) -> None:
 def test_samples_that_cannot_be_made_end_the_run_in_one_line(tmp_path: Path) -> None:
     run = run_script(tmp_path, "damaged", DAMAGED="9")
     assert run.returncode == 2
-    reason = "error: micro-batch 4 that the caller makes: reading it failed with ValueError: shard 3 is damaged"
+    reason = "error: the caller's micro-batch 4:  reading it failed with ValueError: shard 3 is damaged"
     (line,) = run.stderr.splitlines()
     assert line.startswith(f"{reason} ({tmp_path / 'own.py'}, line ")
 
@@ -117,7 +117,7 @@ def test_samples_that_cannot_be_made_end_the_run_in_one_line(tmp_path: Path) -> 
 def test_the_projects_script_has_none(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, "--dataloader-type external"))
     assert run.statuses == (2,)
-    assert run.errors[0].startswith("error: --dataloader-type external: this script makes no samples itself")
+    assert run.errors[0].startswith("error: --dataloader-type external: this script does not create samples itself")
 
 
 TASKS = """
@@ -147,9 +147,9 @@ def test_a_special_token_that_the_tokenizer_lacks_is_named(tmp_path: Path) -> No
     done = run_training(toy_args(tmp_path, "--fim-rate 0.5 --fim-middle-token 121 --fim-suffix-token 122"))
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: --fim-prefix-token <fim_prefix>: the tokenizer does not read it (NullTokenizer"
+        "error: --fim-prefix-token <fim_prefix>: the tokenizer cannot encode it (NullTokenizer"
     )
-    assert done.stderr.endswith("give --fim-prefix-token a special token that it has\n")
+    assert done.stderr.endswith("set --fim-prefix-token to one of its special tokens\n")
     assert done.stderr.count("\n") == 1
 
 
@@ -243,8 +243,8 @@ def test_other_data_and_other_steps_are_refused(tmp_path: Path, capsys: pytest.C
     train(tmp_path, [prefix], "--train-iters 3")
     checkpoints = tmp_path / "checkpoints"
     for flags, words in (
-        (["--step", "4"], "--step 4: the run trains steps 1 to 3"),
-        (["--step", "0"], "--step 0: the run trains steps 1 to 3"),
+        (["--step", "4"], "--step 4: the run has steps 1 to 3"),
+        (["--step", "0"], "--step 0: the run has steps 1 to 3"),
         (["--step", "1", "--metrics-jsonl", str(tmp_path / "no.jsonl")], "no.jsonl: there is no such file"),
         (["--step", "1", "--ckpt-step", "2"], "there is no checkpoint"),
     ):
@@ -256,7 +256,7 @@ def test_other_data_and_other_steps_are_refused(tmp_path: Path, capsys: pytest.C
     assert "step 2 was not trained on these samples" in capsys.readouterr().err
     write_text(tmp_path / "text" / "a", 50, 7)
     assert main(["--load", str(checkpoints), "--step", "1"]) == 2
-    assert f"{prefix} is not the text that the run trained on" in capsys.readouterr().err
+    assert f"{prefix} is not the data that the run trained on" in capsys.readouterr().err
     shutil.rmtree(checkpoints)
     assert main(["--load", str(checkpoints), "--step", "1"]) == 2
 
@@ -277,4 +277,4 @@ def test_the_command(tmp_path: Path) -> None:
         [sys.executable, str(tool), "--load", str(tmp_path), "--step", "1"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {tmp_path} holds no checkpoint\n"
+    assert done.stderr == f"error: {tmp_path} contains no checkpoint\n"

@@ -82,10 +82,10 @@ def test_saves_that_fail_are_said_and_training_goes_on_to_one_that_does_not(how:
         path = rf"{re.escape(str(checkpoints))}/\.iter_{iteration:07d}\.\w+\.saving/shard_00001\.safetensors"
         assert re.match(
             f"WARNING: the checkpoint of iteration {iteration} was not saved: cannot write {path}: File too large; "
-            f"{shard_bytes} bytes are needed for it, ",
+            f"it needs {shard_bytes} bytes, ",
             line,
         )
-        assert line.endswith("are free; what was saved before is still in place")
+        assert line.endswith("are free; earlier checkpoints are unchanged")
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -93,7 +93,7 @@ def test_a_run_whose_last_checkpoint_is_not_saved_has_failed(how: str, tmp_path:
     args = toy_args(tmp_path, "--save-interval 2 --train-iters 10 --eval-interval 100", ONE_MICROBATCH, how)
     run = fork_training(args, faults=Faults(no_room=(9, 100)))
     assert run.statuses == (1,)
-    assert run.errors[0].startswith("error: the last checkpoint, of iteration 10, was not saved: cannot write ")
+    assert run.errors[0].startswith("error: the last checkpoint (iteration 10) was not saved: cannot write ")
     assert "Traceback" not in run.errors[0]
     assert "[after training is done]" in run.stdout
     # What was saved at iteration 8 may still have been on its way.

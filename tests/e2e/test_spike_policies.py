@@ -58,7 +58,7 @@ def test_a_spike_stops_a_run_that_is_to_stop(tmp_path: Path) -> None:
     assert line.startswith("error: iteration 10: the loss ")
     assert "data: the same step gave the same result again" in line
     assert f"sample {BAD_SAMPLE} (loss " in line
-    assert line.endswith("--ckpt-step 4 is the newest checkpoint of --save known to train")
+    assert line.endswith("--ckpt-step 4 is the newest validated checkpoint of --save")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,10 @@ def grown_at_once(argv: Sequence[str], faults: Faults) -> int:
 @pytest.mark.parametrize("policy", ["stop", pytest.param("rewind", marks=pytest.mark.long)])
 def test_a_model_to_which_all_samples_look_wrong_is_no_fault_of_a_device(policy: str, tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, WATCH, f"--spike-policy {policy}"), 1, program=grown_at_once)
-    found = "training: the same step gave the same result again, other samples look as wrong, and every rank computes"
+    found = (
+        "training: the same step gave the same result again, and other samples also give a wrong result, and the "
+        "results of every rank"
+    )
     if policy == "stop":
         assert run.statuses == (1,)
         assert found in run.errors[0]
@@ -172,8 +175,8 @@ def test_a_model_to_which_all_samples_look_wrong_is_no_fault_of_a_device(policy:
     assert left_out(tmp_path) == [(32, 36, []), (36, 40, [])]
     assert skipped(run) == [9, 10]
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("WARNING: iteration 10: ")]
-    assert line.endswith("; consumed samples 32 to 36 and 36 to 40 are left out")
-    reason = "are left out: its update came before iteration 10, of which was found: the same step gave"
+    assert line.endswith("; consumed samples 32 to 36 and 36 to 40 are skipped")
+    reason = "are skipped: its update preceded iteration 10, for which the finding is: the same step gave"
     assert f"iteration 9: consumed samples 32 to 36 {reason}" in run.stdout
 
 
@@ -182,7 +185,7 @@ def test_what_is_left_out_with_the_step_before_is_within_the_budget(tmp_path: Pa
     few = toy_args(tmp_path / "few", WATCH, "--spike-policy rewind --max-spikes 1")
     run = fork_training(few, 1, program=grown_at_once)
     assert run.statuses == (1,)
-    assert "; 2 steps more would be left out, and --max-spikes 1 allows 1" in run.errors[0]
+    assert "; 2 more steps would be skipped, but --max-spikes 1 allows 1" in run.errors[0]
     assert "are left out" not in run.stdout
     enough = toy_args(tmp_path / "enough", WATCH, "--spike-policy rewind --max-spikes 2")
     fork_training(enough, 1, program=grown_at_once).check()
@@ -236,7 +239,7 @@ def test_other_samples_that_overflow_at_the_loss_scale_of_a_spike_are_no_overflo
     assert run.statuses == (1,)
     (line,) = [line for line in run.errors[0].splitlines() if line.startswith("error: ")]
     assert "is a spike" in line
-    assert "training: the same step gave the same result again, other samples look as wrong" in line
+    assert "training: the same step gave the same result again, and other samples also give a wrong result" in line
     assert "overflow" not in line
 
 
@@ -289,7 +292,7 @@ def test_a_transient_fault_is_computed_again_and_leaves_no_trace(tmp_path: Path)
     args = toy_args(tmp_path, WATCH, "--spike-policy skip --tensor-model-parallel-size 2")
     run = fork_training(args, 2, Faults(rank=1, nan_loss_at=(11,))).check()
     clean = fork_training(toy_args(tmp_path / "clean", PLAIN, "--tensor-model-parallel-size 2"), 2).check()
-    assert "transient device: the same step gave another result" in run.stdout
+    assert "transient device: the same step gave a different result" in run.stdout
     assert "the device of rank 1 on " in run.stdout
     assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
 

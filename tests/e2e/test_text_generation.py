@@ -201,10 +201,13 @@ def test_the_default_length_fits_learned_positions(gpt2: Path, tmp_path: Path, m
     ("words", "message"),
     [
         (("--num-beams", "0"), "--num-beams 0 is not positive"),
-        (("--num-beams", "100"), "num_beams 100 cannot be: 99 of the model's tokens do not end a text; use 1..99"),
+        (
+            ("--num-beams", "100"),
+            ("num_beams 100 is too large: only 99 of the model's tokens do not end a sequence; use 1..99"),
+        ),
         (("--num-beams", "2", "--top-k", "3"), "beam search does not sample"),
-        (("--length-penalty", "2"), "--length-penalty 2.0 is of use with --num-beams 2 or more"),
-        (("--early-stopping", "never"), "--early-stopping never is of use with --num-beams 2 or more"),
+        (("--length-penalty", "2"), "--length-penalty 2.0 has no effect without --num-beams 2 or more"),
+        (("--early-stopping", "never"), "--early-stopping never has no effect without --num-beams 2 or more"),
         (("--no-repeat-ngram-size", "-1"), "--no-repeat-ngram-size -1 is negative"),
     ],
 )
@@ -318,7 +321,7 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
     ("words", "message"),
     [
         ("--load {nowhere} --prompt 5", "--load {nowhere} is not a folder"),
-        ("--load {empty} --prompt 5", "{empty} holds no checkpoint"),
+        ("--load {empty} --prompt 5", "{empty} contains no checkpoint"),
         ("--load {llama} --prompt 5 --ckpt-step 7", "change --ckpt-step 7 to one of: 5, 10"),
         ("--load {llama}", "standard input has no prompt; give --prompt TEXT, --prompt-file FILE, or lines"),
         ("--prompt 5", "one of the arguments DIR --load --load-hf is required"),
@@ -330,7 +333,7 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {llama} --prompt \udcff", "--prompt is not valid UTF-8"),
         ("--load {llama} --prompt 5 --prompt-file x", "not allowed with argument --prompt"),
         ("--load {llama} --prompt-file {nowhere}", "cannot read --prompt-file {nowhere}"),
-        ("--load {llama} --prompt-file {blank}", "--prompt-file {blank} holds no text"),
+        ("--load {llama} --prompt-file {blank}", "--prompt-file {blank} contains no text"),
         ("--load {llama} --prompt 5 --tokens-to-generate 0", "(--tokens-to-generate) 0 is not positive"),
         ("--load {llama} --prompt 5 --tokens-to-generate many", "invalid int value: 'many'"),
         (
@@ -339,23 +342,30 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ),
         ("--load {llama} --prompt 5 --greedy --top-k 3", "--greedy draws nothing"),
         ("--load {llama} --prompt 5 --gredy", "unrecognized arguments: --gredy"),
-        ("--load {llama} --prompt 5 --tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 is not 1 or more"),
-        ("--load {llama} --prompt 5 --pipeline-model-parallel-size 2", "1 processes do not divide into"),
+        (
+            "--load {llama} --prompt 5 --tensor-model-parallel-size 0",
+            "--tensor-model-parallel-size 0 is not positive; use 1 or more",
+        ),
+        ("--load {llama} --prompt 5 --pipeline-model-parallel-size 2", "the number of processes 1 is not divisible by"),
         (
             "--load {llama} --prompt 5 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3",
-            "tensor(2) x pipeline(3) = 6 and the number of processes is 1; start them with torchrun --nproc_per_node 6",
+            "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 3 requires 6 processes, but 1 was "
+            "started; run torchrun --nproc_per_node 6",
         ),
         ("--load {llama} --prompt 5 --expert-model-parallel-size 2", "--tensor-model-parallel-size 1"),
-        ("--load {llama} --prompt 5 --expert-model-parallel-size 0", "--expert-model-parallel-size 0 is not 1 or more"),
-        ("--load {llama} --prompt five", "NullTokenizer reads ids"),
+        (
+            "--load {llama} --prompt 5 --expert-model-parallel-size 0",
+            "--expert-model-parallel-size 0 is not positive; use 1 or more",
+        ),
+        ("--load {llama} --prompt five", "NullTokenizer reads token ids"),
         ("--load {llama} --prompt 100", "id 100 is not in 0..99"),
-        ("--load {llama} --prompt 5 --vocab-size 200", "NullTokenizer has 201 ids, the model was trained with 100"),
+        ("--load {llama} --prompt 5 --vocab-size 200", "NullTokenizer has 201 ids, but the model was trained with 100"),
         ("--load {llama} --prompt 5 --tokenizer-type GPT2BPETokenizer", "--vocab-file"),
         ("--load {llama} --prompt 5 --tokenizer-type None", "--tokenizer-type None is not supported"),
         ("--load {gpt2} --prompt hello --tokens-to-generate 40", "the model has 40 learned positions"),
         (
             "--load {gpt2} --prompt hello --vocab-file {fewer}/vocab.json --merge-file {fewer}/merges.txt",
-            "GPT2BPETokenizer has 260 ids, the model was trained with 261",
+            "GPT2BPETokenizer has 260 ids, but the model was trained with 261",
         ),
         (
             "--load {gpt2} --prompt hello --vocab-file {other}/vocab.json --merge-file {other}/merges.txt",

@@ -163,7 +163,7 @@ def check_beams(server: Running) -> None:
     assert answer["text"] == [" ".join(map(str, tokens)) for tokens, _ in found]
     assert [" ".join(row) for row in answer["segments"]] == answer["text"]
     assert answer["scores"] == pytest.approx([score for _, score in found], abs=1e-5)
-    assert server.put(body | {"beam_width": 200})[1].startswith("num_beams 200 cannot be: ")
+    assert server.put(body | {"beam_width": 200})[1].startswith("num_beams 200 is too large: ")
 
 
 def check_seeds(server: Running) -> None:
@@ -176,9 +176,9 @@ def check_seeds(server: Running) -> None:
 
 def check_refusals(server: Running) -> None:
     assert server.put(b"{")[0] == 400
-    assert server.put({}) == (400, "prompts is missing: give a list of 1 to 128 strings")
+    assert server.put({}) == (400, "prompts is missing; pass a list of 1 to 128 strings")
     status, text = server.put({"prompts": ["five"]})
-    assert (status, "NullTokenizer reads ids" in text) == (400, True)
+    assert (status, "NullTokenizer reads token ids" in text) == (400, True)
     status, text = server.put({"prompts": ["5"], "tokens_to_generate": 2_000_000})
     assert (status, "the maximum context length is" in text) == (400, True)
     assert server.put({"prompts": ["5"]}, path="/other")[0] == 404
@@ -210,7 +210,7 @@ def check_end_during_answers(server: Running) -> None:
         waiting = [pool.submit(server.put, body) for _ in range(2)]
         time.sleep(1.0)
         assert server.end(signal.SIGINT, [0]) == [0]
-        assert [result.result() for result in waiting] == [(503, "the server is ending")] * 2
+        assert [result.result() for result in waiting] == [(503, "the server is shutting down")] * 2
 
 
 def test_one_process_answers_and_ends_on_an_interrupt(llama: Path) -> None:
@@ -243,7 +243,7 @@ def test_two_processes_answer_and_all_end_when_some_are_asked_to(llama: Path, pi
         ("--load {nowhere} --port 0", "--load {nowhere} is not a folder"),
         ("--load {llama} --port {taken}", "cannot listen at 127.0.0.1:{taken}"),
         ("--load {llama} --prompt 5", "there is no --prompt; see --help"),
-        ("--load {llama} --tensor-model-parallel-size 2", "start them with torchrun --nproc_per_node 2"),
+        ("--load {llama} --tensor-model-parallel-size 2", "run torchrun --nproc_per_node 2"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(
@@ -348,9 +348,9 @@ def test_processes_answer_and_end_on_a_signal(
     ("words", "message"),
     [
         ("--max-waiting 0 --port -1", "--port -1 is not between 0 and 65535; --max-waiting 0 is not positive"),
-        ("--api-key a --api-key-file b", "--api-key and --api-key-file are two keys; give one of them"),
+        ("--api-key a --api-key-file b", "--api-key and --api-key-file exclude each other; omit one of them"),
         ("--api-key-file {folder}/none", "cannot read --api-key-file {folder}/none"),
-        ("--api-key ä", "--api-key gives no key: it must be one or more visible ASCII characters"),
+        ("--api-key ä", "--api-key contains no valid key: a key is one or more visible ASCII characters"),
         ("--port 0 --chat-template none", "--chat-template none is neither a file nor a known template"),
         ("--host 1.2.3.4", "cannot listen at 1.2.3.4:8000"),
     ],

@@ -112,7 +112,7 @@ def test_bad_files_are_refused_by_name_and_never_run(tmp_path: Path) -> None:
     path.write_bytes(flipped)
     assert f"{path}: the bytes of storage" in refusal()
     path.write_bytes(kept[: len(kept) // 2])
-    assert f"{path}: not a whole file" in refusal()
+    assert f"{path}: not a complete torch file" in refusal()
     path.write_bytes(kept)
     assert "num_layers: 4 -> 2" in refusal("--num-layers 2")
     assert "is from a different tokenizer" in refusal("--vocab-size 300")
@@ -234,7 +234,7 @@ def test_a_disk_that_takes_no_more_is_said_and_leaves_what_was_there(how: str, t
     run = fork_training(args, faults=Faults(no_room=(7, 100)))
     assert run.statuses == (1,)
     path = rf"{re.escape(str(tmp_path))}/checkpoints/\.iter_0000008\.\w+\.saving/__0_0\.distcp"
-    message = f"error: the last checkpoint, of iteration 8, was not saved: cannot write {path}: File too large; "
+    message = f"error: the last checkpoint (iteration 8) was not saved: cannot write {path}: File too large; "
     assert re.match(message, run.errors[0])
     assert newest(tmp_path / "checkpoints").name in ("iter_0000006", "iter_0000004" if how else "")
     assert leftovers(tmp_path / "checkpoints") == []
@@ -264,7 +264,7 @@ def test_damaged_files_fall_back_or_end_the_run_in_one_line(tmp_path: Path) -> N
     shard.write_bytes(kept)
     assert "is from a different tokenizer" in refusal("--vocab-size", "300")
     metadata.write_bytes(metadata.read_bytes()[:-100])
-    assert f"{metadata}: not the metadata of a checkpoint" in refusal()
+    assert f"{metadata}: not valid checkpoint metadata" in refusal()
     metadata.unlink()
     assert f"{metadata}: No such file or directory" in refusal()
     run = fork_training(flags).check()

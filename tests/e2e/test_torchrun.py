@@ -349,11 +349,11 @@ def test_under_torchrun_the_reason_of_a_failure_is_the_last_line_too(command, tm
     ("words", "reason"),
     [
         ("--nproc 0", "--nproc 0: a number from 1 to 4096 is expected"),
-        ("--nproc 2 --master-port 5", "--master-port: one machine needs none; give --nnodes, or leave it out"),
-        ("--nnodes 2 --nproc 2", "--nnodes 2 needs --node-rank and --master-addr on each machine"),
+        ("--nproc 2 --master-port 5", "--master-port: not needed on a single node; add --nnodes, or omit them"),
+        ("--nnodes 2 --nproc 2", "--nnodes 2 needs --node-rank and --master-addr on each node"),
         ("--nnodes 2 --node-rank 2 --master-addr h", "--node-rank 2: a number from 0 to 1 is expected"),
         ("--nproc", "--nproc/--nproc-per-node: a value is missing; see megatron train --help"),
-        ("--script no.py", "--script no.py is not there; name a Python file that trains"),
+        ("--script no.py", "--script no.py does not exist; pass a Python training script"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_in_one_line(words: str, reason: str, capsys) -> None:

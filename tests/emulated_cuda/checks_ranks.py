@@ -168,7 +168,7 @@ def test_messages_that_are_called_together() -> None:
 def test_messages_of_other_sizes() -> None:
     group = new_group()
     received = torch.empty(32 if RANK else 64, device="cuda")
-    with pytest.raises(RuntimeError, match=r"calls that belong together differ|NCCL timeout"):
+    with pytest.raises(RuntimeError, match=r"matching calls differ|NCCL timeout"):
         dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, ones(), PEER, group), dist.P2POp(dist.irecv, received, PEER, group)]
         )
@@ -183,13 +183,13 @@ def test_collectives_in_another_order() -> None:
         else:
             dist.all_gather_into_tensor(torch.empty(128, device="cuda"), ones(), group=group)
 
-    with pytest.raises(RuntimeError, match="calls that belong together differ"):
+    with pytest.raises(RuntimeError, match="matching calls differ"):
         call()
 
 
 def test_another_reduction() -> None:
     group = new_group()
-    with pytest.raises(RuntimeError, match="calls that belong together differ"):
+    with pytest.raises(RuntimeError, match="matching calls differ"):
         dist.all_reduce(ones(), dist.ReduceOp.SUM if RANK else dist.ReduceOp.MAX, group=group)
 
 

@@ -109,7 +109,7 @@ check_rejected([*flags, *saved, "--lr-decay-style", "quadratic"], "--lr-decay-st
 try:
     stored_schedule({"num_samples": 0, "schedule": vars(schedule)})
 except ConfigurationError as error:
-    assert str(error) == "Megatron has no --lr-decay-style quadratic; use the native format"
+    assert str(error) == "Megatron's format cannot store --lr-decay-style quadratic; use the native format"
 else:
     raise AssertionError("Megatron has no such schedule")
 """,

@@ -328,7 +328,7 @@ class PeftSource:
         found = tuple(self._file.get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(
-                f"{self.folder}: {name} is {list(found)}, the model and the rank make it {list(shape)}"
+                f"{self.folder}: {name} has shape {list(found)}, but the model and the LoRA rank require {list(shape)}"
             )
 
     def _refuse_missing_experts(self, base: CheckpointSource) -> None:
@@ -395,7 +395,7 @@ class AdapterExport:
         without = {adapter.weight for adapter in adapters}.difference(module.weight for module in modules)
         if without:
             raise ConfigurationError(
-                f"--saver peft: {self._family.architecture} stores the experts of {min(without)} in one tensor, and "
+                f"--saver peft: {self._family.architecture} stores the experts of {min(without)} in one tensor, but "
                 "PEFT stores adapters of linear layers only; use --merge-lora --saver hf"
             )
         self._adapters = {module: adapter for module in modules if (adapter := _adapter_of(module, adapters))}

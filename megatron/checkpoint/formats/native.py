@@ -95,7 +95,7 @@ class NativeSource:
         parts = [(shard, common) for shard in self.stored[name].shards if (common := box.intersect(shard.box))]
         gaps = uncovered(box, (common for _, common in parts))
         if gaps:
-            raise DamagedCheckpointError(f"{self.folder}: no shard holds {name}{describe_box(gaps[0])}")
+            raise DamagedCheckpointError(f"{self.folder}: no shard contains {name}{describe_box(gaps[0])}")
         values = torch.empty(box.shape, dtype=info.dtype)
         for shard, common in parts:
             stored = self._bytes_of(shard).view(info.dtype).view(shard.box.shape)

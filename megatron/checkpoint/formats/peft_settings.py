@@ -35,8 +35,8 @@ def base_of(folder: Path) -> Path:
     named = read_settings(folder).get("base_model_name_or_path")
     if not named or not Path(named).is_dir():
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path {named!r} is no folder here; name the folder of the "
-            "model with --base-model of tools/checkpoint/convert.py"
+            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path {named!r} is not a folder on this host; pass the "
+            "folder of the model with --base-model of tools/checkpoint/convert.py"
         )
     return Path(named)
 
@@ -51,7 +51,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         problems = [
-            f"{name} {settings[name]!r} (only {value!r} can be read)"
+            f"{name} {settings[name]!r} (only {value!r} is supported)"
             for name, value in _EXPECTED.items()
             if settings.get(name, value) != value and settings.get(name) not in (None, [], {})
         ]

@@ -66,10 +66,10 @@ def find_weights(metadata: StoredMetadata) -> dict[str, str]:
     keys = [key for key in metadata.tensors if _NO_WEIGHT.fullmatch(key) is None]
     found = {key.removeprefix("model."): key for key in keys}
     if EMBEDDING not in found:
-        named = f"it names {_listed(sorted(keys))}" if keys else "it names no tensor"
+        named = f"it names {_listed(sorted(keys))}" if keys else "it lists no tensor"
         raise CheckpointError(
-            f"{metadata.path}: without a common.pt in its folder this is not a Megatron checkpoint, and without "
-            f"{EMBEDDING} it is not a torchtitan checkpoint of Llama ({named}); save the model as a Hugging Face folder"
+            f"{metadata.path} is neither a Megatron checkpoint (its folder has no common.pt) nor a torchtitan "
+            f"checkpoint of Llama (it has no {EMBEDDING}) ({named}); save the model as a Hugging Face folder"
         )
     return found
 
@@ -92,7 +92,7 @@ def read_model(entries: Mapping[str, StoredEntry], told: Mapping[str, Any], plac
     head_dim = query // heads
     if heads < 1 or query % heads or head_dim % 2 or key % head_dim:
         raise CheckpointError(
-            f"{place}: {query} rows of queries and {key} rows of keys do not match {heads} heads; change "
+            f"{place}: wq has {query} rows and wk has {key} rows, which do not match {heads} heads; change "
             "--num-attention-heads"
         )
     layers = [int(found[1]) for name in shapes if (found := _THEIR_LAYER.match(name)) is not None]
@@ -146,12 +146,12 @@ def find_links(config: GPTConfig, entries: Mapping[str, StoredEntry], place: Pat
     problems = [f"missing: {_listed(missing)}"] if missing else []
     problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
     problems += [
-        f"{name}: shape {list(entries[name].shape)} in the files, {list(shape)} by those of the others"
+        f"{name}: shape {list(entries[name].shape)} in the files, but {list(shape)} according to the other tensors"
         for name, shape in shapes.items()
         if name in entries and entries[name].shape != shape
     ][:_MOST_NAMED]
     if problems:
-        raise CheckpointError(f"{place} does not name the weights of a Llama: {'; '.join(problems)}")
+        raise CheckpointError(f"{place} does not list the weights of a Llama model: {'; '.join(problems)}")
     return links
 
 
@@ -163,7 +163,10 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str, place: Path) -> tu
     """
     shape = shapes.get(name)
     if shape is None or len(shape) != 2:
-        raise CheckpointError(f"{place} does not name the weights of a Llama: {name} is {shape or 'missing'}")
+        raise CheckpointError(
+            f"{place} does not list the weights of a Llama model: {name} "
+            f"{f'has shape {shape}' if shape else 'is missing'}"
+        )
     return shape[0], shape[1]
 
 

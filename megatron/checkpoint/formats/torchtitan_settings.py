@@ -36,9 +36,9 @@ def require_told(values: Mapping[str, Any] | None, folder: Path) -> dict[str, An
     missing = [spec.flags[0] for spec in told_specs() if spec.name in NEEDED and spec.name not in told]
     if missing:
         raise CheckpointError(
-            f"{folder} is a torchtitan checkpoint, which does not record {', '.join(missing)}; pass the values "
-            "of its training (Llama 3: --rotary-base 500000 --norm-epsilon 1e-5), and --use-rope-scaling "
-            "if the model scales positions"
+            f"{folder} is a torchtitan checkpoint, which does not record {', '.join(missing)}; pass the values used in "
+            "training (Llama 3: --rotary-base 500000 --norm-epsilon 1e-5), and --use-rope-scaling if the model uses "
+            "RoPE scaling"
         )
     wrong = [spec.typed(told[spec.name]) for spec in told_specs() if spec.name in NEEDED and not told[spec.name] > 0]
     if wrong:
@@ -49,13 +49,13 @@ def require_told(values: Mapping[str, Any] | None, folder: Path) -> dict[str, An
 def describe_told(values: Mapping[str, Any], folder: Path) -> str:
     """Return a line that lists the model settings taken from flags."""
     flags = " ".join(spec.typed(values[spec.name]) for spec in told_specs() if _is_said(spec, values[spec.name]))
-    return f"checkpoint {folder} is of torchtitan, whose files do not say this of the model, and it is taken as {flags}"
+    return f"checkpoint {folder} is a torchtitan checkpoint, which does not record all model settings; assumed {flags}"
 
 
 def idle_lines(told: Mapping[str, Any]) -> list[str]:
     """Return a line for each of these flags that has no effect, because another checkpoint format records the value."""
     return [
-        f"{spec.typed(told[spec.name])} has no effect: the checkpoint says it"
+        f"{spec.typed(told[spec.name])} has no effect: the checkpoint determines it"
         for spec in told_specs()
         if told.get(spec.name) is not None
     ]

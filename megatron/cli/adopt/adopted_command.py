@@ -184,10 +184,10 @@ def adopt_launch(
     findings = list(translation.findings)
     name = os.path.basename(launch.script)
     if name.startswith("finetune"):
-        text = f"{target}; changes: the loss is on every token, and samples are not prompts with answers"
+        text = f"{target}; changes: the loss covers every token, and samples are not prompts with answers"
         findings.insert(0, Finding(launch.script, "renamed", text, needs_decision=True))
     elif name != os.path.basename(target):
-        findings.insert(0, Finding(launch.script, "renamed", f"{target}; changes: nothing, the flags shape the model"))
+        findings.insert(0, Finding(launch.script, "renamed", f"{target}; changes: nothing, the flags define the model"))
     if launch.launcher == "deepspeed":
         findings.insert(0, Finding("deepspeed", "renamed", "torchrun; changes: nothing (DeepSpeed)"))
     head = [*(launch.wrapper if launch.wrapper and os.path.basename(launch.wrapper[0]) == "srun" else ())]
@@ -196,11 +196,11 @@ def adopt_launch(
     else:
         head.append("python")
         if head[0] == "srun":
-            text = "ranks come from torchrun here: srun starts torchrun --nproc_per_node N once on each node"
+            text = "ranks are started by torchrun: srun starts torchrun --nproc_per_node N once on each node"
             findings.append(Finding("srun python", "not supported", text, needs_decision=True))
         starter = next((word for word in map(os.path.basename, launch.wrapper) if word in _RANK_STARTERS), None)
         if starter is not None:
-            text = f"ranks come from torchrun here: write torchrun --nproc_per_node N in the place of {starter}"
+            text = f"ranks are started by torchrun: replace {starter} with torchrun --nproc_per_node N"
             findings.append(Finding(f"{starter} python", "not supported", text, needs_decision=True))
     return _checked([*head, target], translation.groups, findings, launch, origin, unknowns, translation, checks)
 

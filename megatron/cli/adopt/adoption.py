@@ -39,7 +39,7 @@ def adopt_file(
     text = _text_of(path)
     if path.suffix in _SETTINGS:
         if parameters:
-            raise ConfigurationError(f"{path} has no positional parameters: leave out -- {' '.join(parameters)}")
+            raise ConfigurationError(f"{path} has no positional parameters; omit -- {' '.join(parameters)}")
         settings = read_settings(path, text, variables)
         command = adopt_launch(settings.launch, f"{path} ({settings.trainer})", settings.placeholders, checks)
         command = dataclasses.replace(command, findings=(*settings.findings, *command.findings))
@@ -53,9 +53,9 @@ def _text_of(path: Path) -> str:
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigurationError(f"{path} is not text: give a launch script or a settings file") from None
+        raise ConfigurationError(f"{path} is not text: pass a launch script or a settings file") from None
     if "\0" in text:
-        raise ConfigurationError(f"{path} is not text: give a launch script or a settings file")
+        raise ConfigurationError(f"{path} is not text: pass a launch script or a settings file")
     return text.replace("\r\n", "\n")
 
 
@@ -71,7 +71,7 @@ def _adopt_script(
     commands: dict[str, AdoptedCommand] = {}
     notes, others = list(script.notes), []
     notes += [
-        f"--set {name}={value} has no effect: what is followed of the script never reads {name}"
+        f"--set {name}={value} has no effect: the parts of the script that were followed never read {name}"
         for name, value in variables.items()
         if name not in script.state.asked_for
     ]
@@ -83,28 +83,28 @@ def _adopt_script(
             if trainer is not None:
                 starter = readable(program.words[0])
                 notes.append(
-                    f"line {program.line} starts {readable(trainer)} with {starter}, whose flags are not read: write "
-                    "torchrun --nproc_per_node N in its place"
+                    f"line {program.line} starts {readable(trainer)} with {starter}, whose flags are not translated: "
+                    "replace it with torchrun --nproc_per_node N"
                 )
         elif launch.target is None:
             others.append(readable(launch.script))
-            notes.append(f"line {program.line} launches {readable(launch.script)}: nothing here does that")
+            notes.append(f"line {program.line} launches {readable(launch.script)}, which has no counterpart here")
         else:
             origin = f"{path}, line {program.line}"
             command = adopt_launch(launch, origin, script.state.unknowns, checks)
             commands.setdefault(command.text, command)
     if not commands:
         found = f"it starts {', '.join(dict.fromkeys(others))}" if others else "it starts nothing"
-        hint = "" if parameters else "; if it needs positional parameters, give them after --"
+        hint = "" if parameters else "; if it needs positional parameters, pass them after --"
         raise ConfigurationError(
-            f"{path} launches no script that is known (pretrain_*.py, preprocess_data.py, …): {found}{hint}"
+            f"{path} launches no supported script (pretrain_*.py, preprocess_data.py, …): {found}{hint}"
         )
     return Adoption(tuple(commands.values()), tuple(notes))
 
 
 _KINDS = {
     "renamed": "Renamed",
-    "no effect": "Left out, without effect on what is computed",
+    "no effect": "Omitted, without effect on results",
     "not supported": "Not supported",
     "no counterpart": "Without a counterpart",
     "unresolved": "Unresolved",
@@ -120,17 +120,17 @@ def report_lines(commands: Sequence[AdoptedCommand], notes: Sequence[str]) -> It
         for kind, title in _KINDS.items():
             rows = [(finding.flag, finding.text) for finding in command.findings if finding.kind == kind]
             yield from _table(title, rows)
-        yield from _table("Files that are not on this machine", [(problem, "") for problem in command.absent])
+        yield from _table("Files that are missing on this host", [(problem, "") for problem in command.absent])
         yield from _table("To fill in", [(f"<{name}>", reason) for name, reason in command.placeholders.items()])
         ranks = f"{command.world_size} rank{'s' if command.world_size > 1 else ''}"
         if not command.is_world_size_known:
-            ranks += ", the fewest that the layout takes: how many there are is not known"
+            ranks += ", the minimum for the layout: the number of ranks is not known"
         if command.refused:
             yield from _table(
                 f"Rejected by {command.head[-1]} ({ranks})", [(problem, "") for problem in command.refused]
             )
         elif command.would_run:
-            yield f"{command.head[-1]} takes this command ({ranks})."
+            yield f"{command.head[-1]} accepts this command ({ranks})."
         else:
             yield f"{command.head[-1]} rejects nothing else ({ranks}). Decide the points listed above."
         yield ""

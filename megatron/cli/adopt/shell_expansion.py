@@ -321,7 +321,7 @@ class Expander:
             sink.next_field()
             for field, has_pattern in sink.done:
                 is_pattern = has_pattern and ("/" in field or "." in field) and _FILE_PATTERN.search(field)
-                reason = f"the shell fills in the files that {readable(field)} names"
+                reason = f"the shell expands the pattern {readable(field)} to file names"
                 result.append(self._state.unknown(field, reason) if is_pattern else field)
         return result
 
@@ -422,7 +422,7 @@ class Expander:
             try:
                 text = str(self.number(element[3:-2]))
             except UnknownNumber:
-                reason = f"is {readable(element)} of values that are not known"
+                reason = f"is {readable(element)} of unknown values"
                 text = self._state.unknown(f"{OUTPUT}{element[3:-2]}", reason)
             self._emit(text, sink, double)
         elif element.startswith("$("):
@@ -471,7 +471,7 @@ class Expander:
             return
         match = _PARAMETER.fullmatch(inner)
         if match is None:
-            self._emit(self._state.unknown(inner, f"${{{inner}}} cannot be read"), sink, double)
+            self._emit(self._state.unknown(inner, f"${{{inner}}} cannot be parsed"), sink, double)
             return
         name, index, rest = match["name"], match["index"], match["rest"]
         if default := _DEFAULT.fullmatch(rest):
@@ -507,7 +507,7 @@ class Expander:
             return
         target = self._plain(match["name"], match["index"]) if match else "\ue000"
         if match is None or has_unknown(target):
-            self._emit(self._state.unknown(name, f"${{!{name}}} names a variable that is not known"), sink, double)
+            self._emit(self._state.unknown(name, f"${{!{name}}} refers to an unknown variable"), sink, double)
         else:
             self._parameter(target + match["rest"], sink, double)
 
@@ -536,7 +536,7 @@ class Expander:
         if not rest:
             return text
         if has_unknown(text):
-            return self._state.unknown(name, f"${{{name}{rest}}} is made of a value that is not known")
+            return self._state.unknown(name, f"${{{name}{rest}}} depends on an unknown value")
         if rest[0] in "#%":
             greedy = rest[:2] in ("##", "%%")
             return without_end(text, self.pattern(rest[1 + greedy :]), rest[0] == "#", greedy)
@@ -550,14 +550,14 @@ class Expander:
                 bounds = [self.number(part) for part in rest[1:].split(":", 1)]
                 return text[_slice(bounds, len(text))]
             except UnknownNumber:
-                return self._state.unknown(name, f"${{{name}{rest}}} is a part that is not known")
-        return self._state.unknown(name, f"${{{name}{rest}}} cannot be read")
+                return self._state.unknown(name, f"${{{name}{rest}}} is part of an unknown value")
+        return self._state.unknown(name, f"${{{name}{rest}}} cannot be parsed")
 
     def _slice_of_items(self, items: list[str], rest: str, name: str) -> list[str]:
         try:
             bounds = [self.number(part) for part in rest.split(":", 1)]
         except UnknownNumber:
-            return [self._state.unknown(name, f"${{{name}:{rest}}} is a part that is not known")]
+            return [self._state.unknown(name, f"${{{name}:{rest}}} is part of an unknown value")]
         if name in ("@", "*"):
             items = [self._state.script, *items]
         return items[_slice(bounds, len(items))]

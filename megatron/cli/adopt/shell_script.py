@@ -289,7 +289,7 @@ class ShellFlow(abc.ABC):
         self.state.assigned.update(assigned_names(root))
         if root.has_error:
             line = next((node.start_point[0] + 1 for node in errors_in(root)), 1) + self._line_offset
-            self.notes.append(f"line {line} cannot be read as shell; what follows there may be missing")
+            self.notes.append(f"line {line} cannot be parsed as shell; the rest of the line may be missing")
         return self._run(root.named_children)
 
     def _run(self, nodes: Iterable[Node]) -> bool | None:
@@ -363,7 +363,9 @@ class ShellFlow(abc.ABC):
 
     def _reason(self, node: Node) -> str:
         text = " ".join(source_of(node).split())
-        return f"follows from {text[:60]}{'…' if len(text) > 60 else ''} (line {self._line(node)}), which is not known"
+        return (
+            f"depends on {text[:60]}{'…' if len(text) > 60 else ''} (line {self._line(node)}), whose value is not known"
+        )
 
     def _if(self, node: Node) -> bool | None:
         clauses = [child for child in node.named_children if child.type in _CLAUSES]
@@ -601,7 +603,7 @@ class ShellScript(ShellFlow):
         except Ended:
             return
         except RecursionError:
-            raise ConfigurationError(f"{self.state.script} does not end: it calls itself over and over") from None
+            raise ConfigurationError(f"{self.state.script} does not end: it calls itself endlessly") from None
 
     def _words(self, words: list[str], line: int) -> bool | None:
         """Apply a command to the state, or record the program that it starts."""
@@ -635,7 +637,7 @@ class ShellScript(ShellFlow):
         elif name in ("read", "mapfile", "readarray", "getopts"):
             for target in rest:
                 if re.fullmatch(r"[A-Za-z_]\w*", target):
-                    self.state.variables[target] = self.state.unknown(target, f"is read in a run (line {line})")
+                    self.state.variables[target] = self.state.unknown(target, f"is read at run time (line {line})")
             return None
         elif name in ("true", "false"):
             return name == "true"
@@ -706,7 +708,9 @@ class ShellScript(ShellFlow):
         places = [Path(folder, name), Path(self.state.script).parent / name]
         path = next((place for place in places if not has_unknown(name) and place.is_file()), None)
         if path is None:
-            self.notes.append(f"line {line} reads {readable(name)}, which is not here: what it sets is not known")
+            self.notes.append(
+                f"line {line} reads {readable(name)}, which is missing here: the variables that it sets are not known"
+            )
             return None
         before = self.state.parameters
         script, offset = self.state.variables["BASH_SOURCE"], self._line_offset

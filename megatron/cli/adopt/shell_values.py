@@ -96,7 +96,7 @@ class ShellState:
             return str(len(self.parameters))
         if name in ("$", "!", "?", "-", "_"):
             return self.unknown(
-                {"?": "STATUS", "$": "PID", "!": "PID"}.get(name, "VALUE"), f"${name} exists in a run only"
+                {"?": "STATUS", "$": "PID", "!": "PID"}.get(name, "VALUE"), f"${name} exists only at run time"
             )
         return self.variables.get(name)
 
@@ -112,8 +112,8 @@ class ShellState:
         if name in self.assigned:
             return ""
         if name.isdigit():
-            return self.unknown(f"ARG{name}", f"${name} is not given: add it after --", "u")
-        return self.unknown(name, f"never set in the script: give --set {name}=VALUE", "u")
+            return self.unknown(f"ARG{name}", f"${name} is not set: add it after --", "u")
+        return self.unknown(name, f"never set in the script: pass --set {name}=VALUE", "u")
 
 
 def merged(states: Sequence[ShellState], reason: str) -> ShellState:
@@ -171,7 +171,7 @@ def without_placeholders(text: str, note: Note) -> str:
 def without_placeholder(word: str, flag: str, note: Note) -> str:
     """Replace the placeholders of a word with marks; ``flag`` is the flag before the word, if any."""
     if word in _DOTS:
-        return note("MORE", f"{word} stands for words that the file does not say")
+        return note("MORE", f"{word} expands to words that the file does not contain")
     if _OF_TOKENS.search(flag):
         return word
     return _PLACEHOLDER.sub(lambda match: _marked(match, note), word)
@@ -183,4 +183,4 @@ def is_unresolved(word: str) -> bool:
 
 def _marked(match: re.Match[str], note: Note) -> str:
     name = match["angled"] or match["braced"]
-    return match[0] if name is None else note(name, f"{match[0]} is to be replaced in the file")
+    return match[0] if name is None else note(name, f"{match[0]} must be replaced in the file")

@@ -110,7 +110,7 @@ class SettingsReader:
         for key, value in self.values.items():
             self._translate(key, value)
         if ranks is None:
-            self.placeholders["RANKS_OF_NODE"] = "the file does not say on how many ranks it is run"
+            self.placeholders["RANKS_OF_NODE"] = "the file does not set the number of ranks"
         nproc = unknown_mark("RANKS_OF_NODE") if ranks is None else str(ranks)
         launch = Launch((), "torchrun", ("--nproc_per_node", nproc), PRETRAIN, tuple(self.words), ranks)
         return AdoptedSettings(self.trainer, launch, tuple(self.findings), self.placeholders)
@@ -120,7 +120,7 @@ class SettingsReader:
         typed = f"{key} = {json.dumps(value, default=str)}"
         if setting is None:
             if value not in (None, False, [], {}):
-                self.note(typed, "no counterpart", f"nothing here is set by it; it is left out ({self.trainer})", True)
+                self.note(typed, "no counterpart", f"no flag corresponds to it; it is omitted ({self.trainer})", True)
             return
         if any(value == neutral and type(value) is type(neutral) for neutral in setting.neutral) or value is None:
             return
@@ -157,7 +157,7 @@ def nanotron_settings(settings: Mapping[str, Any], variables: Mapping[str, str])
     activation = reader.take("model.model_config.hidden_act", "silu")
     reader.add(_NANOTRON_GATED.get(activation, "--swiglu"))
     if activation not in _NANOTRON_GATED:
-        text = f"gated activations are {' and '.join(_NANOTRON_GATED)} here: the model differs"
+        text = f"only {' and '.join(_NANOTRON_GATED)} are supported as gated activations: the model differs"
         reader.note(f"model.model_config.hidden_act = {activation}", "no counterpart", text, needs_decision=True)
     _nanotron_precision(reader)
     _nanotron_schedule(reader)
@@ -167,7 +167,7 @@ def nanotron_settings(settings: Mapping[str, Any], variables: Mapping[str, str])
     reader.note(f"model.model_config.vocab_size = {size}", "no effect", text)
     stage = "data_stages.0.data.dataset."
     source = reader.take(f"{stage}hf_dataset_or_datasets") or reader.take(f"{stage}dataset_folder")
-    reason = f"the prefix of tokenized data: make it from the text of {source} with tools/preprocess_data.py"
+    reason = f"the prefix of tokenized data: create it from the text of {source} with tools/preprocess_data.py"
     reader.add_placeholder("--data-path", DATA_PREFIX, reason)
     return reader.finish(ranks)
 
@@ -205,7 +205,7 @@ def _nanotron_layout(reader: SettingsReader) -> int:
     micro = int(reader.values.get("tokens.micro_batch_size", 1))
     accumulation = reader.take_number("tokens.batch_accumulation_per_replica", 1)
     reader.add("--global-batch-size", micro * accumulation * dp)
-    text = f"--global-batch-size {micro * accumulation * dp}, of all {dp} copies of the model; changes: nothing"
+    text = f"--global-batch-size {micro * accumulation * dp}, over all {dp} data-parallel ranks; changes: nothing"
     reader.note(f"tokens.batch_accumulation_per_replica = {accumulation}", "renamed", text)
     if reader.take_number("optimizer.zero_stage", 0) > 0:
         reader.add("--use-distributed-optimizer")
@@ -244,10 +244,10 @@ def olmo_core_settings(settings: Mapping[str, Any], variables: Mapping[str, str]
         reader.note("train_module.dp_config.name", "renamed", text)
     tokenizer = reader.take("dataset.tokenizer.identifier")
     reader.add("--tokenizer-type", "HuggingFaceTokenizer")
-    reason = f"a folder with the tokenizer.json of {tokenizer}; a name on a hub is not downloaded"
+    reason = f"a folder with the tokenizer.json of {tokenizer}; a Hub name is not downloaded"
     reader.add_placeholder("--tokenizer-model", "TOKENIZER_FOLDER", reason)
     reader.take("dataset.paths")
-    reason = "the prefix of a data set: make it of the run's .npy files with tools/merge_datasets.py --eod-id"
+    reason = "the prefix of a data set: create it from the run's .npy files with tools/merge_datasets.py --eod-id"
     reader.add_placeholder("--data-path", DATA_PREFIX, reason)
     ranks = variables.get("WORLD_SIZE", "")
     return reader.finish(int(ranks) if ranks.isdigit() and int(ranks) > 0 else None)
@@ -263,7 +263,7 @@ def _olmo_core_model(reader: SettingsReader) -> None:
         reader.add("--norm-placement", "post")
         reader.note(f"model.block.name = {name}", "renamed", "--norm-placement post; changes: nothing")
     elif name != "default":
-        text = f"known are default and reordered_norm: a {name} block may be another model"
+        text = f"known blocks are default and reordered_norm: a {name} block may be a different model"
         reader.note(f"model.block.name = {name}", "no counterpart", text, needs_decision=True)
     if str(reader.take("model.block.layer_norm.name", "rms")).endswith("rms"):
         reader.add("--normalization", "RMSNorm")
@@ -307,7 +307,7 @@ def _olmo_core_duration(reader: SettingsReader, tokens_of_step: int) -> None:
     least = reader.take("train_module.scheduler.alpha_f", 0.1 if kind != "ConstantWithWarmup" else 1.0)
     rate = float(reader.values.get("train_module.optim.lr", 0.0))
     if kind not in _OLMO_CORE_SCHEDULES:
-        text = f"known are {', '.join(_OLMO_CORE_SCHEDULES)}: give --lr-decay-style by hand"
+        text = f"known schedules are {', '.join(_OLMO_CORE_SCHEDULES)}: set --lr-decay-style yourself"
         reader.note(f"train_module.scheduler = {kind or None}", "no counterpart", text, needs_decision=True)
         return
     reader.add(
@@ -368,13 +368,18 @@ def _torchtitan_model(reader: SettingsReader) -> None:
     typed = f"model.name = {name}, model.flavor = {flavor}"
     if name != "llama3" or flavor not in _TORCHTITAN_LLAMA3:
         known = ", ".join(_TORCHTITAN_LLAMA3)
-        text = f"known are llama3's {known}: give --num-layers, --hidden-size and --num-attention-heads by hand"
+        text = (
+            f"known flavors of llama3 are {known}: set --num-layers, --hidden-size and --num-attention-heads yourself"
+        )
         reader.note(typed, "no counterpart", text, needs_decision=True)
     else:
         layers, width, heads, groups, feed_forward = _TORCHTITAN_LLAMA3[flavor]
         reader.add("--num-layers", layers, "--hidden-size", width, "--num-attention-heads", heads)
         reader.add("--group-query-attention", "--num-query-groups", groups, "--ffn-hidden-size", feed_forward)
-        text = "the shape as flags; changes: initial weights have one std, torchtitan's shrinks with the layer's number"
+        text = (
+            "the model size as flags; changes: all layers use the same initialization std (torchtitan's decreases "
+            "with the layer number)"
+        )
         reader.note(typed, "renamed", text)
     reader.add("--swiglu", "--normalization", "RMSNorm", "--norm-epsilon", "1e-05", "--disable-bias-linear")
     reader.add("--position-embedding-type", "rope", "--rotary-base", 500000, "--untie-embeddings-and-output-weights")
@@ -385,7 +390,7 @@ def _torchtitan_tokenizer(reader: SettingsReader) -> None:
     path = reader.take("model.hf_assets_path") or reader.take("model.tokenizer_path")
     reader.add("--tokenizer-type", "HuggingFaceTokenizer")
     if path is None or str(path).endswith(".model"):
-        reason = "a folder with the model's tokenizer.json: torchtitan's tokenizer.model is another format"
+        reason = "a folder with the model's tokenizer.json: torchtitan's tokenizer.model has a different format"
         reader.add_placeholder("--tokenizer-model", "TOKENIZER_FOLDER", reason)
     else:
         reader.add("--tokenizer-model", path)
@@ -401,11 +406,14 @@ def _torchtitan_schedule(reader: SettingsReader) -> None:
         decay = round(float(steps) * float(ratio))
         reader.add("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", decay)
         reader.add("--lr-wsd-decay-style", _TORCHTITAN_WSD_STYLES.get(style, style))
-        text = f"WSD, the last {decay} iterations fall; changes: nothing"
+        text = f"WSD, with a decay over the last {decay} iterations; changes: nothing"
         reader.note(f"lr_scheduler.decay_ratio = {ratio}", "renamed", text)
     elif style == "sqrt":
         reader.note(
-            "lr_scheduler.decay_type = sqrt", "no counterpart", "only with decay_ratio (WSD); linear is taken", True
+            "lr_scheduler.decay_type = sqrt",
+            ("no counterpart"),
+            "only supported with decay_ratio (WSD); linear is used",
+            True,
         )
         reader.add("--lr-decay-style", "linear")
     else:
@@ -420,7 +428,9 @@ def _torchtitan_folders(reader: SettingsReader) -> None:
     else:
         for key in [key for key in reader.values if key.startswith("checkpoint.")]:
             reader.take(key)
-        reader.note("checkpoint.enable", "no effect", "no checkpoints are written, as in the file: --save writes them")
+        reader.note(
+            "checkpoint.enable", "no effect", "no checkpoints are written, as in the file; add --save to write them"
+        )
     if reader.take("metrics.enable_tensorboard", False):
         reader.add("--tensorboard-dir", f"{root}/{reader.take('metrics.save_tb_folder', 'tb')}")
     if reader.take("checkpoint.async_mode", "disabled") != "disabled":
@@ -458,7 +468,7 @@ def _torchtitan_parallelism(reader: SettingsReader, variables: Mapping[str, str]
         reader.add(
             *(["--pipeline-schedule", "zero-bubble"] if is_zero else ["--num-virtual-stages-per-pipeline-rank", 2])
         )
-        text = "the nearest schedule here is taken; the numbers are the same"
+        text = "the most similar schedule is used; results are the same"
         reader.note(f"parallelism.pipeline_parallel_schedule = {schedule}", "renamed", text)
     local = reader.take_number("training.local_batch_size", 0) or reader.take_number("training.batch_size", 8)
     whole = reader.take_number("training.global_batch_size", -1)
@@ -469,7 +479,7 @@ def _torchtitan_parallelism(reader: SettingsReader, variables: Mapping[str, str]
     elif ranks is not None:
         reader.add("--global-batch-size", local * max(ranks // (tp * pp * cp), 1))
     else:
-        reason = f"{local} times the number of model copies; give --set NGPU=N, the number of ranks"
+        reason = f"{local} times the number of data-parallel ranks; pass --set NGPU=N, the number of ranks"
         reader.add_placeholder("--global-batch-size", "GLOBAL_BATCH_SIZE", reason)
     return ranks
 
@@ -500,8 +510,10 @@ def read_settings(path: Path, text: str, variables: Mapping[str, str]) -> Adopte
     trainer = _TRAINERS[path.suffix]
     unused = [f"{name}={value}" for name, value in variables.items() if name != trainer.variable]
     if unused:
-        known = f"{trainer.variable} alone can be set" if trainer.variable else "nothing can be set"
-        raise ConfigurationError(f"--set {unused[0]}: for a settings file of {trainer.name} {known}; leave it out")
+        known = f"only {trainer.variable} can be set" if trainer.variable else "nothing can be set"
+        raise ConfigurationError(
+            f"--set {unused[0]} has no effect: {known} for a settings file of {trainer.name}; omit it"
+        )
     try:
         settings = _parse(path, text)
     except ValueError as error:
@@ -509,12 +521,12 @@ def read_settings(path: Path, text: str, variables: Mapping[str, str]) -> Adopte
     missing = sorted(trainer.sections - set(settings)) if isinstance(settings, dict) else sorted(trainer.sections)
     if missing:
         raise ConfigurationError(
-            f"{path} is no settings file of {trainer.name}: it has no section {' and no '.join(missing)}"
+            f"{path} is not a settings file of {trainer.name}: it has no section {' and no '.join(missing)}"
         )
     try:
         return trainer.adopt(settings, variables)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise ConfigurationError(f"{path} has a value that {trainer.name} has not at its place: {error}") from None
+        raise ConfigurationError(f"{path} contains a value that is not valid for {trainer.name}: {error}") from None
 
 
 def _parse(path: Path, text: str) -> Any:

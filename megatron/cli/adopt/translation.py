@@ -71,7 +71,7 @@ def translate(words: Sequence[str]) -> Translation:
     for typed in flag_groups(words):
         group = _with_marks(typed, placeholders)
         if not group.name and is_unresolved(group.values[0]):
-            text = "is not a flag's value and was left out; replace it with the flags that it represents"
+            text = "is not the value of a flag and was omitted; replace it with the flags that it represents"
             findings.append(Finding(readable(group.values[0]), "unresolved", text, needs_decision=True))
             continue
         groups += _translate(group, findings)
@@ -154,23 +154,23 @@ def _translate(group: FlagGroup, findings: list[Finding], depth: int = 0) -> lis
     if name in NO_EFFECT:
         note = NO_EFFECT[name]
         if note.accepted and not all(value in note.accepted for value in values):
-            text = f"possible: {', '.join(note.accepted)}; leaving it out gives that"
+            text = f"possible: {', '.join(note.accepted)}; omit the flag to get this behavior"
             findings.append(Finding(typed, "not supported", text, needs_decision=True))
         else:
             findings.append(Finding(typed, "no effect", note.reason))
         return []
     refused = NOT_SUPPORTED.get(name)
     if refused is not None and refused.default is not None and values == (refused.default,):
-        findings.append(Finding(typed, "no effect", "this is what is done anyway"))
+        findings.append(Finding(typed, "no effect", "this is the only behavior"))
     elif known is not None:
         return _replace(group, known, findings, depth)
     elif refused is not None:
-        text = refused.instead or "leave it out; what it does is not built"
+        text = refused.instead or "omit it; this feature is not available"
         findings.append(Finding(typed, "not supported", text, needs_decision=True))
     else:
         nearest = difflib.get_close_matches(name.replace("_", "-"), all_flags(), n=1, cutoff=0.8)
-        hint = f"the nearest flag here is {nearest[0]}" if nearest else "no flag here is like it"
-        findings.append(Finding(typed, "no counterpart", f"{hint}; it is left out", needs_decision=True))
+        hint = f"the nearest flag here is {nearest[0]}" if nearest else "there is no similar flag here"
+        findings.append(Finding(typed, "no counterpart", f"{hint}; it is omitted", needs_decision=True))
     return []
 
 
@@ -208,4 +208,4 @@ def _add_tokenizer(groups: list[FlagGroup], findings: list[Finding]) -> dict[str
     groups.append(FlagGroup("--tokenizer-model", (folder,)))
     text = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {readable(folder)}; changes: nothing where that "
     findings.append(Finding("--patch-tokenizer-type", "renamed", f"{text}folder has tokenizer.json"))
-    return {TOKENIZER_FOLDER: "a folder with the model's tokenizer.json: the script names none"}
+    return {TOKENIZER_FOLDER: "a folder with the model's tokenizer.json: the script does not set it"}

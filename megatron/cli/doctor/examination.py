@@ -65,7 +65,10 @@ def examine_ranks(group: Group, device: Device, backend: str, nccl: str | None) 
     text = f"{backend} over {group.size} ranks, {shown} GB/s per rank"
     sums = all_gather_objects(total.item(), group)
     wrong = [str(rank) for rank, value in enumerate(sums) if value != expected]
-    remedy = f"the sum {expected:.0f} was not what ranks {', '.join(wrong)} got: look at NCCL_* and the network"
+    remedy = (
+        f"ranks {', '.join(wrong)} received a wrong sum ({expected:.0f} is correct): check the NCCL_* variables and "
+        "the network"
+    )
     return [judge("all-reduce", bool(wrong), text, remedy, "wrong"), *compare_ranks(ranks)]
 
 
@@ -75,7 +78,7 @@ def compare_ranks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     last = max(ranks, key=lambda each: each.seconds)
     skew = last.seconds - first.seconds
     hosts = sorted({each.host for each in ranks})
-    text = f"{len(hosts)} machines are {skew:.3f} s apart at most, the barrier's own time included"
+    text = f"the clocks of {len(hosts)} nodes differ by at most {skew:.3f} s, including the time of the barrier"
     remedy = f"rank {last.rank} on {last.host} is ahead of rank {first.rank} on {first.host}: run chrony or ntpd"
     yield judge("clocks", skew > _MAX_SKEW_S, text, remedy)
     for name in dict(ranks[0].versions):
@@ -83,12 +86,12 @@ def compare_ranks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         text = f"{name} " + ", ".join(f"{version} on {count} ranks" for version, count in sorted(counts.items()))
         odd = counts.most_common()[-1][0]
         where = next(each for each in ranks if dict(each.versions)[name] == odd)
-        remedy = f"rank {where.rank} on {where.host} has {odd}: install the same everywhere"
+        remedy = f"rank {where.rank} on {where.host} has {odd}: install the same version on all nodes"
         yield judge("versions", len(counts) > 1, text, remedy, "wrong")
     places = Counter((each.host, each.device) for each in ranks if not each.device.startswith("cpu"))
     shared = [f"{device} of {host}" for (host, device), count in places.items() if count > 1]
     text = f"{len(places)} devices for {len(ranks)} ranks" if places else f"{len(ranks)} ranks on CPUs"
-    remedy = f"{', '.join(shared)} has several ranks: start one for each GPU with torchrun --nproc-per-node"
+    remedy = f"{', '.join(shared)} has several ranks: start one rank per GPU with torchrun --nproc-per-node"
     yield judge("devices", bool(shared), text, remedy, "wrong")
 
 
@@ -136,30 +139,30 @@ def _examine_here(request: Request, seen: TorchCuda) -> Iterator[Finding]:
     yield from examine_machine(local_processes, bool(seen.names))
     yield from examine_network(environment, interface_names(), launch.world_size > 1)
     if request.save is None:
-        yield Finding("skipped", "--save", "not given: no folder for checkpoints is looked at")
+        yield Finding("skipped", "--save", "not set: no checkpoint folder is checked")
     else:
         yield from examine_save(request.save, mounts)
     if not request.data_prefixes:
-        yield Finding("skipped", "--data-path", "not given: no token files are looked at")
+        yield Finding("skipped", "--data-path", "not set: no token files are checked")
     for prefix in request.data_prefixes:
         yield from examine_data(prefix, mounts)
 
 
 def _examine_copies(seen: TorchCuda) -> Iterator[Finding]:
     if not seen.names:
-        yield Finding("skipped", "bandwidth", "there is no GPU to copy to")
+        yield Finding("skipped", "bandwidth", "there is no GPU for the copy test")
         return
     devices = [Device("cuda", index) for index in range(len(seen.names))]
     for device in devices:
         for name, found in measure_host_copies(device, _COPY_BYTES).items():
             speed = found.bus_bytes_per_s / 1e9
-            remedy = "look at the PCIe link and at the memory's NUMA node (nvidia-smi topo -m)"
+            remedy = "check the PCIe link and the NUMA node of the memory (nvidia-smi topo -m)"
             yield judge(f"GPU {device.index}", speed < _MIN_HOST_GB_S, f"{name} {speed:.1f} GB/s", remedy)
     if len(devices) > 1:
         speeds = {pair: each.bus_bytes_per_s / 1e9 for pair, each in measure_peer_copies(devices, _COPY_BYTES).items()}
         (source, target), slowest = min(speeds.items(), key=lambda item: item[1])
         text = f"from {slowest:.1f} GB/s (GPU {source} to {target}) to {max(speeds.values()):.1f} GB/s"
-        yield judge("between GPUs", slowest < _MIN_PEER_GB_S, text, "look at nvidia-smi topo -m and NCCL_P2P_DISABLE")
+        yield judge("between GPUs", slowest < _MIN_PEER_GB_S, text, "check nvidia-smi topo -m and NCCL_P2P_DISABLE")
 
 
 def _examine_together(request: Request, seen: TorchCuda, findings: Sequence[Finding]) -> list[Finding]:
@@ -174,12 +177,12 @@ def _examine_together(request: Request, seen: TorchCuda, findings: Sequence[Find
         by_machine = all_gather_objects((platform.node(), list(findings)), world)
     except (ConfigurationError, RuntimeError, OSError) as error:
         first = str(error).splitlines()[0]
-        remedy = "see that MASTER_ADDR is reached from every machine, and NCCL_SOCKET_IFNAME, and the firewall"
+        remedy = "check that every node can reach MASTER_ADDR, and check NCCL_SOCKET_IFNAME and the firewall"
         text = f"rank {launch.rank} of {launch.world_size} cannot join: {first}"
         return [*findings, Finding("wrong", "processes", text, remedy)]
     finally:
         shut_down()
-    warned = [Finding("warning", "backend", f"{backend} needs CUDA: gloo is used", "leave out --backend")]
+    warned = [Finding("warning", "backend", f"{backend} needs CUDA: gloo is used", "omit --backend")]
     several = len({host for host, _ in by_machine}) > 1
     here = [
         dataclasses.replace(finding, subject=f"{host} {finding.subject}") if several else finding

@@ -85,17 +85,17 @@ def parse_driver(answer: str) -> list[dict[str, str]]:
 def examine_gpus(answer: str | None, seen: TorchCuda, visible: str | None) -> Iterator[Finding]:
     """Yield findings on the GPUs, from nvidia-smi's output, torch's devices and CUDA_VISIBLE_DEVICES."""
     if answer is None and not seen.names:
-        yield Finding("skipped", "GPUs", "there is no NVIDIA driver here: runs use the CPU, and no GPU is looked at")
+        yield Finding("skipped", "GPUs", "there is no NVIDIA driver: runs use the CPU, and no GPU is checked")
         return
     gpus = parse_driver(answer or "")
     if not gpus:
-        yield Finding("warning", "nvidia-smi", "gives no answer: clocks, memory errors and modes are not looked at")
+        yield Finding("warning", "nvidia-smi", "does not respond: clocks, memory errors and modes are not checked")
     elif seen.cuda is None:
         remedy = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        yield Finding("wrong", "GPUs", f"this torch is built for the CPU, and the machine has {len(gpus)}", remedy)
+        yield Finding("wrong", "GPUs", f"this torch is built for the CPU, but the node has {len(gpus)} GPUs", remedy)
     elif not seen.names:
-        text = f"torch for CUDA {seen.cuda} sees none of {len(gpus)}" + _visible(visible)
-        yield Finding("wrong", "GPUs", text, "look at CUDA_VISIBLE_DEVICES, the driver, and docker run --gpus all")
+        text = f"torch for CUDA {seen.cuda} sees none of the {len(gpus)} GPUs" + _visible(visible)
+        yield Finding("wrong", "GPUs", text, "check CUDA_VISIBLE_DEVICES, the driver, and docker run --gpus all")
     yield from _examine_driver(gpus, seen)
     yield from _examine_seen(seen, len(gpus), visible)
     for gpu in gpus:
@@ -125,12 +125,12 @@ def _examine_seen(seen: TorchCuda, num_gpus: int, visible: str | None) -> Iterat
     names = ", ".join(f"{major}.{minor}" for major, minor in lacking)
     yield judge("architecture", bool(lacking), text, f"install a torch with kernels for {names}", "wrong")
     if min(seen.capabilities) < (8, 0):
-        yield Finding("warning", "bf16", "these GPUs have no bf16 products", "use --fp16")
+        yield Finding("warning", "bf16", "these GPUs do not support bf16 GEMMs", "use --fp16")
     num = len(seen.names)
     apart = [f"{a}-{b}" for a in range(num) for b in range(a + 1, num) if b not in seen.peers[a]]
     if num > 1:
         text = f"{num * (num - 1) // 2 - len(apart)} of {num * (num - 1) // 2} pairs reach each other's memory"
-        remedy = f"{' '.join(apart)} go through host memory: look at nvidia-smi topo -m, IOMMU and ACS"
+        remedy = f"{' '.join(apart)} communicate through host memory: check nvidia-smi topo -m, IOMMU and ACS"
         yield judge("peers", bool(apart), text, remedy)
 
 
@@ -155,15 +155,15 @@ def _examine_gpu(gpu: Mapping[str, str]) -> Iterator[Finding]:
         (
             "ecc.errors.uncorrected.volatile.total",
             (_number(gpu, "ecc.errors.uncorrected.volatile.total") or 0) > 0,
-            "take this GPU out of use: its memory is failing",
+            "stop using this GPU: its memory is failing",
             "wrong",
         ),
-        ("memory.used", (_number(gpu, "memory.used") or 0) > _MAX_USED_MIB, "end the process that uses it", "warning"),
-        ("temperature.gpu", (_number(gpu, "temperature.gpu") or 0) > _HOT_CELSIUS, "look at its cooling", "warning"),
+        ("memory.used", (_number(gpu, "memory.used") or 0) > _MAX_USED_MIB, "stop the process that uses it", "warning"),
+        ("temperature.gpu", (_number(gpu, "temperature.gpu") or 0) > _HOT_CELSIUS, "check its cooling", "warning"),
         (
             "pcie.link.width.current",
             _is_below(gpu, "pcie.link.width.current", "pcie.link.width.max", 1.0),
-            f"the slot gives less than {gpu.get('pcie.link.width.max')} lanes: seat the card again",
+            f"the slot provides fewer than {gpu.get('pcie.link.width.max')} lanes: reseat the card",
             "warning",
         ),
         (

@@ -81,12 +81,12 @@ def examine_machine(local_processes: int, has_gpu: bool, root: Path = Path("/"))
 def _examine_memory(root: Path) -> Finding:
     memory = machine_memory(root)
     if memory is None:
-        return Finding("skipped", "memory", "this system has no /proc/meminfo to ask")
-    text = f"{memory.available / _GIB:.1f} GiB available of {memory.installed / _GIB:.1f}"
+        return Finding("skipped", "memory", "this system has no /proc/meminfo")
+    text = f"{memory.available / _GIB:.1f} of {memory.installed / _GIB:.1f} GiB are available"
     if memory.limit is not None:
-        text += f", the container is limited to {memory.limit / _GIB:.1f}"
+        text += f", the container is limited to {memory.limit / _GIB:.1f} GiB"
     is_short = memory.available < _MIN_MEMORY_GIB * _GIB
-    return judge("memory", is_short, text, "end what else runs, or take a larger machine")
+    return judge("memory", is_short, text, "stop other processes, or use a node with more memory")
 
 
 def _examine_shared_memory(folder: Path) -> Finding:
@@ -98,7 +98,8 @@ def _examine_shared_memory(folder: Path) -> Finding:
         "/dev/shm",
         free < _MIN_SHARED_GIB,
         f"{free:.1f} GiB free",
-        "give the container more: docker run --shm-size=8g or --ipc=host; NCCL connects processes through it",
+        "increase the container's shared memory: docker run --shm-size=8g or --ipc=host; NCCL connects processes "
+        "through it",
     )
 
 
@@ -121,14 +122,14 @@ def examine_network(
     yield _examine_name("host name", socket.gethostname(), "add it to /etc/hosts")
     address = environment.get("MASTER_ADDR")
     if address is not None:
-        yield _examine_name("MASTER_ADDR", address, "give the name or address of the first machine")
+        yield _examine_name("MASTER_ADDR", address, "set it to the name or address of the first node")
     for variable, find in (("NCCL_SOCKET_IFNAME", nccl_interfaces), ("GLOO_SOCKET_IFNAME", gloo_interfaces)):
         if variable in environment:
             chosen = find(environment[variable], interfaces)
             text = f"{environment[variable]} " + (f"is {', '.join(chosen)}" if chosen else "fits no interface")
-            yield judge(variable, not chosen, text, f"this machine has {', '.join(sorted(interfaces))}", "wrong")
+            yield judge(variable, not chosen, text, f"this node has {', '.join(sorted(interfaces))}", "wrong")
     if is_launched:
-        yield Finding("skipped", "port", "the launcher holds it")
+        yield Finding("skipped", "port", "the launcher uses it")
         return
     yield _examine_port(environment.get("MASTER_PORT", _DEFAULT_PORT))
 
@@ -159,14 +160,14 @@ def _examine_name(subject: str, name: str, remedy: str) -> Finding:
 
 def _examine_port(text: str) -> Finding:
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        return Finding("wrong", "port", f"MASTER_PORT is {text!r}", "give a number from 1 to 65535")
+        return Finding("wrong", "port", f"MASTER_PORT is {text!r}", "use a number from 1 to 65535")
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", int(text)))
         except OSError as error:
-            remedy = "end what uses it, or give torchrun another --master-port"
-            return Finding("wrong", "port", f"{text} cannot be taken ({error.strerror})", remedy)
+            remedy = "stop the process that uses it, or pass a different --master-port to torchrun"
+            return Finding("wrong", "port", f"{text} cannot be used ({error.strerror})", remedy)
     return Finding("ok", "port", f"{text} is free")
 
 
@@ -175,9 +176,9 @@ PROBE_BYTES = 64 * _MIB
 _MIN_FREE_GIB = 20.0
 _MIN_WRITE_MIB_S = 100.0
 _KINDS = {
-    "tmpfs": "it is memory, and empty after a restart",
-    "ramfs": "it is memory, and empty after a restart",
-    "overlay": "it is the container's own layer, and goes with the container",
+    "tmpfs": "it is in memory, and is empty after a restart",
+    "ramfs": "it is in memory, and is empty after a restart",
+    "overlay": "it is in the container's own layer, and is lost with the container",
 }
 
 
@@ -187,34 +188,37 @@ def examine_save(folder: Path, mounts: str) -> Iterator[Finding]:
     try:
         place = _existing(folder)
     except OSError as error:
-        text = f"cannot be made: {error.strerror}: {error.filename}"
-        yield Finding("wrong", subject, text, "change --save, or the rights of the folders above it")
+        text = f"cannot be created: {error.strerror}: {error.filename}"
+        yield Finding("wrong", subject, text, "change --save, or the permissions of its parent folders")
         return
     kind = file_system_of(place, mounts)
-    yield judge(subject, kind in _KINDS, f"on {kind}" + _reason(kind), "save to a disk that stays")
+    yield judge(subject, kind in _KINDS, f"on {kind}" + _reason(kind), "save to persistent storage")
     free = shutil.disk_usage(place).free
     yield judge(
         subject,
         free < _MIN_FREE_GIB * _GIB,
         f"{free / _GIB:.1f} GiB free",
-        "make room: a checkpoint takes 14 to 18 bytes a parameter, and one more is there while it is replaced",
+        "free some space: a checkpoint takes 14 to 18 bytes per parameter, and both checkpoints exist while one is "
+        "replaced",
     )
     try:
         yield from _probe(place, subject)
     except OSError as error:
-        yield Finding("wrong", subject, f"cannot be written: {error}", "change --save, or the rights of the folder")
+        yield Finding(
+            "wrong", subject, f"cannot be written: {error}", "change --save, or the permissions of the folder"
+        )
 
 
 def examine_data(prefix: str, mounts: str) -> Iterator[Finding]:
     """Yield a finding on whether the token files of a ``--data-path`` prefix can be memory-mapped."""
     subject = f"--data-path {prefix}"
     paths = [Path(prefix + suffix) for suffix in (".bin", ".idx")]
-    remedy = "give the prefix of the two files that tools/preprocess_data.py writes"
+    remedy = "pass the prefix of the two files that tools/preprocess_data.py writes"
     try:
         missing = [path.name for path in paths if not path.is_file()]
         empty = [path.name for path in paths if path.name not in missing and not path.stat().st_size]
     except OSError as error:
-        yield Finding("wrong", subject, f"cannot be looked at: {error.strerror}", remedy)
+        yield Finding("wrong", subject, f"cannot be checked: {error.strerror}", remedy)
         return
     if missing or empty:
         texts = [(missing, f"not found in {paths[0].parent}"), (empty, "without content")]
@@ -226,7 +230,7 @@ def examine_data(prefix: str, mounts: str) -> Iterator[Finding]:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 content[-1]
     except (OSError, ValueError) as error:
-        yield Finding("wrong", subject, f"cannot be mapped: {error}", "copy the data to another file system")
+        yield Finding("wrong", subject, f"cannot be mapped: {error}", "copy the data to a different file system")
         return
     size = sum(path.stat().st_size for path in paths)
     yield Finding("ok", subject, f"{size / _GIB:.2f} GiB on {file_system_of(paths[0], mounts)}, can be mapped")
@@ -260,12 +264,12 @@ def _existing(folder: Path) -> Path:
             is_folder = stat.S_ISDIR(place.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             if place.is_symlink():
-                raise FileNotFoundError(errno.ENOENT, "a link to a folder that is not there", str(place)) from None
+                raise FileNotFoundError(errno.ENOENT, "a link to a missing folder", str(place)) from None
             continue
         if not is_folder:
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(place))
         return place.resolve()
-    raise AssertionError("the root is there")
+    raise AssertionError("the root exists")
 
 
 def _probe(place: Path, subject: str) -> Iterator[Finding]:
@@ -280,13 +284,13 @@ def _probe(place: Path, subject: str) -> Iterator[Finding]:
             os.fsync(file.fileno())
         speed = PROBE_BYTES / _MIB / (time.perf_counter() - start)
         text = f"writes {speed:.0f} MiB/s with fsync, {PROBE_BYTES // _MIB} MiB"
-        yield judge(subject, speed < _MIN_WRITE_MIB_S, text, "saves will wait for it: take a faster disk")
+        yield judge(subject, speed < _MIN_WRITE_MIB_S, text, "saving will wait for it: use a faster disk")
         published.write_bytes(b"old")
         os.replace(written, published)
         is_whole = not written.exists() and published.stat().st_size == PROBE_BYTES
-        text = "a rename takes the place of a file" if is_whole else "a rename did not take the place of a file"
-        yield judge(subject, not is_whole, text, "checkpoints are published by renaming: take another disk", "wrong")
+        text = "a rename replaces a file" if is_whole else "a rename did not replace a file"
+        yield judge(subject, not is_whole, text, "checkpoints are published by renaming: use a different disk", "wrong")
         with published.open("rb") as read, mmap.mmap(read.fileno(), 0, access=mmap.ACCESS_READ) as content:
             is_same = content[:_MIB] == block
-        text = "a file can be mapped" if is_same else "a mapped file is not what was written"
-        yield judge(subject, not is_same, text, "checkpoints are read by mapping: take another disk", "wrong")
+        text = "a file can be mapped" if is_same else "a mapped file differs from the written data"
+        yield judge(subject, not is_same, text, "checkpoints are read by mapping: use a different disk", "wrong")

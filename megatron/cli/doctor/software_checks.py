@@ -21,9 +21,9 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
 }
 """Optional packages by module name: the name of the distribution and the use of the package."""
 _EXTENSIONS: Mapping[str, str] = {
-    "megatron.core.datasets._helpers": "indices of data sets are built by NumPy, some ten times slower",
-    "megatron.core.datasets._bus_error": "a data file that is cut while it is read ends a run without a word",
-    "megatron.data._json_lines": "preprocessing reads JSON with Python, several times slower",
+    "megatron.core.datasets._helpers": "data set indices are built with NumPy, about ten times slower",
+    "megatron.core.datasets._bus_error": "a data file that is truncated while it is read ends a run without a message",
+    "megatron.data._json_lines": "preprocessing parses JSON in Python, several times slower",
 }
 
 
@@ -105,13 +105,13 @@ _SPELLING_CUTOFF = 0.85
 _LAST_WITH_ONE_CONNECTION = 10
 
 _SLOW: Mapping[str, str] = {
-    "NCCL_P2P_DISABLE": "GPUs of one machine then talk through its memory, and not over NVLink",
-    "NCCL_SHM_DISABLE": "processes of one machine without peer access then talk over the network",
-    "NCCL_IB_DISABLE": "machines then talk over plain sockets",
+    "NCCL_P2P_DISABLE": "the GPUs of a node then communicate through host memory instead of NVLink",
+    "NCCL_SHM_DISABLE": "processes of one node without peer access then communicate over the network",
+    "NCCL_IB_DISABLE": "nodes then communicate over plain sockets",
     "CUDA_LAUNCH_BLOCKING": "the host then waits for every kernel",
     "TORCH_NCCL_BLOCKING_WAIT": "the host then waits for every collective",
     "NCCL_BLOCKING_WAIT": "the host then waits for every collective",
-    "NCCL_CHECKS_DISABLE": "NCCL then does not say which argument was wrong",
+    "NCCL_CHECKS_DISABLE": "NCCL then does not report which argument was wrong",
 }
 
 
@@ -122,11 +122,11 @@ def examine_environment(
     yield from _examine_spelling(environment)
     for name, consequence in _SLOW.items():
         if environment.get(name, "0") not in ("", "0"):
-            yield Finding("warning", name, f"{environment[name]}: {consequence}", f"unset {name} unless it is meant")
+            yield Finding("warning", name, f"{environment[name]}: {consequence}", f"unset {name} unless it is intended")
     level = environment.get("NCCL_DEBUG", "").upper()
     if level in ("INFO", "TRACE"):
         yield Finding(
-            "warning", "NCCL_DEBUG", f"{level} prints many lines for each process", "set NCCL_DEBUG=WARN when it works"
+            "warning", "NCCL_DEBUG", f"{level} prints many lines per process", "set NCCL_DEBUG=WARN once the run works"
         )
     yield _examine_threads(environment, local_processes, num_cores)
     if capability is None:
@@ -140,7 +140,7 @@ def examine_environment(
             "CUDA_DEVICE_MAX_CONNECTIONS",
             f"{connections}: before Blackwell a kernel may start before the communication that is meant to "
             "overlap with it",
-            "unset it: a run sets CUDA_DEVICE_MAX_CONNECTIONS=1 where it helps",
+            "unset it: a run sets CUDA_DEVICE_MAX_CONNECTIONS=1 if it helps",
         )
 
 
@@ -150,12 +150,10 @@ def _examine_spelling(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name in given:
         close = [] if name in NCCL_VARIABLES else difflib.get_close_matches(name, NCCL_VARIABLES, 1, _SPELLING_CUTOFF)
         if close:
-            yield Finding("warning", name, "NCCL reads no such variable", f"write {close[0]}, if that is meant")
+            yield Finding("warning", name, "NCCL has no such variable", f"use {close[0]} if that is intended")
         elif name not in NCCL_VARIABLES:
             strange.append(name)
-    text = f"{len(given)} variables" + (
-        f"; not known here, perhaps a plugin's: {', '.join(strange)}" if strange else ""
-    )
+    text = f"{len(given)} variables" + (f"; unknown, perhaps of a plugin: {', '.join(strange)}" if strange else "")
     yield Finding("ok", "NCCL_*", text)
 
 

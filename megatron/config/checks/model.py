@@ -28,9 +28,8 @@ def _check_head_width(config: RunConfig) -> Iterator[str]:
     is_derived = model.kv_channels == model.hidden_size // model.num_attention_heads
     if is_derived and model.hidden_size % model.num_attention_heads != 0:
         yield (
-            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads "
-            f"{model.num_attention_heads}; numbers of heads that work: {divisors(model.hidden_size, 128)} "
-            "(or give --kv-channels)"
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {model.num_attention_heads}; "
+            f"numbers of heads that work: {divisors(model.hidden_size, 128)} (or set --kv-channels)"
         )
 
 
@@ -38,7 +37,10 @@ def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.ffn_hidden_size == 0 and model.hidden_size > 0:
         gate = "--geglu" if model.geglu else "--swiglu"
-        yield f"--hidden-size {model.hidden_size} is too small for {gate}'s default width; give --ffn-hidden-size"
+        yield (
+            f"--hidden-size {model.hidden_size} is too small for the default FFN size with {gate}; set "
+            "--ffn-hidden-size"
+        )
 
 
 def _check_gate(config: RunConfig) -> Iterator[str]:
@@ -47,7 +49,7 @@ def _check_gate(config: RunConfig) -> Iterator[str]:
     given = {"--glu-linear-offset": offset or None, "--activation-func-clamp-value": limit}
     for name, value in given.items():
         if value is not None and not model.is_gated:
-            yield f"{name} {value} is of gated feed-forward layers; add --swiglu, --geglu or --quick-geglu"
+            yield f"{name} {value} applies only to gated FFN layers; add --swiglu, --geglu or --quick-geglu"
 
 
 def _check_query_groups(config: RunConfig) -> Iterator[str]:
@@ -64,14 +66,14 @@ def _check_positions(config: RunConfig) -> Iterator[str]:
     length, positions = config.data.seq_length, config.model.max_position_embeddings
     if config.model.position_embedding_type == "learned_absolute" and length > positions:
         yield (
-            f"--seq-length {length} is greater than --max-position-embeddings {positions}, and positions are "
-            f"learned; give --max-position-embeddings {length} or a shorter sequence"
+            f"--seq-length {length} is greater than --max-position-embeddings {positions}, but position embeddings are "
+            f"learned; use --max-position-embeddings {length}, or a shorter --seq-length"
         )
 
 
 def _check_sequence_length(config: RunConfig) -> Iterator[str]:
     if config.data.seq_length == 0:
-        yield "--seq-length is missing; give the number of tokens of one sample"
+        yield "--seq-length is missing; pass the number of tokens per sample"
 
 
 def _check_rotary(config: RunConfig) -> Iterator[str]:
@@ -87,8 +89,8 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
     elif not model.mla.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
         yield (
-            f"rotary positions turn {model.rotary_dim} of {model.kv_channels} channels of a head, but need "
-            "an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
+            f"rotary position embeddings rotate {model.rotary_dim} of the {model.kv_channels} channels per head, but "
+            "need an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
             f"{1.0 if model.kv_channels % 2 == 0 else 2 / model.kv_channels}"
         )
     if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
@@ -120,8 +122,8 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (
-            "--apply-residual-connection-post-layernorm carries the norms before attention and feed-forward on, and "
-            f"--norm-placement is {model.norm_placement}; leave one of them out"
+            "--apply-residual-connection-post-layernorm needs norms before attention and FFN, but --norm-placement is "
+            f"{model.norm_placement}; omit one of them"
         )
 
 
@@ -136,8 +138,8 @@ def _check_format(config: RunConfig) -> Iterator[str]:
         )
     if wanted != NATIVE_FORMAT and flags:
         yield (
-            f"--ckpt-format {wanted} cannot hold a model with {', '.join(flags)}, which Megatron's arguments do not "
-            f"know; use --ckpt-format {NATIVE_FORMAT}"
+            f"--ckpt-format {wanted} cannot store a model with {', '.join(flags)}, for which Megatron has no "
+            f"arguments; use --ckpt-format {NATIVE_FORMAT}"
         )
 
 
@@ -157,12 +159,12 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
     }
     given = [name for name, value in selective.items() if value]
     if given and granularity == "full":
-        yield f"{' and '.join(given)} and --recompute-granularity full exclude each other; keep one"
+        yield f"{' and '.join(given)} and --recompute-granularity full exclude each other; omit one of them"
     elif granularity == "full" and method is None:
         yield "--recompute-granularity full needs --recompute-method uniform or block"
     if granularity != "full":
         if method is not None:
-            yield f"--recompute-method {method} has no effect without --recompute-granularity full; add it"
+            yield f"--recompute-method {method} has no effect without --recompute-granularity full; add this flag"
         return
     layers = model.recompute_num_layers
     if method is not None and layers is None:
@@ -195,8 +197,8 @@ def _check_adapted_stages(config: RunConfig) -> Iterator[str]:
     chunks = [chunk for rank in range(model.pipeline_model_parallel_size) for chunk in stages.chunks(rank)]
     if not all(chunk.layer_numbers for chunk in chunks):
         yield (
-            "--lora-rank trains adapters of layers, and a pipeline stage has none of these "
-            f"({stages.describe()}); give each stage a layer"
+            f"--lora-rank trains adapters of layers, but a pipeline stage has no layer ({stages.describe()}); assign a "
+            "layer to each stage"
         )
 
 
@@ -234,8 +236,8 @@ def _check_parameters(config: RunConfig) -> Iterator[str]:
             f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --ffn-hidden-size "
             f"{model.ffn_hidden_size} --num-attention-heads {model.num_attention_heads}: about {total:.1e} parameters, "
             f"{total // ranks:.1e} on each of tensor({model.tensor_model_parallel_size}) x "
-            f"pipeline({model.pipeline_model_parallel_size}) ranks; no machine holds more than {_MOST_VALUES:.0e}: "
-            "give a smaller model, or more ranks"
+            f"pipeline({model.pipeline_model_parallel_size}) ranks; at most {_MOST_VALUES:.0e} are supported; use a "
+            "smaller model, or more ranks"
         )
 
 
@@ -245,8 +247,8 @@ def _check_activations(config: RunConfig) -> Iterator[str]:
     if values > _MOST_VALUES:
         yield (
             f"--seq-length {length} x --micro-batch-size {micro} x --hidden-size {model.hidden_size} over "
-            f"context({model.context_parallel_size}) ranks: {values:.1e} hidden values; no machine holds more than "
-            f"{_MOST_VALUES:.0e}: lower one of them"
+            f"context({model.context_parallel_size}) ranks: {values:.1e} hidden values; at most {_MOST_VALUES:.0e} are "
+            "supported; lower one of them"
         )
 
 
@@ -292,7 +294,7 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
     if model.position_embedding_type != "rope":
         yield (
             f"{given} has no effect with --position-embedding-type {model.position_embedding_type}; use "
-            "--position-embedding-type rope, or leave it out"
+            "--position-embedding-type rope, or omit it"
         )
     if model.mla.multi_latent_attention:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
@@ -309,25 +311,25 @@ ATTENTION_CHECKS = (
 def _check_mla_shape(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.stretches_positions and model.rotary_base <= 1:
-        yield f"--rotary-base {model.rotary_base} has no frequencies that YaRN can stretch; give 2 or more"
+        yield f"--rotary-base {model.rotary_base} has no frequencies that YaRN can scale; use 2 or more"
     if not model.mla.multi_latent_attention:
         if "mla_up_proj" in model.recomputed_modules:
-            yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention; leave it out"
+            yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention; omit it"
         return
     given = "--multi-latent-attention"
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.mla.qk_pos_emb_head_dim
     if groups != heads:
         yield (
-            f"{given} has keys and values for every head, and --num-query-groups {groups} shares them; leave it out, "
-            f"or give --num-query-groups {heads}"
+            f"{given} has keys and values per head, but --num-query-groups {groups} shares them; omit "
+            f"--num-query-groups, or use --num-query-groups {heads}"
         )
     if model.position_embedding_type != "rope":
         yield (
-            f"{given} has rotary positions, not --position-embedding-type {model.position_embedding_type}; use "
-            "--position-embedding-type rope"
+            f"{given} requires rotary position embeddings, but --position-embedding-type is "
+            f"{model.position_embedding_type}; use --position-embedding-type rope"
         )
     if width % 2:
-        yield f"--qk-pos-emb-head-dim {width}: rotary positions turn pairs of channels; give {width + 1}"
+        yield f"--qk-pos-emb-head-dim {width}: rotary position embeddings need an even number; use {width + 1}"
 
 
 def _check_yarn(config: RunConfig) -> Iterator[str]:
@@ -338,12 +340,15 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
         for spec in field_specs(GPTConfig):
             value = field_value(model, spec.name)
             if spec.name in STRETCH_FIELDS and value != spec.default:
-                yield f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one"
+                yield (
+                    f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one "
+                    "of them"
+                )
         return
     if model.position_embedding_type != "rope":
         yield (
-            f"--rope-type yarn stretches rotary positions, and --position-embedding-type is "
-            f"{model.position_embedding_type}; use --position-embedding-type rope, or leave --rope-type out"
+            "--rope-type yarn scales rotary position embeddings, but --position-embedding-type is "
+            f"{model.position_embedding_type}; use --position-embedding-type rope, or omit --rope-type"
         )
     others = {
         "--use-rope-scaling": model.use_rope_scaling,
@@ -351,7 +356,7 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
     }
     for name, is_given in others.items():
         if is_given:
-            yield f"--rope-type yarn and {name} both scale rotary frequencies; leave one of them out"
+            yield f"--rope-type yarn and {name} both scale rotary frequencies; omit one of them"
 
 
 def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
@@ -412,7 +417,7 @@ def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
         yield f"{given} predicts tokens beyond the end of --seq-length {length}; values from 1 to {length - 1} work"
     if model.position_embedding_type == "learned_absolute":
         yield (
-            f"{given} embeds tokens without learned positions; use --position-embedding-type rope or "
+            f"{given} does not support learned position embeddings; use --position-embedding-type rope or "
             "--no-position-embedding"
         )
     tensor = model.tensor_model_parallel_size
@@ -429,7 +434,7 @@ def _check_mtp_conflicts(config: RunConfig) -> Iterator[str]:
         return
     given = f"--mtp-num-layers {model.mtp.mtp_num_layers}:"
     if model.lora_rank:
-        yield f"{given} LoRA is not supported with it; omit --lora-rank or --mtp-num-layers"
+        yield f"{given} LoRA does not support MTP; omit --lora-rank or --mtp-num-layers"
     if config.training.cuda_graph_impl == "local":
         yield f"{given} --cuda-graph-impl local does not support MTP; use --cuda-graph-impl none"
 
@@ -444,7 +449,7 @@ def _check_mtp_layout(config: RunConfig) -> Iterator[str]:
     if named and not depth:
         yield f"{given}, and the model has none; add --mtp-num-layers {named}"
     elif named not in (0, depth):
-        yield f"{given}, and --mtp-num-layers is {depth}; write m*{depth}, or leave m out"
+        yield f"{given}, and --mtp-num-layers is {depth}; write m*{depth}, or omit m"
 
 
 MTP_CHECKS = (
@@ -466,8 +471,8 @@ def _check_moe_layers(config: RunConfig) -> Iterator[str]:
         return
     if model.moe.num_experts is not None and not any(layers):
         yield (
-            f"--moe-layer-freq {model.moe.moe_layer_freq} gives no layer of --num-layers {model.num_layers} experts; "
-            "leave --num-experts out, or give a list with a 1"
+            f"--moe-layer-freq {model.moe.moe_layer_freq} gives experts to none of the {model.num_layers} layers; omit "
+            "--num-experts, or use a list with a 1"
         )
 
 
@@ -507,21 +512,21 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     is_softmax = moe.moe_router_score_function == "softmax"
     if topk == 1 and is_softmax and not moe.moe_router_pre_softmax:
         yield (
-            "--moe-router-topk 1: a softmax over one expert is 1 whatever its logit, and the router learns nothing; "
-            "add --moe-router-pre-softmax"
+            "--moe-router-topk 1: a softmax over one expert is always 1, so the router cannot learn; add "
+            "--moe-router-pre-softmax"
         )
     if moe.moe_router_enable_expert_bias and is_softmax:
         yield (
-            "--moe-router-enable-expert-bias moves scores by sigmoid; add --moe-router-score-function sigmoid or leave "
-            "it out"
+            "--moe-router-enable-expert-bias requires sigmoid scores; add --moe-router-score-function sigmoid, or "
+            "omit it"
         )
     groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return
     if experts % groups:
         yield (
-            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; "
-            f"groups that work: {divisors(experts, 64)}"
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; numbers of groups that "
+            f"work: {divisors(experts, 64)}"
         )
     elif group_topk > groups:
         yield (
@@ -531,8 +536,8 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     elif not group_topk <= topk <= group_topk * (experts // groups):
         works = [n for n in range(1, groups + 1) if n <= topk <= n * (experts // groups)]
         yield (
-            f"--moe-router-topk {topk} experts cannot be of --moe-router-group-topk {group_topk} groups with "
-            f"{experts // groups} experts each; numbers of groups that work: {choices(works)}"
+            f"--moe-router-topk {topk} experts cannot be selected from --moe-router-group-topk {group_topk} groups "
+            f"with {experts // groups} experts each; numbers of groups that work: {choices(works)}"
         )
 
 
@@ -541,10 +546,10 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
     kinds, coefficients = model.moe.moe_router_load_balancing_type, model.moe.moe_aux_loss_coeff
     words, numbers = " ".join(kinds), " ".join(map(str, coefficients))
     if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
-        yield f"--moe-router-load-balancing-type {words}: give each kind once, or none alone"
+        yield f"--moe-router-load-balancing-type {words}: use each type at most once, and none only by itself"
     elif len(coefficients) not in (1, len(kinds)):
         yield (
-            f"--moe-aux-loss-coeff {numbers}: {len(kinds)} numbers are expected, one for each of "
+            f"--moe-aux-loss-coeff {numbers}: {len(kinds)} numbers are expected, one per type of "
             f"--moe-router-load-balancing-type {words}, or one for all"
         )
     if any(not 0 <= value < float("inf") for value in coefficients):
@@ -564,7 +569,7 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
     given = f"--moe-token-dispatcher-type {moe.moe_token_dispatcher_type}"
     if moe.moe_expert_capacity_factor is not None:
         yield (
-            f"{given} sends all tokens to every rank and does not use --moe-expert-capacity-factor "
+            f"{given} sends all tokens to every rank and does not support --moe-expert-capacity-factor "
             f"{moe.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
         )
     if moe.moe_shared_expert_overlap:
@@ -576,14 +581,14 @@ def _check_float8(config: RunConfig) -> Iterator[str]:
     tensor, width = model.parallel_sizes.expert_tp, model.moe.moe_ffn_hidden_size
     if tensor > 0 and width % tensor == 0 and width // tensor % 16:
         yield (
-            f"--moe-ffn-hidden-size {width} is {width // tensor} on each expert-tensor-parallel rank, which fp8 needs "
-            f"to be a multiple of 16; use {-(-width // (16 * tensor)) * 16 * tensor}"
+            f"--moe-ffn-hidden-size {width} is {width // tensor} on each expert-tensor-parallel rank, but FP8 needs a "
+            f"multiple of 16; use {-(-width // (16 * tensor)) * 16 * tensor}"
         )
     tensor, shared = model.tensor_model_parallel_size, model.moe.moe_shared_expert_intermediate_size
     if shared is not None and tensor > 0 and shared % tensor == 0 and shared // tensor % 16:
         yield (
-            f"--moe-shared-expert-intermediate-size {shared} is {shared // tensor} on each tensor-parallel rank, which "
-            f"fp8 needs to be a multiple of 16; use {-(-shared // (16 * tensor)) * 16 * tensor}"
+            f"--moe-shared-expert-intermediate-size {shared} is {shared // tensor} on each tensor-parallel rank, but "
+            f"FP8 needs a multiple of 16; use {-(-shared // (16 * tensor)) * 16 * tensor}"
         )
 
 
@@ -591,17 +596,17 @@ def _check_moe_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     of_experts = [name for name in model.recomputed_modules if name in ("moe", "moe_act", "shared_experts")]
     if of_experts and model.moe.num_experts is None:
-        yield f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts; leave it out"
+        yield f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts; omit it"
     elif "shared_experts" in of_experts:
         if model.moe.moe_shared_expert_intermediate_size is None:
             yield (
-                "--recompute-modules shared_experts has no effect without --moe-shared-expert-intermediate-size; leave "
-                "it out"
+                "--recompute-modules shared_experts has no effect without --moe-shared-expert-intermediate-size; omit "
+                "it"
             )
         elif model.moe.moe_shared_expert_overlap:
             yield (
-                "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is "
-                "computed while tokens travel is kept; leave one out"
+                "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: activations "
+                "that are computed during the token dispatch are kept; omit one of them"
             )
 
 
@@ -627,8 +632,8 @@ def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
         )
     if model.moe.moe_router_enable_expert_bias and model.moe.moe_router_bias_update_rate:
         yield (
-            f"{given} --lora-rank {model.lora_rank} leaves all weights as they are, and --moe-router-bias-update-rate "
-            f"{model.moe.moe_router_bias_update_rate} would move the experts' bias; use --moe-router-bias-update-rate 0"
+            f"{given} --lora-rank {model.lora_rank} freezes the base weights, but --moe-router-bias-update-rate "
+            f"{model.moe.moe_router_bias_update_rate} would change the expert bias; use --moe-router-bias-update-rate 0"
         )
 
 
@@ -651,7 +656,7 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
         yield f"{given} --cpu-offloading is not supported for MoE layers; omit it"
     if config.optimizer.offload_fraction and config.optimizer.optimizer_offload_policy == "auto":
         yield (
-            f"{given} --optimizer-offload-policy auto does not know how much memory experts need; use "
+            f"{given} --optimizer-offload-policy auto cannot estimate how much memory experts need; use "
             "--optimizer-offload-policy static"
         )
 
@@ -716,7 +721,7 @@ def _check_formats(config: RunConfig) -> Iterator[str]:
     model = config.model
     for given, meant in ((model.fp8.fp8_hybrid, "hybrid"), (model.fp8.fp8_e4m3, "e4m3")):
         if given and model.fp8.fp8_format != meant:
-            yield f"--fp8-{meant} and --fp8-format {model.fp8.fp8_format} exclude each other; keep one"
+            yield f"--fp8-{meant} and --fp8-format {model.fp8.fp8_format} exclude each other; omit one of them"
 
 
 def _check_float8_layers(config: RunConfig) -> Iterator[str]:
@@ -725,9 +730,9 @@ def _check_float8_layers(config: RunConfig) -> Iterator[str]:
         return
     start, end = model.fp8.num_layers_at_start_in_bf16, model.fp8.num_layers_at_end_in_bf16
     yield (
-        f"--first-last-layers-bf16 leaves none of {model.num_layers} layers for {_asked(config)} "
-        f"(--num-layers-at-start-in-bf16 {start}, --num-layers-at-end-in-bf16 {end}); together they may be "
-        f"{model.num_layers - 1} at most"
+        f"--first-last-layers-bf16 leaves none of the {model.num_layers} layers for {_asked(config)} "
+        f"(--num-layers-at-start-in-bf16 {start}, --num-layers-at-end-in-bf16 {end}); their sum may be at most "
+        f"{model.num_layers - 1}"
     )
 
 
@@ -735,13 +740,13 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
     if model.fp8.fp8_format is None or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
         return
-    needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
+    needed = f"but {_asked(config)} needs a multiple of {_MULTIPLE}"
     if model.hidden_size % _MULTIPLE:
         yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, _MULTIPLE)}"
     elif model.mtp.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
         yield (
-            f"--hidden-size {model.hidden_size} makes {model.hidden_size // tensor} columns of the product in front of "
-            f"the layers of --mtp-num-layers on each tensor-parallel rank, {needed}; use "
+            f"--hidden-size {model.hidden_size} gives the projection of the MTP modules (--mtp-num-layers) "
+            f"{model.hidden_size // tensor} columns on each tensor-parallel rank, {needed}; use "
             f"{_rounded(model.hidden_size, _MULTIPLE * tensor)}"
         )
     width = model.ffn_hidden_size
@@ -762,8 +767,8 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             if not (own_heads * width % _MULTIPLE or 2 * own_groups * width % _MULTIPLE)
         )
         yield (
-            f"--kv-channels {model.kv_channels} makes {columns} channels of queries and {rows} of queries, keys and "
-            f"values on each tensor-parallel rank, {needed}; use --kv-channels {fitting}"
+            f"--kv-channels {model.kv_channels} makes {columns} query channels and {rows} query, key and value "
+            f"channels on each tensor-parallel rank, {needed}; use --kv-channels {fitting}"
         )
 
 
@@ -771,7 +776,7 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
     if model.fp8.fp8_format is None or not model.mla.multi_latent_attention or tensor <= 0:
         return
-    needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
+    needed = f"but {_asked(config)} needs a multiple of {_MULTIPLE}"
     narrow = {
         "--q-lora-rank": model.mla.q_lora_rank,
         "--kv-lora-rank": model.mla.kv_lora_rank,
@@ -802,16 +807,16 @@ def _check_tokens(config: RunConfig) -> Iterator[str]:
     step = parts * (2 if model.context_parallel_size > 1 else 1)
     fitting = next(size for size in count(_rounded(length, step), step) if size * batch // parts % _MULTIPLE == 0)
     yield (
-        f"--seq-length {length} x --micro-batch-size {batch} makes {tokens} tokens of a micro-batch on each rank, "
-        f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}; use --seq-length {fitting}"
+        f"--seq-length {length} x --micro-batch-size {batch} makes {tokens} tokens per micro-batch on each rank, but "
+        f"{_asked(config)} needs a multiple of {_MULTIPLE}; use --seq-length {fitting}"
     )
 
 
 def _check_param_gather(config: RunConfig) -> Iterator[str]:
     if config.model.fp8.fp8_param_gather and config.parallel_sizes.num_replicas > 1 and not config.ddp.shards_optimizer:
         yield (
-            "--fp8-param-gather: parameters are gathered with --use-distributed-optimizer only; add it or leave this "
-            "out"
+            "--fp8-param-gather: parameters are gathered only with --use-distributed-optimizer; add "
+            "--use-distributed-optimizer, or omit --fp8-param-gather"
         )
 
 

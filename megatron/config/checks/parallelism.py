@@ -56,7 +56,7 @@ def _check_exclusions(config: RunConfig) -> Iterator[str]:
         given = [(spec, value), *(each for each in others if each[1] != each[0].default)]
         if len(given) > 1:
             reported.update(each.name for each, _ in given)
-            yield f"{' and '.join(each.typed(number) for each, number in given)} exclude each other; keep one"
+            yield f"{' and '.join(each.typed(number) for each, number in given)} exclude each other; omit one of them"
 
 
 def _check_needs(config: RunConfig) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _check_needs(config: RunConfig) -> Iterator[str]:
         if found is not None and found[1] == found[0].default:
             needed = found[0]
             what = needed.flags[0] if needed.is_bool else needed.typed(needed.metavar)
-            remedy = "add it or leave this out" if needed.is_bool else "add it"
+            remedy = "add it, or omit the first" if needed.is_bool else "add it"
             yield f"{spec.typed(value)} has no effect without {what}; {remedy}"
 
 
@@ -81,7 +81,7 @@ def _check_replication(config: RunConfig) -> Iterator[str]:
     jump = restart.replication_jump or 1
     if restart.replication and jump % world_size == 0:
         given = "" if restart.replication_jump is None else f" --replication-jump {jump}"
-        remedy = f"give a jump of 1 to {world_size - 1}" if world_size > 1 else "leave it out"
+        remedy = f"use a --replication-jump from 1 to {world_size - 1}" if world_size > 1 else "omit it"
         yield f"--replication{given}: with world size {world_size} each rank would send its copy to itself; {remedy}"
 
 
@@ -151,9 +151,15 @@ def _instance_problems(config: RunConfig) -> Iterator[str]:
     if number <= 1 or sizes.problems(config.world_size):
         return
     if not config.ddp.shards_optimizer and sizes.num_replicas > 1:
-        yield f"{given} copies what is sharded, and nothing is; add --use-distributed-optimizer, or leave it out"
+        yield (
+            f"{given} replicates the sharded optimizer, but the optimizer is not sharded; add "
+            "--use-distributed-optimizer, or omit it"
+        )
     elif sizes.num_replicas == number:
-        yield f"{given}: each of the {number} ranks with the same weights would be a copy that shares nothing; lower it"
+        yield (
+            f"{given}: with as many instances as ranks with the same weights ({number}), nothing would be sharded; "
+            "lower it"
+        )
     for name, replicas in (("same weights", sizes.num_replicas), ("same experts", sizes.num_expert_replicas)):
         if replicas % number and (name == "same weights" or config.model.moe.num_experts is not None):
             able = divisors(replicas, max(1, replicas // 2))
@@ -165,11 +171,11 @@ def _check_sharding(config: RunConfig) -> Iterator[str]:
     model, ddp = config.model, config.ddp
     strategy = f"--data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}"
     if ddp.use_torch_fsdp2 and not ddp.shards_weights and config.parallel_sizes.num_replicas > 1:
-        yield f"--use-torch-fsdp2 shards weights too, and {strategy} does not; leave one of them out"
+        yield f"--use-torch-fsdp2 shards weights, but {strategy} does not; omit one of them"
     yield from _instance_problems(config)
     if not ddp.shards_weights:
         return
-    instead = "leave it out, or give --data-parallel-sharding-strategy optim_grads"
+    instead = "omit it, or pass --data-parallel-sharding-strategy optim_grads"
     if model.lora_rank:
         yield f"--lora-rank {model.lora_rank} with {strategy}: frozen weights would not be sharded; {instead}"
     if model.fp8.fp8_param_gather:
@@ -216,8 +222,8 @@ def _check_virtual_stages(config: RunConfig) -> Iterator[str]:
     for name, value in given.items():
         if value is not None:
             yield (
-                f"{name} {value} cuts a pipeline and --pipeline-model-parallel-size is 1; leave it out, or use a "
-                "pipeline size of 2 or more"
+                f"{name} {value} divides a pipeline, but --pipeline-model-parallel-size is 1; omit it, or use "
+                "--pipeline-model-parallel-size 2 or more"
             )
 
 
@@ -279,11 +285,11 @@ def _check_sequence(config: RunConfig) -> Iterator[str]:
     if length <= 0 or tensor <= 0 or context <= 1 or length % _unit(context, tensor) == 0:
         return
     unit = _unit(context, tensor)
-    reason = f"2 x {context} chunks" + (f", and then by tensor({tensor})" if tensor > 1 else "")
+    reason = f"2 x {context} chunks" + (f", and each chunk into tensor({tensor}) parts" if tensor > 1 else "")
     limit = min(length, _LARGEST_PROPOSED_SIZE)
     sizes = [size for size in range(1, limit + 1) if length % _unit(size, tensor) == 0]
     yield (
-        f"--seq-length {length} is not divisible by {unit}: --context-parallel-size {context} cuts it into {reason}; "
+        f"--seq-length {length} is not divisible by {unit}: --context-parallel-size {context} splits it into {reason}; "
         f"the next length that works: {-(-length // unit) * unit}; context-parallel sizes that work: {choices(sizes)}"
     )
 
@@ -300,7 +306,7 @@ def _check_exchanges(config: RunConfig) -> Iterator[str]:
             yield f"--cp-comm-type {name}: values that work: {', '.join(_EXCHANGES)}"
     if len(given) not in (1, layers):
         yield (
-            f"--cp-comm-type has {len(given)} values; give one for all layers, or one for each of --num-layers {layers}"
+            f"--cp-comm-type has {len(given)} values; pass one for all layers, or one per layer (--num-layers {layers})"
         )
 
 
@@ -311,8 +317,11 @@ def _check_levels(config: RunConfig) -> Iterator[str]:
         return
     flag = "--hierarchical-context-parallel-sizes"
     pairs = choices(f"{inner} {context // inner}" for inner in range(1, context + 1) if context % inner == 0)
-    said = f"{flag} {' '.join(map(str, sizes))} are not two of this product" if sizes else f"{flag} is missing"
-    yield f"--cp-comm-type {_LEVELS} cuts --context-parallel-size {context} in two, and {said}; give one of: {pairs}"
+    said = f"{flag} {' '.join(map(str, sizes))} are not two sizes with this product" if sizes else f"{flag} is missing"
+    yield (
+        f"--cp-comm-type {_LEVELS} splits --context-parallel-size {context} into two levels, but {said}; use one of: "
+        f"{pairs}"
+    )
 
 
 def _has_levels(config: RunConfig) -> bool:
@@ -341,9 +350,9 @@ def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str)
         return
     sizes = [size for size in range(1, local_heads + 1) if copies_of_key_value_heads(local_heads, local_groups, size)]
     yield (
-        f"--cp-comm-type {exchange} shares the {local_heads} heads of a tensor-parallel rank, in {local_groups} query "
-        f"groups, among {sharers} {context} ranks, which is not possible; context-parallel sizes that "
-        f"work: {choices(sizes)}; or give --cp-comm-type p2p or all_gather"
+        f"--cp-comm-type {exchange} cannot divide the {local_heads} heads of a tensor-parallel rank, in {local_groups} "
+        f"query groups, among {sharers} {context} ranks; context-parallel sizes that work: {choices(sizes)}; or use "
+        "--cp-comm-type p2p or all_gather"
     )
 
 
@@ -351,8 +360,8 @@ def _check_logits(config: RunConfig) -> Iterator[str]:
     size = config.model.context_parallel_size
     if config.logging.log_max_attention_logit and size > 1:
         yield (
-            f"--log-max-attention-logit with --context-parallel-size {size}: no rank has all keys of a query; leave it "
-            "out, or give --context-parallel-size 1"
+            f"--log-max-attention-logit with --context-parallel-size {size}: no rank has all keys of a query; omit it, "
+            "or use --context-parallel-size 1"
         )
 
 
@@ -381,11 +390,11 @@ def _check_modules(config: RunConfig) -> Iterator[str]:
     if model.recompute_modules == ("core_attn",):
         return
     if model.recompute_granularity is None:
-        yield f"--recompute-modules {modules} has no effect without --recompute-granularity selective; add it"
+        yield f"--recompute-modules {modules} has no effect without --recompute-granularity selective; add this flag"
     elif model.recompute_granularity == "full":
         yield (
             f"--recompute-modules {modules} and --recompute-granularity full exclude each other: whole layers are "
-            "recomputed; leave it out or use --recompute-granularity selective"
+            "recomputed; omit it or use --recompute-granularity selective"
         )
     elif "layernorm" in model.recompute_modules:
         others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
@@ -407,19 +416,22 @@ def _check_distributed(config: RunConfig) -> Iterator[str]:
         return
     flag = "--distribute-saved-activations"
     if model.recompute_granularity != "full":
-        yield f"{flag} is of the inputs that full recompute keeps; add --recompute-granularity full"
+        yield f"{flag} distributes the inputs that full recomputation saves; add --recompute-granularity full"
     if model.sequence_parallel:
-        yield f"{flag} and --sequence-parallel exclude each other: each rank keeps its own part already; keep one"
+        yield (
+            f"{flag} and --sequence-parallel exclude each other: with --sequence-parallel each rank already saves "
+            "only its own part; omit one of them"
+        )
     elif model.tensor_model_parallel_size == 1:
-        yield f"{flag} has no effect with --tensor-model-parallel-size 1; leave it out"
+        yield f"{flag} has no effect with --tensor-model-parallel-size 1; omit it"
     sizes = model.parallel_sizes
     if sizes.tp <= 0 or sizes.cp <= 0:
         return
     shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     if not model.sequence_parallel and (shape[0] * shape[1] * shape[2]) % sizes.tp:
         yield (
-            f"{flag} divides hidden states of {shape[0]} x {shape[1]} x {shape[2]} by "
-            f"--tensor-model-parallel-size {sizes.tp}; change --hidden-size or leave it out"
+            f"{flag}: hidden states of {shape[0]} x {shape[1]} x {shape[2]} are not divisible by "
+            f"--tensor-model-parallel-size {sizes.tp}; change --hidden-size, or omit it"
         )
 
 
@@ -429,7 +441,7 @@ def _check_offload(config: RunConfig) -> Iterator[str]:
     values = f"values from 1 to {model.num_layers} work"
     if not model.cpu_offloading:
         if layers:
-            yield f"--cpu-offloading-num-layers {layers} has no effect without --cpu-offloading; add it"
+            yield f"--cpu-offloading-num-layers {layers} has no effect without --cpu-offloading; add --cpu-offloading"
     elif not layers:
         yield f"--cpu-offloading needs --cpu-offloading-num-layers; {values}"
     elif layers > model.num_layers:
@@ -440,17 +452,17 @@ def _check_weights(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.cpu_offloading:
         if not model.cpu_offloading_activations:
-            yield "--no-cpu-offloading-activations has no effect without --cpu-offloading; leave it out"
+            yield "--no-cpu-offloading-activations has no effect without --cpu-offloading; omit it"
         return
     if not model.cpu_offloading_activations and not model.cpu_offloading_weights:
         yield (
-            "--cpu-offloading with --no-cpu-offloading-activations moves nothing; add --cpu-offloading-weights or "
-            "leave one of them out"
+            "--cpu-offloading with --no-cpu-offloading-activations offloads nothing; add --cpu-offloading-weights, or "
+            "omit one of them"
         )
     if model.cpu_offloading_weights and config.ddp.shards_optimizer:
         yield (
-            "--cpu-offloading-weights: with --use-distributed-optimizer the weights of all layers lie in one buffer, "
-            "which is gathered on the device; leave one of them out"
+            "--cpu-offloading-weights: with --use-distributed-optimizer the weights of all layers are in one buffer, "
+            "which is gathered on the device; omit one of them"
         )
 
 
@@ -498,14 +510,17 @@ def _check_documents(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl != "local":
         return
     if config.data.sft and config.data.sft_packing:
-        yield f"{_REFUSED} --sft packs other conversations in each micro-batch; leave one out, or add --no-sft-packing"
+        yield (
+            f"{_REFUSED} --sft packs different conversations in each micro-batch; omit one of them, or add "
+            "--no-sft-packing"
+        )
         return
     for flag, is_given in (
         ("--reset-attention-mask", config.data.reset_attention_mask),
         ("--reset-position-ids", config.data.reset_position_ids),
     ):
         if is_given:
-            yield f"{_REFUSED} {flag} changes the work from one micro-batch to the next; leave one of them out"
+            yield f"{_REFUSED} {flag} changes the work from one micro-batch to the next; omit one of them"
 
 
 def _check_dropout(config: RunConfig) -> Iterator[str]:

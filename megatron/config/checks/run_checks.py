@@ -47,9 +47,9 @@ _LENGTHS = (
 def _check_learning_rate(config: RunConfig) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.lr == 0 and not config.training.skip_train:
-        yield "--lr is missing; give the highest learning rate"
+        yield "--lr is missing; set the maximum learning rate"
     elif optimizer.min_lr > optimizer.lr and optimizer.lr > 0:
-        yield f"--min-lr {optimizer.min_lr} is greater than --lr {optimizer.lr}; give {optimizer.lr} or less"
+        yield f"--min-lr {optimizer.min_lr} is greater than --lr {optimizer.lr}; use {optimizer.lr} or less"
 
 
 def _check_decoupled(config: RunConfig) -> Iterator[str]:
@@ -57,7 +57,7 @@ def _check_decoupled(config: RunConfig) -> Iterator[str]:
     lowest, name = (config.optimizer.min_lr, "min-lr") if lowest is None else (lowest, "decoupled-min-lr")
     if highest is not None and lowest > highest:
         yield (
-            f"--{name} {lowest} is greater than --decoupled-lr {highest}; give --decoupled-min-lr of {highest} or less"
+            f"--{name} {lowest} is greater than --decoupled-lr {highest}; set --decoupled-min-lr to {highest} or less"
         )
 
 
@@ -67,8 +67,8 @@ def _check_overrides(config: RunConfig) -> Iterator[str]:
             parse_override(text)
         except ValueError as error:
             yield (
-                f"--param-group-overrides {text}: {error}; give PATTERN:lr_mult=X,wd_mult=Y with a pattern of "
-                "parameters' names, as in *.mlp.*:lr_mult=0.5"
+                f"--param-group-overrides {text}: {error}; use PATTERN:lr_mult=X,wd_mult=Y with a pattern of parameter "
+                "names, such as *.mlp.*:lr_mult=0.5"
             )
 
 
@@ -77,13 +77,13 @@ def _check_mup(config: RunConfig) -> Iterator[str]:
     if not model.mup.use_mup:
         return
     if model.mup.mup_base_hidden_size is None and model.mup.mup_width_mult is None:
-        yield "--use-mup needs the width of the base model; give --mup-base-hidden-size (or --mup-width-mult)"
+        yield "--use-mup needs the width of the base model; add --mup-base-hidden-size (or --mup-width-mult)"
     if config.optimizer.elementwise == "sgd":
-        yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
+        yield "--use-mup does not support --optimizer sgd; use --optimizer adam, lion or muon"
     if model.mla.multi_latent_attention and model.mup.mup_base_head_dim is not None:
         yield (
-            "--mup-base-head-dim is not supported with --multi-latent-attention; omit it: scores are then divided "
-            "by the root of the heads' width"
+            "--mup-base-head-dim is not supported with --multi-latent-attention; omit it: attention scores are then "
+            "divided by the square root of the head size"
         )
 
 
@@ -104,11 +104,11 @@ def _check_average(config: RunConfig) -> Iterator[str]:
         return
     if form in ("torch", "torch_dist") and config.checkpoint.save:
         yield (
-            f"--ckpt-format {form} has no place for the averages of --ema-decay {decay}; leave it out for the native "
-            "format, which converts later"
+            f"--ckpt-format {form} cannot store the averaged weights of --ema-decay {decay}; omit --ckpt-format for "
+            "the native format, and convert later"
         )
     if config.checkpoint.save and config.checkpoint.no_save_optim:
-        yield f"--no-save-optim leaves out the averages of --ema-decay {decay} too; leave one of the two out"
+        yield f"--no-save-optim also omits the averaged weights of --ema-decay {decay}; omit one of them"
     if config.model.fp8.fp8_param_gather:
         yield f"--ema-decay {decay} is not supported with --fp8-param-gather; omit one of them"
     if config.model.cpu_offloading_weights:
@@ -127,8 +127,8 @@ def _check_units(config: RunConfig) -> Iterator[str]:
     ):
         if value:
             yield (
-                f"--{name}-{wrong} {value} does not go with --train-{right}: the run is counted in {right}; "
-                f"give --{name}-{right}"
+                f"--{name}-{wrong} {value} is not supported with --train-{right}, because the run is counted in "
+                f"{right}; use --{name}-{right}"
             )
 
 
@@ -138,8 +138,8 @@ def _check_warmup(config: RunConfig) -> Iterator[str]:
     if schedule.lr_warmup_fraction is not None and counted:
         unit = "iters" if schedule.lr_warmup_iters else "samples"
         yield (
-            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{unit} {counted} exclude "
-            "each other; keep one"
+            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{unit} {counted} exclude each other; "
+            "omit one of them"
         )
         return
     if schedule.lr_warmup_fraction is not None and not BELOW_ONE.hold(schedule.lr_warmup_fraction):
@@ -148,9 +148,9 @@ def _check_warmup(config: RunConfig) -> Iterator[str]:
     if lengths.lr_decay_steps and lengths.lr_warmup_steps >= lengths.lr_decay_steps:
         unit, size = ("samples", 1) if config.training.train_samples else ("iters", config.training.global_batch_size)
         yield (
-            f"the warm-up of {lengths.lr_warmup_steps:g} samples is not shorter than the decay of "
-            f"{lengths.lr_decay_steps} samples; give --lr-warmup-{unit} below {lengths.lr_decay_steps // size}, "
-            f"or raise --lr-decay-{unit}"
+            f"the warmup of {lengths.lr_warmup_steps:g} samples must be shorter than the decay of "
+            f"{lengths.lr_decay_steps} samples; use --lr-warmup-{unit} below {lengths.lr_decay_steps // size}, or "
+            f"raise --lr-decay-{unit}"
         )
 
 
@@ -176,8 +176,8 @@ def _check_decay_format(config: RunConfig) -> Iterator[str]:
     unknown = styles_unknown_to_megatron(styles)
     if form in ("torch", "torch_dist") and config.checkpoint.save and unknown:
         yield (
-            f"--ckpt-format {form} cannot hold {', '.join(unknown)}, which Megatron does not have; leave it out for "
-            "the native format, or choose a style that Megatron has"
+            f"--ckpt-format {form} cannot store {', '.join(unknown)}, which Megatron does not have; omit --ckpt-format "
+            "for the native format, or use a value that Megatron has"
         )
 
 
@@ -187,8 +187,8 @@ def _check_weight_decay(config: RunConfig) -> Iterator[str]:
     if schedule.weight_decay_incr_style == "constant":
         if start != end:
             yield (
-                f"--start-weight-decay {start} and --end-weight-decay {end} differ, but "
-                "--weight-decay-incr-style is constant; give linear or cosine"
+                f"--start-weight-decay {start} and --end-weight-decay {end} differ, but --weight-decay-incr-style is "
+                "constant; use linear or cosine"
             )
     elif start is None or end is None:
         yield (
@@ -196,13 +196,19 @@ def _check_weight_decay(config: RunConfig) -> Iterator[str]:
             "--end-weight-decay"
         )
     elif end < start:
-        yield (f"--end-weight-decay {end} is smaller than --start-weight-decay {start}; weight decay can only grow")
+        yield (
+            f"--end-weight-decay {end} is smaller than --start-weight-decay {start}; weight decay can only increase; "
+            "exchange the values"
+        )
 
 
 def _check_types(config: RunConfig) -> Iterator[str]:
     optimizer, dtype = config.optimizer, config.model.params_dtype
     if optimizer.main_grads_dtype == "bf16" and dtype != "bfloat16":
-        yield f"--main-grads-dtype bf16 needs --bf16: the model is {dtype}; give --bf16, or --main-grads-dtype fp32"
+        yield (
+            f"--main-grads-dtype bf16 requires a bfloat16 model, but the model is {dtype}; use --bf16 or "
+            "--main-grads-dtype fp32"
+        )
     if optimizer.main_params_dtype == "fp16":
         if dtype != "bfloat16":
             yield (
@@ -219,7 +225,7 @@ def _check_types(config: RunConfig) -> Iterator[str]:
             value = getattr(optimizer, f"{name}_dtype")
             if value != "fp32":
                 flag = f"--{name.replace('_', '-')}-dtype"
-                yield f"{flag} {value} is of Adam's state; give --optimizer adam, or {flag} fp32"
+                yield f"{flag} {value} applies only to Adam's state; use --optimizer adam, or {flag} fp32"
 
 
 def _check_float8_gather(config: RunConfig) -> Iterator[str]:
@@ -233,8 +239,8 @@ def _check_float8_gather(config: RunConfig) -> Iterator[str]:
 def _check_gather(config: RunConfig) -> Iterator[str]:
     if config.ddp.overlap_param_gather_with_optimizer_step and config.optimizer.optimizer_cpu_offload:
         yield (
-            "--overlap-param-gather-with-optimizer-step updates in the order of the forward pass, which offloaded "
-            "parameters do not have; leave it or the optimizer's offload out"
+            "--overlap-param-gather-with-optimizer-step updates parameters in the order of the forward pass, which "
+            "optimizer offload does not support; omit one of them"
         )
 
 
@@ -252,13 +258,13 @@ def _check_rule(config: RunConfig) -> Iterator[str]:
     if rule == "muon":
         if config.optimizer.offload_fraction:
             yield (
-                "--optimizer muon needs whole matrices on the device; leave the optimizer's offload "
-                "(--optimizer-cpu-offload) out, or give --optimizer adam"
+                "--optimizer muon needs whole matrices on the device; omit the optimizer offload "
+                "(--optimizer-cpu-offload), or use --optimizer adam"
             )
         if config.ddp.overlap_param_gather_with_optimizer_step:
             yield (
-                "--overlap-param-gather-with-optimizer-step updates bucket by bucket, and --optimizer muon whole "
-                "matrices; leave one of them out (--overlap-param-gather goes with muon)"
+                "--overlap-param-gather-with-optimizer-step updates bucket by bucket, but --optimizer muon updates "
+                "whole matrices; omit one of them (--overlap-param-gather is supported with muon)"
             )
 
 
@@ -344,9 +350,8 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
         yield f"{typed}: the first size is greater than --global-batch-size {batch}"
     elif (batch - start) % increment != 0:
         yield (
-            f"{typed}: the way from {start} to --global-batch-size {batch} is {batch - start}, "
-            f"which is not a multiple of the increment {increment}; increments that work: "
-            f"{_increments(batch - start, max(one, 1))}"
+            f"{typed}: the difference between {start} and --global-batch-size {batch} is {batch - start}, which is not "
+            f"a multiple of the increment {increment}; increments that work: {_increments(batch - start, max(one, 1))}"
         )
     if one and (start % one != 0 or increment % one != 0):
         yield (
@@ -378,15 +383,15 @@ def _check_steps(config: RunConfig) -> Iterator[str]:
 def _check_end(config: RunConfig) -> Iterator[str]:
     training = config.training
     if not (training.train_iters or training.train_samples or training.skip_train):
-        yield "--train-iters is missing; give it, or --train-samples, or --skip-train"
+        yield "--train-iters is missing; pass --train-iters, --train-samples or --skip-train"
 
 
 def _check_length(config: RunConfig) -> Iterator[str]:
     training = config.training
     if 0 < training.train_samples < training.global_batch_size:
         yield (
-            f"--train-samples {training.train_samples} is less than one --global-batch-size "
-            f"{training.global_batch_size}; no iteration would be trained"
+            f"--train-samples {training.train_samples} is less than --global-batch-size {training.global_batch_size}, "
+            "so no iteration would be trained; raise it"
         )
 
 
@@ -408,7 +413,7 @@ def _check_microbatches(config: RunConfig) -> Iterator[str]:
         yield (
             f"--global-batch-size {training.global_batch_size} makes {count} micro-batches of --micro-batch-size "
             f"{training.micro_batch_size} on each of {config.data_parallel_size} model copies; at most "
-            f"{_MOST_MICROBATCHES} are taken: lower the first or raise the second"
+            f"{_MOST_MICROBATCHES} are supported; lower --global-batch-size or raise --micro-batch-size"
         )
 
 
@@ -420,7 +425,7 @@ def _check_batch_sizes(config: RunConfig) -> Iterator[str]:
     if count > _MOST_BATCH_SIZES:
         yield (
             f"--rampup-batch-size {given[0]} {given[1]} {given[2]} has {count} sizes up to --global-batch-size "
-            f"{batch}; at most {_MOST_BATCH_SIZES} are taken: raise the increment"
+            f"{batch}; at most {_MOST_BATCH_SIZES} are supported; raise the increment"
         )
 
 
@@ -455,8 +460,8 @@ def _check_ranks(config: RunConfig) -> Iterator[str]:
     missing = [rank for rank in config.logging.profile_ranks if not 0 <= rank < config.world_size]
     if missing:
         yield (
-            f"--profile-ranks {' '.join(map(str, missing))}: the run has the ranks 0 to {config.world_size - 1}; "
-            "leave out the others"
+            f"--profile-ranks {' '.join(map(str, missing))}: the run has ranks 0 to {config.world_size - 1}; omit the "
+            "others"
         )
 
 
@@ -468,9 +473,9 @@ def _check_folder(config: RunConfig) -> Iterator[str]:
 def _check_looks(config: RunConfig) -> Iterator[str]:
     interval, tasks = config.logging.generate_interval, config.validation.eval_tasks
     if interval is not None and not config.logging.generate_prompts:
-        yield f"--generate-interval {interval} has nothing to continue; add --generate-prompts TEXT"
+        yield f"--generate-interval {interval} has no prompts; add --generate-prompts TEXT"
     if tasks and not config.validation.eval_interval and config.validation.eval_tasks_interval is None:
-        yield "--eval-tasks with --eval-interval 0 would ask nothing; add --eval-tasks-interval N"
+        yield "--eval-tasks with --eval-interval 0 would never run; add --eval-tasks-interval N"
 
 
 PROFILING_CHECKS = (
@@ -490,11 +495,11 @@ def _check_policy(config: RunConfig) -> Iterator[str]:
         return
     if not config.ddp.check_for_nan_in_loss_and_grad:
         yield (
-            f"--spike-policy {policy} says what follows a gradient that is not finite, and "
-            "--no-check-for-nan-in-loss-and-grad that nothing does; keep one"
+            f"--spike-policy {policy} acts on a gradient that is not finite, but --no-check-for-nan-in-loss-and-grad "
+            "turns this check off; omit one of them"
         )
     if policy == "rewind" and (checkpoint.save is None or checkpoint.save_interval is None):
-        yield "--spike-policy rewind goes back to checkpoints of the run; add --save DIR and --save-interval N"
+        yield "--spike-policy rewind rolls back to checkpoints of the run; add --save DIR and --save-interval N"
     if policy == "rewind" and (checkpoint.no_save_optim or checkpoint.no_save_rng):
         flag = "--no-save-optim" if checkpoint.no_save_optim else "--no-save-rng"
         yield f"--spike-policy rewind resumes the optimizer and the RNG state from a checkpoint; omit {flag}"
@@ -505,15 +510,15 @@ def _check_policy(config: RunConfig) -> Iterator[str]:
 def _check_skipped(config: RunConfig) -> Iterator[str]:
     wrong = [number for number in config.faults.iterations_to_skip if number < 0]
     if wrong:
-        yield f"--iterations-to-skip {' '.join(map(str, wrong))}: numbers of iterations are 0 or more"
+        yield f"--iterations-to-skip {' '.join(map(str, wrong))}: iteration numbers must be 0 or more"
 
 
 def _check_injection(config: RunConfig) -> Iterator[str]:
     rate, mode = config.faults.error_injection_rate, config.faults.rerun_mode
     if rate and mode != "validate_results":
         yield (
-            f"--error-injection-rate {rate} is to see results examined, and --rerun-mode {mode} examines none; give "
-            "--rerun-mode validate_results"
+            f"--error-injection-rate {rate} tests the validation of results, but --rerun-mode {mode} validates none; "
+            "use --rerun-mode validate_results"
         )
 
 
@@ -522,7 +527,7 @@ def _check_gradient_hash(config: RunConfig) -> Iterator[str]:
     if interval and config.ddp.shards_optimizer:
         yield (
             f"--check-gradient-hash-across-dp-replicas-interval {interval} compares copies of the reduced gradients, "
-            "of which each rank has a shard of its own with --use-distributed-optimizer; leave one of them out, or use "
+            "but with --use-distributed-optimizer each rank has a different shard; omit one of them, or use "
             "--check-weight-hash-across-dp-replicas-interval"
         )
 
@@ -564,7 +569,7 @@ def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
                 "(NullTokenizer needs only --vocab-size)"
             )
         elif not os.path.isfile(file):
-            yield f"{name} {file}: there is no such file; give the path of an existing one"
+            yield f"{name} {file}: there is no such file; pass the path of an existing file"
 
 
 def _check_model_file(config: RunConfig) -> Iterator[str]:
@@ -576,12 +581,12 @@ def _check_model_file(config: RunConfig) -> Iterator[str]:
         return
     path = Path(tokenizer.tokenizer_model)
     if not path.exists():
-        yield f"--tokenizer-model {path}: there is no such file or folder; give a local path"
+        yield f"--tokenizer-model {path}: there is no such file or folder; pass a local path"
     elif tokenizer.tokenizer_type == "HuggingFaceTokenizer":
         if path.is_dir() and not (path / "tokenizer.json").is_file():
             yield f"--tokenizer-model {path}: the folder has no tokenizer.json; save the fast tokenizer there"
     elif path.is_dir():
-        yield f"--tokenizer-model {path} is a folder; {tokenizer.tokenizer_type} needs a file"
+        yield f"--tokenizer-model {path} is a folder, but {tokenizer.tokenizer_type} needs a file"
 
 
 def _check_null_tokenizer(config: RunConfig) -> Iterator[str]:
@@ -597,11 +602,11 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         ("--data-cache-path", config.data.data_cache_path),
     ):
         if folder is not None and os.path.isfile(folder):
-            yield f"{name} {folder} is a file; give a folder"
+            yield f"{name} {folder} is a file; pass a folder"
     if config.logging.record_schedule is not None and os.path.isdir(config.logging.record_schedule):
-        yield f"--record-schedule {config.logging.record_schedule} is a folder; give a file"
+        yield f"--record-schedule {config.logging.record_schedule} is a folder; pass a file"
     if config.logging.metrics_jsonl is not None and os.path.isdir(config.logging.metrics_jsonl):
-        yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; give a file"
+        yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; pass a file"
 
 
 def _check_urls(config: RunConfig) -> Iterator[str]:
@@ -617,7 +622,7 @@ def _check_urls(config: RunConfig) -> Iterator[str]:
                     yield f"{spec.flags[0]}: {problem}"
             elif spec.name != "mlflow_tracking_uri" and is_url(text) and text.partition("://")[0] in PACKAGES:
                 scheme = text.partition("://")[0]
-                yield f"{spec.flags[0]} {scheme}://...: no object store can be used here; give a local path"
+                yield f"{spec.flags[0]} {scheme}://...: object stores are not supported here; pass a local path"
 
 
 def _check_saving(config: RunConfig) -> Iterator[str]:
@@ -627,8 +632,8 @@ def _check_saving(config: RunConfig) -> Iterator[str]:
     given = f"--save {checkpoint.save}"
     if checkpoint.ckpt_format != NATIVE_FORMAT:
         yield (
-            f"--ckpt-format {checkpoint.ckpt_format} is written to a file system only, and {given} is in an object "
-            f"store; give --ckpt-format {NATIVE_FORMAT}, or a folder"
+            f"--ckpt-format {checkpoint.ckpt_format} can only be written to a file system, but {given} is in an object "
+            f"store; use --ckpt-format {NATIVE_FORMAT}, or a local folder"
         )
     if config.logging.log_progress:
         yield f"--log-progress appends to a file next to checkpoints, but {given} is in an object store; omit it"
@@ -663,14 +668,14 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
     }
     given = [name for name, is_given in sources.items() if is_given]
     if not given and data.dataloader_type != "external":
-        yield "no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data"
+        yield "no data is configured; pass --data-path PREFIX, --train-data-path PREFIX or --mock-data"
     elif len(given) > 1:
-        yield f"{' and '.join(given)} exclude each other; keep one"
+        yield f"{' and '.join(given)} exclude each other; omit one of them"
     if data.split is not None and data.has_data_per_split:
-        yield f"--split {data.split} has no effect where each set has data of its own; leave it out"
+        yield f"--split {data.split} has no effect if each set has its own data; omit it"
     has_training_data = bool(data.train_data_path or data.train_data)
     if data.has_data_per_split and not has_training_data and not config.training.skip_train:
-        yield "--train-data-path is missing; --valid-data-path and --test-data-path alone train nothing"
+        yield "--train-data-path is missing; --valid-data-path and --test-data-path contain no training data"
 
 
 def _check_split(config: RunConfig) -> Iterator[str]:
@@ -683,7 +688,7 @@ def _check_split(config: RunConfig) -> Iterator[str]:
         yield from error.problems
         return
     if shares[0] == 0 and not config.training.skip_train:
-        yield f"--split {split}: the training set is empty; give its share first, such as {DEFAULT_SPLIT}"
+        yield f"--split {split}: the training set is empty; make the first number positive, as in {DEFAULT_SPLIT}"
 
 
 def _check_blends(config: RunConfig) -> Iterator[str]:
@@ -695,7 +700,7 @@ def _check_blends(config: RunConfig) -> Iterator[str]:
             continue
         for prefix, weight in zip(blend.prefixes, blend.weights or (1.0,) * len(blend.prefixes)):
             if not 0 < weight < float("inf"):
-                yield f"{name}: the weight of {prefix} is {weight:g}; give a positive weight, or leave the data set out"
+                yield f"{name}: the weight of {prefix} is {weight:g}; use a positive weight, or omit the data set"
         for prefix in dict.fromkeys(blend.prefixes):
             yield from _check_kind(config, name, prefix)
             yield from _check_data_set(config, name, prefix)
@@ -708,13 +713,13 @@ def _check_text(config: RunConfig) -> Iterator[str]:
     for name, files in flags:
         for file in files:
             if not os.path.exists(file):
-                yield f"{name} {file}: there is no such file; give a file with a JSON object per line"
+                yield f"{name} {file}: there is no such file; pass a file with a JSON object per line"
             elif not os.path.isfile(file):
-                yield f"{name} {file} is not a file; give a file with a JSON object per line"
+                yield f"{name} {file} is not a file; pass a file with a JSON object per line"
     if data.train_data and config.tokenizer.tokenizer_type == "NullTokenizer":
         yield "--train-data is text, which NullTokenizer cannot encode; give another --tokenizer-type"
     if data.train_data and data.sft:
-        yield "--train-data is tokenized as text; for --sft give --train-data-path FILE.jsonl"
+        yield "--train-data is tokenized as text; for --sft pass --train-data-path FILE.jsonl"
 
 
 def _check_extra_valid(config: RunConfig) -> Iterator[str]:
@@ -726,7 +731,7 @@ def _check_extra_valid(config: RunConfig) -> Iterator[str]:
     for extra in sets:
         for prefix, weight in zip(extra.blend.prefixes, extra.blend.weights or (1.0,) * len(extra.blend.prefixes)):
             if not 0 < weight < float("inf"):
-                yield f"validation set {extra.name}: the weight of {prefix} is {weight:g}; give a positive weight"
+                yield f"validation set {extra.name}: the weight of {prefix} is {weight:g}; use a positive weight"
             try:
                 _open(config, prefix)
             except (DataError, StorageError) as error:
@@ -737,9 +742,9 @@ def _check_full_validation(config: RunConfig) -> Iterator[str]:
     validation = config.validation
     if validation.eval_iters == 0 and (validation.full_validation or validation.extra_valid_datalist):
         flag = "--full-validation" if validation.full_validation else "--extra-valid-datalist"
-        yield f"{flag} has nothing to do with --eval-iters 0, which turns evaluation off; give --eval-iters 1 or more"
+        yield f"{flag} has no effect with --eval-iters 0, which turns evaluation off; use --eval-iters 1 or more"
     if validation.full_validation and config.data.dataloader_type == "external":
-        yield "--full-validation needs data sets; with --dataloader-type external give --eval-iters"
+        yield "--full-validation does not support --dataloader-type external; use --eval-iters instead"
 
 
 def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
@@ -756,7 +761,7 @@ def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
         return
     num_sequences = len(data_set)
     if num_sequences == 0:
-        yield f"{name} {prefix}: the data set holds no documents"
+        yield f"{name} {prefix}: the data set contains no documents"
         return
     for set_name, size in _wanted_sets(config, num_sequences):
         if size == 0 and set_name != "test":
@@ -778,19 +783,19 @@ def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
     for flag, is_given in (("--mock-data", data.mock_data), ("--dataloader-type external", _is_external(config))):
         if is_given and (data.sft or data.fim_rate):
             what = "--sft needs conversations" if data.sft else "--fim-rate needs text"
-            yield f"{what}, and {flag} has none; give --data-path in its place"
+            yield f"{what}, but {flag} has none; use --data-path instead"
     if data.sft and data.fim_rate:
-        yield "--sft and --fim-rate exclude each other; keep one"
+        yield "--sft and --fim-rate exclude each other; omit one of them"
     if data.dataset is not None and "SFT" in data.dataset and not data.sft:
-        yield f"--dataset {data.dataset} is of conversations; add --train-mode finetune or --sft"
+        yield f"--dataset {data.dataset} reads conversations; add --train-mode finetune or --sft"
 
 
 def _check_kind(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
     """Check a path against the kind of --dataset."""
     dataset = config.data.dataset
     if config.data.sft and dataset is not None and is_raw(prefix) != (dataset in RAW_DATASETS):
-        kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("no file", INDEXED_DATASETS)
-        yield f"{name} {prefix} is {kind}, which --dataset {dataset} does not mean; give {' or '.join(others)}"
+        kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("not a file", INDEXED_DATASETS)
+        yield f"{name} {prefix} is {kind}, which does not match --dataset {dataset}; use {' or '.join(others)}"
 
 
 def _is_external(config: RunConfig) -> bool:
@@ -823,7 +828,7 @@ def _shares(config: RunConfig) -> tuple[float, float, float] | None:
 
 def _split_that_works(config: RunConfig, num_sequences: int) -> str:
     split = suggest_split(_shares(config) or (), num_sequences)
-    return "give a data set with more documents, or --split 1,0,0" if split is None else f"give --split {split}"
+    return "use a data set with more documents, or --split 1,0,0" if split is None else f"use --split {split}"
 
 
 def _lists(config: RunConfig) -> list[tuple[str, tuple[str, ...]]]:

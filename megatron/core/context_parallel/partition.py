@@ -24,7 +24,7 @@ def chunk_length(length: int, size: int) -> int:
         ValueError: the sequence cannot be split into equal chunks.
     """
     if length % (2 * size):
-        raise ValueError(f"a sequence of {length} cannot be cut into 2 x {size} equal chunks")
+        raise ValueError(f"a sequence of {length} tokens cannot be divided into 2 x {size} equal chunks")
     return length // (2 * size)
 
 

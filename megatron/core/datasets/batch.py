@@ -194,14 +194,14 @@ class BatchWriter:
     def _mask(self, mask: NDArray[Any], what: str) -> NDArray[np.bool_]:
         is_set: NDArray[np.bool_] = mask != 0
         if not np.array_equal(mask, is_set):
-            raise DataError(f"the {what} mask has other values than 0 and 1")
+            raise DataError(f"the {what} mask contains values other than 0 and 1")
         return is_set
 
     def _in_range(self, values: NDArray[np.int64], what: str) -> NDArray[np.int64]:
         smallest, largest = int(values.min()), int(values.max())
         if not 0 <= smallest <= largest < self._length:
             wrong = smallest if smallest < 0 else largest
-            raise DataError(f"{what} {wrong} is out of range in a sequence of {self._length}")
+            raise DataError(f"{what} {wrong} is out of range for a sequence of {self._length} tokens")
         return values
 
 

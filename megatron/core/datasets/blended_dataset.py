@@ -31,7 +31,7 @@ class BlendedDataset:
         self._blend = blend
         for dataset, needed in zip(self.datasets, count_taken(blend), strict=True):
             if needed > len(dataset):
-                raise DataError(f"{name}: the blend needs {needed} samples of a data set that has {len(dataset)}")
+                raise DataError(f"{name}: the blend needs {needed} samples of a data set that has only {len(dataset)}")
 
     @property
     def dataset_index(self) -> NDArray[np.int16]:
@@ -52,8 +52,8 @@ class BlendedDataset:
         dataset, sample = self.dataset_index.item(index), self.dataset_sample_index.item(index)
         if not (0 <= dataset < len(self.datasets) and 0 <= sample < len(self.datasets[dataset])):
             raise DataError(
-                f"sample {index} of {self.name} is out of range: the {self._blend.source} is damaged; delete it to "
-                "have it built again"
+                f"sample {index} of {self.name} is out of range: the {self._blend.source} is damaged; delete it, and "
+                "the next run rebuilds it"
             )
         return self.datasets[dataset], sample
 
@@ -105,7 +105,7 @@ def load_or_build_blend(
     def find_blend_damage(arrays: Arrays) -> str | None:
         taken = arrays["samples_taken"]
         if (damage := find_damage(arrays, expected)) is None and (taken.min() < 0 or taken.sum() != shape[0]):
-            damage = f"samples_taken are not {shape[0]} in all"
+            damage = f"samples_taken do not sum to {shape[0]}"
         return damage
 
     shape = (int(sum(weights)) if size is None else size,)

@@ -224,7 +224,7 @@ class ResumedDataset:
 def _phase_size(history: DataHistory, phase: Phase, weights: Sequence[float], num_samples: int) -> int:
     """Return the size of a phase's blend: the same as in a run that starts with this blend."""
     if not weights:
-        raise DataError("no data set of the blend has any samples left; add text to --data-path")
+        raise DataError("no data set of the blend has unused samples; add text to --data-path")
     if history.num_samples is not None:
         return history.num_samples
     size = max(num_samples - phase.start, 1)
@@ -488,8 +488,8 @@ class BlendedDatasetBuilder:
             return None
         if blend is None:
             if name == "train" and wanted is not None:
-                raise DataError(f"{wanted} training samples are needed, but {_PATH_FLAGS[split]} is not given")
-            report(f" > no {name} data: {_PATH_FLAGS[split]} is not given")
+                raise DataError(f"{wanted} training samples are needed, but {_PATH_FLAGS[split]} is not set")
+            report(f" > no {name} data: {_PATH_FLAGS[split]} is not set")
             return None
         if blend.weights is not None and wanted is None:
             raise DataError(f"{name} data is blended by weight, which needs a number of samples; omit the weights")
@@ -543,10 +543,10 @@ class BlendedDatasetBuilder:
         name, wanted = SPLIT_NAMES[split], self.num_samples[split]
         if name == "train" and wanted is not None:
             raise DataError(
-                f"{wanted} training samples are needed, but --split {self.config.split} gives training no share; "
-                "use a share above 0, as in --split 949,50,1"
+                f"{wanted} training samples are needed, but --split {self.config.split} has a training share of 0; use "
+                "a share above 0, as in --split 949,50,1"
             )
-        report(f" > no {name} data: --split {self.config.split} gives it no share")
+        report(f" > no {name} data: --split {self.config.split} has no share for it")
 
     def _may_be_off(self, split: int) -> bool:
         """Return whether a split may lack data: only the test share of ``--split``, not an explicit test path."""
@@ -557,14 +557,14 @@ class BlendedDatasetBuilder:
         name = SPLIT_NAMES[split]
         fact = f"{self._describe_wanted(split)} are needed, but {dataset.prefix}"
         if self.config.blend_per_split is not None:
-            return f"{fact} has no sequences; leave it out or write it again"
+            return f"{fact} has no sequences; omit it or write it again"
         shares = parse_split(self.config.split)
         # A split without requested samples may stay empty.
         shares_wanted = [0.0 if self.num_samples[i] == 0 else share for i, share in enumerate(shares)]
         better = suggest_split(shares_wanted, len(dataset))
-        fact += f" has {len(dataset)} sequences, of which --split {self.config.split} leaves none for {name}"
+        fact += f" has {len(dataset)} sequences, and --split {self.config.split} leaves none of them for {name}"
         if better is None:
-            return f"{fact}; that is too few to divide: give each split its own data ({_PATH_FLAGS[split]})"
+            return f"{fact}; these are too few to divide; use separate data for each split ({_PATH_FLAGS[split]})"
         return f"{fact}; use --split {better}"
 
     def _describe_wanted(self, split: int) -> str:

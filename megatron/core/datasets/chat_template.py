@@ -123,9 +123,9 @@ class ChatTemplate:
 
     def _refuse_changed_beginning(self, number: int) -> NoReturn:
         raise DataError(
-            f"{self.name} renders the conversation up to message {number + 1} differently if messages follow, so that "
-            "the answers cannot be found; mark them in the template with {% generation %} … {% endgeneration %}, or "
-            "give conversations with one answer"
+            f"{self.name} renders the conversation up to message {number + 1} differently if messages follow, so the "
+            "answers cannot be located; mark them in the template with {% generation %} … {% endgeneration %}, or "
+            "use conversations with one answer"
         )
 
     def _fill(
@@ -150,7 +150,7 @@ class ChatTemplate:
 
 def _refuse_reserved(conversation: Conversation) -> None:
     if _RESERVED.search(json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)):
-        raise DataError("a message holds one of the noncharacters U+FDD0, U+FDD1 and U+FDD2; take it out")
+        raise DataError("a message contains one of the noncharacters U+FDD0, U+FDD1 and U+FDD2; remove it")
 
 
 def _take_marks(text: str) -> RenderedConversation:
@@ -186,7 +186,7 @@ def _joined(parts: Iterable[str]) -> str:
 def _product(left: Any, right: Any) -> Any:
     for repeated, times in ((left, right), (right, left)):
         if isinstance(repeated, (str, list, tuple)) and isinstance(times, int) and len(repeated) * times > _LONGEST:
-            raise DataError(f"{len(repeated)} x {times} characters or items are more than {_LONGEST}")
+            raise DataError(f"{len(repeated)} x {times} characters or items exceed the limit of {_LONGEST}")
     return left * right
 
 

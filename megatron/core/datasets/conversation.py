@@ -51,14 +51,17 @@ def read_conversations(line: bytes) -> list[Conversation]:
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
         raise DataError(f"not a JSON line: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"expected a JSON object, found {type(content).__name__}")
+        raise DataError(f"a JSON object is expected, but the line contains {type(content).__name__}")
     conversations = [Conversation(part, content.get("tools")) for part in _split(_read_messages(content))]
     for conversation in conversations:
         roles = [message["role"] for message in conversation.messages]
         if ASSISTANT not in roles:
-            raise DataError(f"no message of the {ASSISTANT} (roles: {', '.join(roles) or 'none'}): nothing to learn")
+            raise DataError(
+                f"no message has the role {ASSISTANT} (roles: {', '.join(roles) or 'none'}), so there is nothing to "
+                "train on"
+            )
         if roles[0] == ASSISTANT:
-            raise DataError(f"the first message is the {ASSISTANT}'s; let it answer a message")
+            raise DataError(f"the first message has the role {ASSISTANT}; begin with a message that it answers")
     return conversations
 
 
@@ -74,12 +77,12 @@ def _read_messages(content: Mapping[str, Any]) -> list[Message]:
         parts = [_text(content, "instruction"), _text(content, "input") if content.get("input") else ""]
         messages = [{"role": "user", "content": "\n".join(filter(None, parts))}, *_side(content, "output", ASSISTANT)]
         return [*_side(content, "system", "system"), *messages] if content.get("system") else messages
-    raise DataError(f"no conversation: the keys are {', '.join(content) or 'none'}; give {_FORMATS}")
+    raise DataError(f"not a conversation: the keys are {', '.join(content) or 'none'}; use {_FORMATS}")
 
 
 def _checked(messages: Any, key: str, role: str, value: str) -> list[Message]:
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{key!r} is no list of messages")
+        raise DataError(f"{key!r} is not a list of messages")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get(role), str):
             raise DataError(f"message {number} of {key!r} has no {role!r}")
@@ -90,7 +93,7 @@ def _checked(messages: Any, key: str, role: str, value: str) -> list[Message]:
 
 def _role(sender: str) -> str:
     if sender not in _ROLES:
-        raise DataError(f"a message is from {sender!r}; known are {', '.join(_ROLES)}")
+        raise DataError(f"a message has the role {sender!r}; known roles are {', '.join(_ROLES)}")
     return _ROLES[sender]
 
 
@@ -103,7 +106,7 @@ def _side(content: Mapping[str, Any], key: str, role: str) -> list[Message]:
 
 def _text(content: Mapping[str, Any], key: str) -> str:
     if not isinstance(content[key], str):
-        raise DataError(f"{key!r} holds {type(content[key]).__name__}, expected text")
+        raise DataError(f"{key!r} contains {type(content[key]).__name__}; a string is expected")
     return str(content[key])
 
 

@@ -86,7 +86,7 @@ class PackedConversations:
             is_whole = order.dtype == starts.dtype == np.int64 and order.ndim == starts.ndim == 1 and len(starts) > 0
             if is_whole and starts[0] == 0 and starts[-1] == len(order) == np.count_nonzero(self.lengths):
                 return None
-            return "it does not hold these conversations"
+            return "it does not contain these conversations"
 
         self.arrays: IndexArrays = cache.load_or_build(
             "ConversationDataset",
@@ -104,7 +104,7 @@ class PackedConversations:
             find_damage,
         )
         if not len(self):
-            raise DataError(f"{conversations.prefix} holds no tokens; write it again")
+            raise DataError(f"{conversations.prefix} contains no tokens; write it again")
 
     def __len__(self) -> int:
         return len(self.arrays["sample_index"]) - 1
@@ -115,7 +115,7 @@ class PackedConversations:
         line = f"{len(self.lengths)} conversations in {len(self)} samples, {tokens / (len(self) * self.room):.1%} full"
         num_cut = np.count_nonzero(self.lengths > self.longest)
         if num_cut:
-            line += f"; {num_cut} longer than {self.longest} tokens are cut at their end"
+            line += f"; {num_cut} conversations are longer than {self.longest} tokens and are truncated"
         return line
 
 
@@ -185,7 +185,7 @@ class ConversationDataset:
             if place.stop > room:
                 raise DataError(
                     f"sample {index} of {self.indexed_dataset.prefix} is out of range: the {self.packed.arrays.source} "
-                    "is damaged; delete it to have it built again"
+                    "is damaged; delete it, and the next run rebuilds it"
                 )
             text[place] = self.indexed_dataset.get(sequence, 0, length)
             counts[place] = self.indexed_dataset.get_mask(sequence, 0, length) != 0

@@ -90,7 +90,7 @@ class ConversationEncoder:
             loss_mask[begin:end] = 1
         loss_mask[:1] = 0  # no position predicts the first token
         if not loss_mask.any():
-            raise DataError(f"{self.template.name} leaves no token of an answer to learn")
+            raise DataError(f"{self.template.name} leaves no answer token to train on")
         return EncodedConversation(np.array(ids, np.int64), loss_mask)
 
     def _tokenize(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -133,18 +133,18 @@ class ConversationFile(IndexedDataset):
     def _open(self) -> None:
         raw = None if idx_path(self.prefix).is_file() else self._find_raw_text()
         if raw is not None:
-            raise DataError(f"{self.prefix} is not a data set; to train on the conversations of {raw}, use that name")
+            raise DataError(f"{self.prefix} is not a data set; to train on the conversations of {raw}, pass {raw}")
         super()._open()
         masks = mask_prefix(self.prefix)
         if not idx_path(masks).is_file():
             raise DataError(
-                f"{self.prefix} has no loss masks: there is no {idx_path(masks)}; fine-tuning reads conversations that "
-                "were written by: python tools/preprocess_data.py --sft --input FILE.jsonl --output-prefix PREFIX with "
-                "the tokenizer's flags, or FILE.jsonl itself"
+                f"{self.prefix} has no loss masks: {idx_path(masks)} is missing; fine-tuning reads conversations that "
+                "were written with: python tools/preprocess_data.py --sft --input FILE.jsonl --output-prefix PREFIX "
+                "with the tokenizer's flags, or FILE.jsonl itself"
             )
         self._masks = IndexedDataset(masks, self.mmap_bin_files)
         if self._masks.dtype != MASK_DTYPE or not np.array_equal(self._masks.sequence_lengths, self.sequence_lengths):
-            raise DataError(f"{masks} does not hold the loss masks of {self.prefix}; write both again")
+            raise DataError(f"{masks} does not match the data set {self.prefix}; write both again")
 
     def get_mask(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Return the loss mask of a conversation, with the same arguments as `get`."""
@@ -205,13 +205,13 @@ def _pack_once(source: Path, encoder: ConversationEncoder, folder: Path, report:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{prefix.name}.lock"):
             if not idx_path(prefix).is_file():
-                report(f" > tokenizing {source} with {encoder.template.name}, once: it is kept in {folder}")
+                report(f" > tokenizing {source} with {encoder.template.name}, once: the result is cached in {folder}")
                 num_conversations, num_tokens = pack(source, encoder, prefix)
                 report(f" > tokenized {num_conversations} conversations, {num_tokens} tokens")
     except OSError as error:
         raise DataError(
-            f"the tokens of {source} cannot be kept in {folder} ({error}); give --data-cache-path a folder that can be "
-            "written, or pack them with tools/preprocess_data.py --sft"
+            f"the tokens of {source} cannot be cached in {folder} ({error}); set --data-cache-path to a writable "
+            "folder, or pack them with tools/preprocess_data.py --sft"
         ) from error
     return str(prefix)
 
@@ -241,7 +241,7 @@ def pack(source: Path, encoder: ConversationEncoder, prefix: Path) -> tuple[int,
                 masks.add_document(conversation.loss_mask)
                 num_tokens += len(conversation.tokens)
         if not tokens.num_documents:
-            raise DataError(f"{source} holds no conversation: there is nothing in it")
+            raise DataError(f"{source} contains no conversation: the file is empty")
         # Publish the masks first, so that a data set with a token index is complete.
         masks.finalize()
         tokens.finalize()

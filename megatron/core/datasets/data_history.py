@@ -105,7 +105,7 @@ class DataSetKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Samples of a data set that are shuffled together: whole epochs for a number of samples, and a seed."""
+    """Epochs of a data set that are shuffled together: as many whole epochs as ``num_samples`` needs, and the seed."""
 
     num_samples: int | None
     """Samples that determine the number of epochs; None for one epoch."""
@@ -305,13 +305,13 @@ def continue_history(
         )
     if history.seed is not None and history.seed != seed:
         raise DataError(
-            f"the checkpoint's run has --seed {history.seed}, which decides the order of --dataloader-type cyclic: "
+            f"the checkpoint's run used --seed {history.seed}, which determines the order of --dataloader-type cyclic: "
             f"with {seed} this run would repeat samples; use --seed {history.seed}, or --finetune to start a new run"
         )
     if history.consumed_samples != consumed_samples:
         raise DataError(
-            f"the checkpoint's record of the data read covers {history.consumed_samples} consumed samples, but "
-            f"the run is at {consumed_samples}; use another checkpoint (--ckpt-step), or --finetune for a new run"
+            f"the checkpoint's record of the data read covers {history.consumed_samples} consumed samples, but the run "
+            f"is at {consumed_samples}; use a different checkpoint (--ckpt-step), or --finetune for a new run"
         )
     history, numbers = _with_parts(history, parts)
     last = history.phases[-1]
@@ -319,8 +319,8 @@ def continue_history(
         return history, None
     if dataloader_type == "cyclic":
         raise DataError(
-            "the blend differs from the checkpoint's, and --dataloader-type cyclic permuted all samples of the "
-            "old blend together; use the --data-path of the checkpoint's run, or --finetune to start a new run"
+            "the blend differs from the checkpoint's, but --dataloader-type cyclic shuffled all samples of the old "
+            "blend together; use the --data-path of the checkpoint's run, or --finetune to start a new run"
         )
     phase = _next_phase(history, parts, numbers, weights, consumed_samples, num_samples)
     kept = history.phases if last.start < consumed_samples else history.phases[:-1]
@@ -384,13 +384,13 @@ def _describe_change(history: DataHistory, old: Phase, new: Phase) -> str:
     for number in dict.fromkeys((*new.data_sets, *old.data_sets)):
         record = history.data_sets[number]
         if number not in now:
-            change = f"{before[number]:.6g} -> left out"
+            change = f"{before[number]:.6g} -> removed"
         elif record.consumed_samples or number in before:
             share = "left out" if number not in before else f"{before[number]:.6g}"
-            change = f"{share} -> {now[number]:.6g}, going on after {record.consumed_samples} samples"
+            change = f"{share} -> {now[number]:.6g}, continuing after {record.consumed_samples} samples"
         else:
             change = f"new, {now[number]:.6g}"
             if any(other.key.name == record.key.name for other in history.data_sets[:number]):
-                change += " (its text, --split or --seq-length is another than before: it is read from its beginning)"
+                change += " (its text, --split or --seq-length has changed: it is read from its beginning)"
         parts.append(f"{record.prefix} {change}")
     return f" > the training data changes after {new.start} samples: {'; '.join(parts)}"

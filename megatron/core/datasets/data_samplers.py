@@ -42,7 +42,7 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise DataError("a data set without samples cannot be read; give it more text or a larger share of --split")
+            raise DataError("a data set has no samples; add text or increase its share of --split")
 
     def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
         """Return the ``count`` sample ids after ``consumed_samples``; fewer at the end of ``single``."""
@@ -95,8 +95,8 @@ class MicroBatchSampler:
         left = self.order.num_samples - self.consumed_samples
         if self.order.dataloader_type == "single" and left < self._chunk:
             raise DataError(
-                f"{self.consumed_samples} samples are consumed of the {self.order.num_samples} that the data set has: "
-                f"{max(left, 0)} are left, {self._chunk} are needed for one micro-batch on every rank; train for more "
+                f"{self.consumed_samples} of the data set's {self.order.num_samples} samples are consumed: "
+                f"{max(left, 0)} are left, but one micro-batch on every rank needs {self._chunk}; train for more "
                 "iterations than before (--train-iters) or use --dataloader-type cyclic"
             )
 

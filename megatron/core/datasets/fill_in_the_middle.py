@@ -95,13 +95,13 @@ def special_token_id(tokenizer: Tokenizer, token: str, flag: str) -> int:
     Raises:
         TokenizerError: the tokenizer does not encode ``token`` as one token; the message names it and ``flag``.
     """
-    advice = f"give {flag} a special token that it has"
+    advice = f"set {flag} to one of its special tokens"
     try:
         ids = tokenizer.tokenize(token)[len(tokenizer.tokenize("")) :]
     except TokenizerError as error:
-        raise TokenizerError(f"{flag} {token}: the tokenizer does not read it ({error}); {advice}") from error
+        raise TokenizerError(f"{flag} {token}: the tokenizer cannot encode it ({error}); {advice}") from error
     if len(ids) != 1:
-        raise TokenizerError(f"{flag} {token}: the tokenizer reads it as {len(ids)} tokens, not as one; {advice}")
+        raise TokenizerError(f"{flag} {token}: the tokenizer encodes it as {len(ids)} tokens instead of one; {advice}")
     return ids[0]
 
 

@@ -278,7 +278,7 @@ class GPTDataset:
     def _damaged_index(self, index: int) -> DataError:
         return DataError(
             f"sample {index} of {self.indexed_dataset.prefix} is out of range: the {self._indices.source} is damaged; "
-            "delete it to have it built again"
+            "delete it, and the next run rebuilds it"
         )
 
 
@@ -293,8 +293,8 @@ def fingerprint_lengths(indexed_dataset: IndexedDataset, cache: IndexCache) -> s
 def token_range_error(source: str, smallest: int, largest: int, vocab_size: int) -> DataError:
     """Return the error for token ids outside the vocabulary."""
     return DataError(
-        f"{source} holds token id {smallest if smallest < 0 else largest}, but the vocabulary has {vocab_size} ids (0 "
-        f"to {vocab_size - 1}); give the tokenizer that the data was written with (--tokenizer-type, --vocab-file, "
+        f"{source} contains token id {smallest if smallest < 0 else largest}, but the vocabulary has {vocab_size} ids "
+        f"(0 to {vocab_size - 1}); use the tokenizer that the data was written with (--tokenizer-type, --vocab-file, "
         "--tokenizer-model, --vocab-size), or preprocess the text again"
     )
 
@@ -355,7 +355,7 @@ class MockGPTDataset:
         words = np.arange(min(vocab_size, self.MAX_CYCLE), dtype=np.int64)
         self._cycle = np.random.RandomState(config.random_seed).permutation(words[words != config.eod_token_id])
         if len(self._cycle) == 0:
-            raise DataError(f"a vocabulary of {vocab_size} ids leaves no tokens to make data of; give --vocab-size 2")
+            raise DataError(f"a vocabulary of {vocab_size} ids has no tokens for mock data; use --vocab-size 2 or more")
         self.usage = DataUsage(f"{split_name} data (mock)", num_samples, self._num_samples, 1)
 
     def __len__(self) -> int:

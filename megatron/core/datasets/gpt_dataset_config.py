@@ -113,14 +113,14 @@ class GPTDatasetConfig:
     def _find_problems(self) -> list[str]:
         problems = []
         if self.sequence_length < 1:
-            problems.append(f"the sequence length is {self.sequence_length}; give --seq-length 1 or more")
+            problems.append(f"the sequence length is {self.sequence_length}; set --seq-length to 1 or more")
         if not 0 <= self.random_seed < 2**32:
-            problems.append(f"the seed is {self.random_seed}; give --seed a value from 0 to {2**32 - 1}")
+            problems.append(f"the seed is {self.random_seed}; set --seed to a value from 0 to {2**32 - 1}")
         sources = [self.blend is not None, self.blend_per_split is not None, self.mock]
         if sum(sources) != 1:
             problems.append(
-                f"{sum(sources)} sources of data are given; give one of --data-path, "
-                "--train-data-path (with --valid-data-path, --test-data-path) or --mock-data"
+                f"{sum(sources)} data sources are set; pass only one of --data-path, --train-data-path (with "
+                "--valid-data-path, --test-data-path) or --mock-data"
             )
         flags = {
             "--reset-position-ids": self.reset_position_ids,
@@ -133,8 +133,9 @@ class GPTDatasetConfig:
         needing = [flag for flag, on in flags.items() if on]
         if needing and self.eod_token_id is None:
             problems.append(
-                f"the tokenizer has no end-of-document token, which {', '.join(needing)} needs; leave "
-                f"{'it' if len(needing) == 1 else 'them'} out or choose a tokenizer that has one"
+                f"the tokenizer has no end-of-document token, which {', '.join(needing)} "
+                f"{'needs' if len(needing) == 1 else 'need'}; omit {'it' if len(needing) == 1 else 'them'} or use a "
+                "tokenizer that has one"
             )
         if self.blend is not None:
             try:
@@ -156,7 +157,7 @@ def parse_blend(items: Sequence[str]) -> Blend:
         ConfigurationError: there are no items, or only some prefixes have a weight.
     """
     if not items:
-        raise ConfigurationError("an empty list of data paths is given; give prefixes, or weights and prefixes in turn")
+        raise ConfigurationError("the list of data paths is empty; pass prefixes, or alternating weights and prefixes")
     heads = items[0::2]
     numbers = [head for head in heads if _is_number(head)]
     if len(items) < 2 or not numbers:
@@ -164,8 +165,8 @@ def parse_blend(items: Sequence[str]) -> Blend:
     if len(numbers) < len(heads) or len(items) % 2:
         stray = next((head for head in heads if not _is_number(head)), items[-1])
         raise ConfigurationError(
-            f"the data paths mix weights and plain prefixes: {stray!r} stands where a weight was expected; write "
-            "'weight prefix weight prefix' for all or for none"
+            f"the data paths mix entries with and without a weight: {stray!r} is not a weight; pass 'weight prefix "
+            "weight prefix', or prefixes only"
         )
     return Blend(tuple(items[1::2]), tuple(float(head) for head in heads))
 
@@ -178,11 +179,13 @@ def parse_split(text: str) -> tuple[float, float, float]:
     """
     parts = [part for part in re.split(r"[,/\s]+", text.strip()) if part]
     if not 1 <= len(parts) <= len(SPLIT_NAMES) or not all(re.fullmatch(r"\d*\.?\d+|\d+\.", part) for part in parts):
-        raise ConfigurationError(f"--split {text!r} cannot be read; give up to three numbers, such as --split 949,50,1")
+        raise ConfigurationError(
+            f"--split {text!r} cannot be parsed; use up to three numbers, such as --split 949,50,1"
+        )
     weights = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
     total = sum(weights)
     if total <= 0:
-        raise ConfigurationError(f"--split {text!r} leaves nothing to train on; give numbers such as --split 949,50,1")
+        raise ConfigurationError(f"--split {text!r} has a training share of 0; use numbers such as --split 949,50,1")
     train, valid, test = (weight / total for weight in weights)
     return train, valid, test
 
@@ -220,11 +223,16 @@ def _is_number(text: str) -> bool:
 
 def _find_blend_problems(blend: Blend) -> list[str]:
     if blend.weights is None:
-        return [] if blend.prefixes else ["a blend without data sets is given; give at least one prefix"]
+        return [] if blend.prefixes else ["a blend has no data sets; pass at least one prefix"]
     if len(blend.weights) != len(blend.prefixes):
-        return [f"a blend has {len(blend.prefixes)} data sets and {len(blend.weights)} weights; give one weight each"]
+        return [
+            (
+                f"a blend has {len(blend.prefixes)} data sets and {len(blend.weights)} weights; pass one weight "
+                "per data set"
+            )
+        ]
     return [
-        f"the weight of {prefix} is {weight:g}; give a positive weight, or leave the data set out"
+        f"the weight of {prefix} is {weight:g}; use a positive weight, or omit the data set"
         for prefix, weight in zip(blend.prefixes, blend.weights, strict=True)
         if not 0 < weight < float("inf")
     ]

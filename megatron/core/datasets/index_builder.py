@@ -147,7 +147,9 @@ class NumpyIndexBuilder:
         ends = np.cumsum(document_lengths)
         num_tokens = int(ends[-1]) if len(ends) else 0
         if num_samples > count_samples(num_tokens, sequence_length, drop_last_partial_sequence=False):
-            raise DataError(f"{num_samples} samples of {sequence_length} tokens do not fit {num_tokens} tokens")
+            raise DataError(
+                f"{num_samples} samples of {sequence_length} tokens need more than the available {num_tokens} tokens"
+            )
         result = np.zeros((num_samples + 1, 2), sample_index_dtype(len(document_index)))
         if num_samples == 0:
             return result
@@ -316,13 +318,17 @@ def _shuffle_index(
 
 def _check_blend(num_datasets: int) -> None:
     if not 1 <= num_datasets <= _INT16_MAX:
-        raise DataError(f"a blend of {num_datasets} data sets cannot be indexed; merge some: at most {_INT16_MAX} fit")
+        raise DataError(
+            f"a blend of {num_datasets} data sets cannot be indexed; at most {_INT16_MAX} are supported: merge some"
+        )
 
 
 def _check_shares(weights: NDArray[np.float64]) -> None:
     wrong = np.flatnonzero(~((weights >= 0.0) & (weights <= 1.0)))
     if len(wrong):
-        raise DataError(f"data set {int(wrong[0])} of a blend has the share {weights[wrong[0]]}; give one from 0 to 1")
+        raise DataError(
+            f"data set {int(wrong[0])} of a blend has the weight {weights[wrong[0]]}; use a weight from 0 to 1"
+        )
 
 
 Told = Callable[[str, int, int], None]
@@ -353,7 +359,7 @@ class CountedIndexBuilder:
         self._tell(0)
 
     def next_data_set(self, num_samples: int) -> None:
-        """Count the previous data set as done and start one of which ``num_samples`` samples are taken."""
+        """Count the previous data set as done, and start the next, from which ``num_samples`` samples are taken."""
         self._done, self._share = self._done + self._share, num_samples
         self._tell(0)
 

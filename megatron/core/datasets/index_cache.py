@@ -54,9 +54,7 @@ class CacheMirror:
                 target = self._folder / path.name
                 target.retry(lambda path=path, target=target: _upload(path, target))  # type: ignore[misc]
         except OSError as error:
-            self._report(
-                f"WARNING: index cache {self._folder} cannot be written ({error}); every machine builds its own"
-            )
+            self._report(f"WARNING: index cache {self._folder} cannot be written ({error}); every node builds its own")
 
 
 def _upload(path: Path, target: ObjectPath) -> None:
@@ -200,7 +198,7 @@ class IndexCache:
         """Read the arrays; None if a file is missing (not reported) or damaged (reported)."""
         try:
             if described.read_text() != text:
-                raise ValueError("its description is not the one that its name stands for")
+                raise ValueError("its description does not match its file name")
             arrays = _open(files)
             damage = find_damage(arrays.arrays)
         except (FileNotFoundError, NotADirectoryError):
@@ -209,7 +207,7 @@ class IndexCache:
             damage = str(error).splitlines()[0] if str(error) else type(error).__name__
         if damage is None:
             return arrays
-        self._report(f"WARNING: index cache {described} cannot be used ({damage}); building it again")
+        self._report(f"WARNING: index cache {described} cannot be used ({damage}); rebuilding it")
         return None
 
     def _publish(self, described: Path, files: Mapping[str, Path], text: str, arrays: Arrays) -> IndexArrays:
@@ -226,8 +224,8 @@ class IndexCache:
             return _open(files, written_s)
         except (OSError, ValueError) as error:
             self._report(
-                f"WARNING: index cache {described.parent} cannot be written ({error}); every process keeps its own "
-                "index in memory; give --data-cache-path a folder that can be written"
+                f"WARNING: index cache {described.parent} cannot be written ({error}), so every process keeps its own "
+                "index in memory; set --data-cache-path to a writable folder"
             )
             return _in_memory(arrays)
 

@@ -110,13 +110,13 @@ class IndexedDataset:
                     raise DataError(
                         f"{raw} is raw text, not a tokenized data set; tokenize it first: python "
                         f"tools/preprocess_data.py --input {raw} --output-prefix {raw.stem} --append-eod with the "
-                        f"tokenizer's flags, then give {raw.stem}_text_document"
+                        f"tokenizer's flags, then pass {raw.stem}_text_document"
                     )
                 if path.exists():
-                    raise DataError(f"data file {path} is a folder, a pipe or a device, and not a file")
+                    raise DataError(f"data file {path} is a folder, a pipe or a device; a file is expected")
                 raise DataError(
-                    f"data file {path} does not exist; a data path is given without .bin or .idx, "
-                    "as in my-corpus_text_document"
+                    f"data file {path} does not exist; pass the data path without .bin or .idx, as in "
+                    "my-corpus_text_document"
                 )
         try:
             self._read_index(_on_this_machine(index_file))
@@ -147,8 +147,8 @@ class IndexedDataset:
             size = self._index_status.st_size
             if size < INDEX_HEADER.size:
                 raise DataError(
-                    f"{path} is truncated: {size} bytes, its header alone has {INDEX_HEADER.size}; write the data set "
-                    "again"
+                    f"{path} is truncated: it has {size} bytes, but its header alone needs {INDEX_HEADER.size}; write "
+                    "the data set again"
                 )
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         magic, version, code, num_sequences, num_indices = INDEX_HEADER.unpack_from(buffer)
@@ -185,8 +185,8 @@ class IndexedDataset:
         if needed != self._bin_bytes:
             verdict = "is truncated" if self._bin_bytes < needed else "does not belong to its .idx"
             raise DataError(
-                f"{tokens_file} {verdict}: it has {self._bin_bytes} bytes, its index describes {needed}; "
-                "copy or write both files again"
+                f"{tokens_file} {verdict}: it has {self._bin_bytes} bytes, but its index describes {needed}; copy or "
+                "write both files again"
             )
         if len(self.document_indices) and int(self.document_indices[-1]) != len(self):
             raise DataError(
@@ -235,15 +235,15 @@ class IndexedDataset:
             DataError: the range is not inside the sequence, or the sequence is not inside the file.
         """
         if not 0 <= index < len(self.sequence_lengths):
-            raise DataError(f"sequence {index} is not in {self.prefix}, which has {len(self)}")
+            raise DataError(f"sequence {index} is out of range: {self.prefix} has {len(self)} sequences")
         available = self.sequence_lengths.item(index)
         count = available - offset if length is None else length
         begin = self.sequence_pointers.item(index) // self._token_bytes + offset
         end = begin + count
         if offset < 0 or count < 0 or offset + count > available or begin < 0 or end > self._num_tokens:
             raise DataError(
-                f"tokens {offset} to {offset + count} of sequence {index} are not in {self.prefix}: the sequence has "
-                f"{available} tokens at byte {self.sequence_pointers.item(index)} of {self._bin_bytes}"
+                f"tokens {offset} to {offset + count} of sequence {index} of {self.prefix} are out of range: the "
+                f"sequence has {available} tokens at byte {self.sequence_pointers.item(index)} of {self._bin_bytes}"
             )
         if self._tokens is not None:
             # The rest of the last page would read as zeros. `report_lost_pages` handles later truncation.
@@ -260,7 +260,9 @@ class IndexedDataset:
         return np.frombuffer(raw, self.dtype)
 
     def _became_shorter(self) -> DataError:
-        return DataError(f"{bin_path(self.prefix)} became shorter than the {self._bin_bytes} bytes that it had")
+        return DataError(
+            f"{bin_path(self.prefix)} shrank below its {self._bin_bytes} bytes while it was in use; write it again"
+        )
 
     def count_tokens(self, sequences: range) -> int:
         """Count the tokens of consecutive sequences from their start and end offsets.
@@ -319,7 +321,7 @@ class IndexedDataset:
                 f"{int(self.sequence_pointers[first])}; write the data set again"
             )
         if len(self.document_indices) and (self.document_indices[0] != 0 or np.any(np.diff(self.document_indices) < 0)):
-            raise DataError(f"{idx_path(self.prefix)} is damaged: its document indices do not rise from 0")
+            raise DataError(f"{idx_path(self.prefix)} is damaged: its document indices do not increase from 0")
 
 
 CHECKSUM_BLOCK_BYTES: Final = 1 << 20
@@ -457,7 +459,8 @@ def _read_checksums(path: Path) -> dict[str, list[Block]]:
         content = parse_json(read_plain_text(path))
         if (content["format"], content["algorithm"]) != (_CHECKSUMS_FORMAT, _CHECKSUM_ALGORITHM):
             raise DataError(
-                f"{path} has format {content['format']} with {content['algorithm']}; only 1 with crc32 is read"
+                f"{path} has format {content['format']} with {content['algorithm']}; only format 1 with crc32 is "
+                "supported"
             )
         return {name: _blocks_from_json(content[name]) for name in ("bin", "idx")}
     except FileNotFoundError as error:
@@ -469,7 +472,7 @@ def _read_checksums(path: Path) -> dict[str, list[Block]]:
 def _blocks_from_json(entry: dict[str, list[Any]]) -> list[Block]:
     sizes, sums = entry["block_bytes"], entry["crc32"]
     if len(sizes) != len(sums) or any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError("sizes and checksums do not fit together")
+        raise ValueError("the numbers of sizes and checksums differ")
     return [Block(size, int(crc, 16)) for size, crc in zip(sizes, sums)]
 
 
@@ -546,7 +549,7 @@ class IndexedDatasetBuilder:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in DTYPE_CODES.values():
             raise DataError(
-                f"dtype {self.dtype} cannot be stored in {self.prefix}; choose one of "
+                f"dtype {self.dtype} cannot be stored in {self.prefix}; use one of "
                 f"{', '.join(str(known) for known in DTYPE_CODES.values())}"
             )
         self._lengths = array("i")
@@ -587,7 +590,9 @@ class IndexedDatasetBuilder:
         values = np.asarray(tokens)
         lengths = [len(values)] if lengths is None else lengths
         if sum(lengths) != len(values) or min(lengths, default=0) < 0:
-            raise DataError(f"{self.prefix}: sequence lengths sum to {sum(lengths)}, the document has {len(values)}")
+            raise DataError(
+                f"{self.prefix}: the sequence lengths sum to {sum(lengths)}, but the document has {len(values)} tokens"
+            )
         if self._modes is not None and len(modes) != len(lengths):
             raise DataError(f"{self.prefix}: {len(modes)} modes for {len(lengths)} sequences")
         self._file.write(self._to_dtype(values).tobytes())
@@ -602,8 +607,8 @@ class IndexedDatasetBuilder:
             low, high = int(values.min()), int(values.max())
             if low < limits.min or high > limits.max:
                 raise DataError(
-                    f"{self.prefix}: token {high if high > limits.max else low} does not fit {self.dtype.name} "
-                    f"({limits.min} to {limits.max}); give the tokenizer's true vocabulary size"
+                    f"{self.prefix}: token {high if high > limits.max else low} does not fit in {self.dtype.name} "
+                    f"({limits.min} to {limits.max}); pass the tokenizer's true vocabulary size"
                 )
         return values.astype(self.dtype, copy=False)
 

@@ -124,7 +124,7 @@ class ExternalReader:
                 self._check(sample)
                 writer.write(row, sample)
             except Exception as error:
-                name = f"sample {row} of micro-batch {self._num_read} that the caller makes"
+                name = f"sample {row} of the caller's micro-batch {self._num_read}"
                 raise named_error(error, name) from error
         self._num_read += 1
 
@@ -132,12 +132,14 @@ class ExternalReader:
         try:
             samples = next(self._microbatches, None)
         except Exception as error:
-            raise named_error(error, f"micro-batch {self._num_read} that the caller makes") from error
+            raise named_error(error, f"the caller's micro-batch {self._num_read}") from error
         if samples is None:
-            raise DataError(f"the caller makes {self._num_read} micro-batches for this rank, and the run reads more")
+            raise DataError(
+                f"the caller's iterator ended after {self._num_read} micro-batches on this rank, but the run needs more"
+            )
         if len(samples) != self._layout.micro_batch_size:
             raise DataError(
-                f"micro-batch {self._num_read} that the caller makes has {len(samples)} samples; --micro-batch-size is "
+                f"the caller's micro-batch {self._num_read} has {len(samples)} samples, but --micro-batch-size is "
                 f"{self._layout.micro_batch_size}"
             )
         return samples
@@ -152,12 +154,12 @@ class ExternalReader:
         for name in sorted(needed | (sample.keys() & {"padding_mask"})):
             array = np.asarray(sample[name])  # type: ignore[literal-required]
             if array.shape != shape:
-                raise DataError(f"its {name} have the shape {array.shape}, not {shape}")
+                raise DataError(f"its {name} have shape {array.shape}, not {shape}")
         if "document_ids" in sample and not self._has_documents:
-            raise DataError("it has document_ids, which need --reset-attention-mask")
+            raise DataError("it has document_ids, which require --reset-attention-mask")
         positions = sample.get("position_ids")
         if self._positions is not None and positions is not None and not np.array_equal(positions, self._positions):
-            raise DataError("its position_ids are not 0, 1, ...; others need --reset-position-ids")
+            raise DataError("its position_ids are not 0, 1, ...; other values require --reset-position-ids")
         outside = find_outside(self._vocab_size, np.asarray(sample["tokens"]), np.asarray(sample["labels"]))
         if outside is not None:
             raise token_range_error("it", *outside, self._vocab_size)

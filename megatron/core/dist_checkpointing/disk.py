@@ -167,9 +167,9 @@ def replace_text(path: Path, hidden: Path, text: str) -> None:
 
 def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> CheckpointWriteError:
     """Build the error for a failed write: the path, the reason, the bytes needed and the bytes free."""
-    need = f"; {needed_bytes} bytes are needed for it" if needed_bytes else ""
+    need = f"; it needs {needed_bytes} bytes" if needed_bytes else ""
     try:
-        free = "" if isinstance(path, ObjectPath) else f", {shutil.disk_usage(path.parent).free} are free"
+        free = "" if isinstance(path, ObjectPath) else f", but {shutil.disk_usage(path.parent).free} bytes are free"
     except OSError:
         free = ""
     return CheckpointWriteError(f"cannot write {path}: {reason_of(failure)}{need}{free}")
@@ -184,7 +184,7 @@ def read_error(message: str, failure: OSError, consequence: str = "") -> InputEr
         return failure
     reason = reason_of(failure)
     if failure.errno in _UNREACHABLE:
-        return StorageError(f"{message}: {reason}; start again when the file system answers")
+        return StorageError(f"{message}: {reason}; restart when the file system is available")
     return DamagedCheckpointError(f"{message}: {reason}{consequence}")
 
 

@@ -122,7 +122,7 @@ def read_index(folder: Path) -> CheckpointIndex:
             is_intact=_content_checksum(content) == stored_checksum,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error!r})") from error
+        raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not a valid checkpoint index ({error!r})") from error
 
 
 def read_index_file(folder: Path) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def read_index_file(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedCheckpointError(f"{path}: not an index of a checkpoint ({error!r})") from error
+        raise DamagedCheckpointError(f"{path}: not a valid checkpoint index ({error!r})") from error
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format version {version} is newer than {FORMAT_VERSION}, the newest that this program reads"
@@ -243,6 +243,5 @@ def _expect(folder: Path, name: str, value: object, is_met: bool) -> None:
     if not is_met:
         text = repr(value)
         raise DamagedCheckpointError(
-            f"{folder / INDEX_FILE}: {name} is {text if len(text) <= 80 else text[:77] + '...'}, "
-            "which is not a value that a run writes"
+            f"{folder / INDEX_FILE}: {name} has the invalid value {text if len(text) <= 80 else text[:77] + '...'}"
         )

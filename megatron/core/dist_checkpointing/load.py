@@ -92,7 +92,7 @@ def load_tensors(
         )
     problems = misfits.problems(strictness)
     if problems:
-        raise CheckpointError(f"checkpoint {folder} does not fit this run: {'; '.join(problems)}")
+        raise CheckpointError(f"checkpoint {folder} does not match this run: {'; '.join(problems)}")
     present = [tensor for tensor in tensors if tensor.name in index.tensors]
     with ShardReader(folder, verify) as reader:
         targets = [tensor.data for tensor in present]

@@ -107,7 +107,7 @@ def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
 
 
 def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:
-    """Create the sharded tensor of an unsharded tensor."""
+    """Create a ``ShardedTensor`` whose only shard is the whole tensor."""
     return ShardedTensor(name, tuple(data.shape), full_shards(data.shape), data.detach())
 
 
@@ -231,14 +231,17 @@ class AverageChoice:
 
 
 def average_choice(tensors: Sequence[ShardedTensor], index: CheckpointIndex) -> AverageChoice:
-    """Select the optimizer tensors to load: averages only if both the run and the checkpoint have them."""
+    """Select the optimizer tensors to load: EMA weights only if both the run and the checkpoint have them."""
     is_wanted = any(tensor.name.startswith(AVERAGE_PREFIX) for tensor in tensors)
     is_stored = any(name.startswith(AVERAGE_PREFIX) for name in index.tensors)
     if is_wanted == is_stored:
         return AverageChoice(tuple(tensors), (OPTIMIZER_PREFIX,))
     if is_wanted:
         others = tuple(tensor for tensor in tensors if not tensor.name.startswith(AVERAGE_PREFIX))
-        line = "--ema-decay: the average begins with the loaded weights, since the checkpoint holds none"
+        line = (
+            "--ema-decay: the average starts from the loaded weights, because the checkpoint contains no averaged "
+            "weights"
+        )
         return AverageChoice(others, (OPTIMIZER_PREFIX,), line)
     kinds = {name.split(".")[1] for name in index.tensors if name.startswith(OPTIMIZER_PREFIX)}
     namespaces = sorted(f"{OPTIMIZER_PREFIX}{kind}." for kind in kinds)
@@ -358,16 +361,16 @@ def check_writes(ranks: Sequence[Sequence[TensorDescription]]) -> None:
         # Subtracting boxes in the order of their offsets keeps the number of remaining boxes small.
         gaps = uncovered(whole, sorted(boxes[name], key=lambda box: box.offset))
         if gaps:
-            raise CheckpointError(f"no rank holds {name}{describe_box(gaps[0])}; nothing was saved")
+            raise CheckpointError(f"no rank has {name}{describe_box(gaps[0])}; nothing was saved")
         if sum(box.num_elements for box in boxes[name]) != whole.num_elements:
-            raise CheckpointError(f"ranks that are no replicas of each other own the same part of {name}")
+            raise CheckpointError(f"ranks that are not replicas of each other own the same part of {name}")
 
 
 def _check_alike(first: TensorDescription, other: TensorDescription, rank: int) -> None:
     if (first.global_shape, first.dtype) != (other.global_shape, other.dtype):
         raise CheckpointError(
-            f"ranks disagree on {first.name}: {first.dtype} {list(first.global_shape)} and, on rank {rank}, "
-            f"{other.dtype} {list(other.global_shape)}"
+            f"ranks disagree on {first.name}: it is {first.dtype} {list(first.global_shape)}, but {other.dtype} "
+            f"{list(other.global_shape)} on rank {rank}"
         )
 
 

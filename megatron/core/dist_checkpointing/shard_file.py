@@ -205,7 +205,7 @@ def check_file(path: Path, expected: StoredFile, shards: Sequence[StoredShard], 
     except OSError as error:
         raise read_error(str(path), error, _name_some({shard.key for shard in shards})) from error
     if num_bytes != expected.num_bytes:
-        problem = f"has {num_bytes} bytes, {expected.num_bytes} were written"
+        problem = f"has {num_bytes} bytes, but {expected.num_bytes} were written"
     elif verify and checksum(header) != expected.header_checksum:
         problem = "the header does not match its checksum"
     else:

@@ -215,8 +215,8 @@ def _find_senders(folder: Path, files: Sequence[str], world: Group) -> dict[str,
     missing = [name for name in files if name not in senders]
     if missing:
         raise DamagedCheckpointError(
-            f"{folder}: no rank of this run finds {', '.join(missing)}; the nodes that wrote these files must "
-            "take part in this run, or the files must be copied to a node that does"
+            f"{folder}: no rank of this run finds {', '.join(missing)}; include the nodes that wrote these files in "
+            "this run, or copy the files to a node of this run"
         )
     return senders
 

@@ -96,10 +96,10 @@ def find_misfits(
         have, want = stored[name], names[name]
         if have.global_shape != want.global_shape:
             different.append(
-                f"{name}: shape {list(have.global_shape)} in the checkpoint, {list(want.global_shape)} in this run"
+                f"{name}: shape {list(have.global_shape)} in the checkpoint, but {list(want.global_shape)} in this run"
             )
         elif have.dtype != want.dtype and not allow_cast:
-            different.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} in this run")
+            different.append(f"{name}: dtype {have.dtype} in the checkpoint, but {want.dtype} in this run")
     return Misfits(
         missing=tuple(sorted(names.keys() - stored.keys())),
         unexpected=tuple(sorted(n for n in stored.keys() - names.keys() if n.startswith(tuple(namespaces)))),
@@ -118,7 +118,7 @@ def check_geometry(folder: Path, index: CheckpointIndex) -> None:
     try:
         _check_index(index)
     except ValueError as error:
-        raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error})") from error
+        raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not a valid checkpoint index ({error})") from error
 
 
 def _check_index(index: CheckpointIndex) -> None:
@@ -134,7 +134,7 @@ def _check_index(index: CheckpointIndex) -> None:
         if held > math.prod(tensor.global_shape):
             raise ValueError(f"shards of {tensor.name} overlap: {held} elements for a shape of {tensor.global_shape}")
     if total > sum(sizes.values()):
-        raise ValueError(f"shards of {total} bytes in files of {sum(sizes.values())} bytes")
+        raise ValueError(f"the shards need {total} bytes, but the files have {sum(sizes.values())} bytes")
 
 
 def _item_bytes(tensor: StoredTensor) -> int:
@@ -147,11 +147,11 @@ def _item_bytes(tensor: StoredTensor) -> int:
 def _check_shard(tensor: StoredTensor, shard: StoredShard, item_bytes: int, sizes: Mapping[str, int]) -> None:
     shape, box = tensor.global_shape, shard.box
     if not len(box.offset) == len(box.shape) == len(shape):
-        raise ValueError(f"a shard of {tensor.name} has {len(box.shape)} dims, and the tensor {len(shape)}")
+        raise ValueError(f"a shard of {tensor.name} has {len(box.shape)} dimensions, but the tensor has {len(shape)}")
     for start, length, size in zip(box.offset, box.shape, shape):
         if start + length > size:
             raise ValueError(f"a shard of {tensor.name} at {box.offset} of shape {box.shape} is outside of {shape}")
     if box.num_elements * item_bytes != shard.num_bytes:
-        raise ValueError(f"a shard of {tensor.name} of shape {box.shape} in {shard.num_bytes} bytes")
+        raise ValueError(f"a shard of {tensor.name} with shape {box.shape} has {shard.num_bytes} bytes")
     if shard.file not in sizes or shard.start + shard.num_bytes > sizes[shard.file]:
         raise ValueError(f"a shard of {tensor.name} is at byte {shard.start} of {shard.file:.80}, beyond its end")

@@ -224,7 +224,7 @@ def compare_replicas(tensors: Sequence[tuple[str, torch.Tensor]], group: Group, 
         named = ", ".join(map(str, sorted(outsiders)))
         blamed = f"rank {named} differs from the others" if len(outsiders) == 1 else f"ranks {named} differ from most"
     else:
-        blamed = "no majority tells which of them is wrong"
+        blamed = "there is no majority that identifies the wrong rank"
     return (
         f"{len(differing)} of {len(tensors)} {what} differ between the data-parallel ranks "
         f"{list(group.ranks)}: {shown}; {blamed}"

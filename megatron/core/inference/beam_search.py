@@ -34,7 +34,8 @@ class BeamConfig:
         most = vocab_size - num_end_tokens
         if not 1 <= self.num_beams <= most:
             found.append(
-                f"num_beams {self.num_beams} cannot be: {most} of the model's tokens do not end a text; use 1..{most}"
+                f"num_beams {self.num_beams} is too large: only {most} of the model's tokens do not end a sequence; "
+                f"use 1..{most}"
             )
         if not math.isfinite(self.length_penalty):
             found.append(f"length_penalty {self.length_penalty:g} is not finite")

@@ -130,7 +130,8 @@ class InferenceEngine:
         for row in given:
             if row.tokens and not 0 <= row.tokens[-1] < self.model.config.vocab_size:
                 raise InputError(
-                    f"token {row.tokens[-1]} cannot be scored: the model knows 0..{self.model.config.vocab_size - 1}"
+                    f"token {row.tokens[-1]} cannot be scored: the model's vocabulary is "
+                    f"0..{self.model.config.vocab_size - 1}"
                 )
         request = score_request(given)
         check_request(self.model.config, request)

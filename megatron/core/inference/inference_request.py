@@ -104,11 +104,12 @@ def check_request(config: GPTConfig, request: GenerationRequest) -> None:
         raise ConfigurationError(problems)
     count = request.max_new_tokens
     if count < 0 or (count == 0 and not request.log_probabilities):
-        raise InputError(f"{count} tokens to generate is not positive; ask for at least one")
+        raise InputError(f"{count} tokens to generate is not positive; request at least one")
     for token, _ in request.bias:
         if not 0 <= token < config.vocab_size:
             raise InputError(
-                f"the logit bias has token {token}, outside the model's vocabulary 0..{config.vocab_size - 1}"
+                f"the logit bias contains token {token}, which is outside the model's vocabulary "
+                f"0..{config.vocab_size - 1}"
             )
     for number, prompt in enumerate(request.prompts, start=1):
         _check_prompt(config, prompt, count, f"prompt {number} of {len(request.prompts)}")
@@ -134,17 +135,17 @@ def _beam_problems(config: GPTConfig, request: GenerationRequest) -> list[str]:
 
 def _check_prompt(config: GPTConfig, prompt: tuple[int, ...], count: int, place: str) -> None:
     if not prompt:
-        raise InputError(f"{place} has no tokens; give it at least one")
+        raise InputError(f"{place} has no tokens; at least one is required")
     for token in prompt:
         if not 0 <= token < config.vocab_size:
             raise InputError(
-                f"{place} has token {token}, outside the model's vocabulary 0..{config.vocab_size - 1}; "
+                f"{place} contains token {token}, which is outside the model's vocabulary 0..{config.vocab_size - 1}; "
                 "use the tokenizer that the model was trained with"
             )
     length = len(prompt) + count
     if config.position_embedding_type == "learned_absolute" and length > config.max_position_embeddings:
         raise InputError(
-            f"{place} has {len(prompt)} tokens: with {count} to generate that is {length}, and the model "
+            f"{place} has {len(prompt)} tokens; with {count} tokens to generate the length is {length}, but the model "
             f"has {config.max_position_embeddings} learned positions; shorten it or generate fewer"
         )
 

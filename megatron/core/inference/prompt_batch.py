@@ -143,8 +143,8 @@ class PromptBatch:
         """Return the error for a row whose logits are not finite at a step."""
         position = self.length + step - 1 - int(self.prompts.starts[row])
         return InputError(
-            f"the model's logits are not finite at position {position}: its weights hold NaN or "
-            f"overflow {self.staged.model.config.params_dtype}; use another checkpoint"
+            f"the model's logits are not finite at position {position}: its weights contain NaN, or its activations "
+            f"overflow {self.staged.model.config.params_dtype}; use a different checkpoint"
         )
 
     def _forward(self, tokens: torch.Tensor, start: int, all_positions: bool = False) -> torch.Tensor | None:
@@ -164,7 +164,7 @@ class PromptBatch:
         all_reduce(asked, self.state.model_parallel, op="max")
         if asked.item():
             self.staged.finish()
-            raise GenerationCancelled("generation was given up: the program was asked to end")
+            raise GenerationCancelled("generation was canceled because the program is stopping")
 
     def _values_of_prompts(self, logits: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
         """Return the log-probability of the token after each of the columns ``[start, end)``, on every rank.
@@ -263,9 +263,9 @@ class SampledBatch(PromptBatch):
             raise self.not_finite(tokens.index(_NOT_FINITE), step)
         if _NOTHING_LEFT in tokens:
             size = self.request.sampling.no_repeat_ngram_size
-            raise InputError(f"no_repeat_ngram_size {size} leaves no token to choose at token {step + 1}; raise it")
+            raise InputError(f"no_repeat_ngram_size {size} excludes every token at position {step + 1}; raise it")
         if _FAILED in tokens:
-            raise RuntimeError(f"no token can be chosen at token {step + 1}") from failure
+            raise RuntimeError(f"no token can be selected at position {step + 1}") from failure
         return tokens, chosen[1].tolist()
 
     def _choose_from(self, logits: torch.Tensor, last: Sequence[int], step: int, chosen: torch.Tensor) -> None:
@@ -319,8 +319,8 @@ def score_request(rows: tuple[ScoredRow, ...]) -> GenerationRequest:
     for row in rows:
         if not 0 < row.num_scored < len(row.tokens):
             raise InputError(
-                f"{row.num_scored} of {len(row.tokens)} tokens cannot be scored: use at least one, "
-                "after at least one other token"
+                f"cannot score {row.num_scored} of {len(row.tokens)} tokens; score at least one token, after at least "
+                "one other token"
             )
     return GenerationRequest(prompts=tuple(row.tokens[:-1] for row in rows), max_new_tokens=0, log_probabilities=True)
 
@@ -435,7 +435,9 @@ class BeamBatch(PromptBatch):
     def _continuation(self, search: BeamSearch) -> Continuation:
         if not search.finished:
             size = self.request.sampling.no_repeat_ngram_size
-            raise InputError(f"no_repeat_ngram_size {size} leaves no text to choose; raise it or ask for fewer tokens")
+            raise InputError(
+                f"no_repeat_ngram_size {size} excludes every continuation; raise it or request fewer tokens"
+            )
         return Continuation(tokens=list(search.finished[0].tokens), hypotheses=tuple(search.finished))
 
     def _follow(self, rows: Sequence[int]) -> None:

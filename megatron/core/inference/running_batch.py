@@ -417,16 +417,16 @@ class RunningBatch:
     def _failure(self, row: Row, code: int) -> MegatronError:
         if code == NOT_FINITE:
             return InputError(
-                f"the model's logits are not finite at position {row.num_seen - 1}: its weights hold NaN or "
-                f"overflow {self.staged.model.config.params_dtype}; use another checkpoint"
+                f"the model's logits are not finite at position {row.num_seen - 1}: its weights contain NaN, or its "
+                f"activations overflow {self.staged.model.config.params_dtype}; use a different checkpoint"
             )
         if code == NOTHING_LEFT:
             size = row.request.sampling.no_repeat_ngram_size
             return InputError(
-                f"no_repeat_ngram_size {size} leaves no token to choose at token {row.num_new + 1}; raise it"
+                f"no_repeat_ngram_size {size} excludes every token at position {row.num_new + 1}; raise it"
             )
         assert code == NOT_CHOSEN
-        return MegatronError(f"no token can be chosen at token {row.num_new + 1}")
+        return MegatronError(f"no token can be selected at position {row.num_new + 1}")
 
     def _release(self, slot: int, *, is_spoiled: bool = False) -> None:
         """Remove a row. The last running row moves to its slot, and the last row to the slot of that row."""

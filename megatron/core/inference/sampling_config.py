@@ -62,15 +62,16 @@ class SamplingConfig:
         found = []
         if not (self.temperature > 0.0 and math.isfinite(self.temperature)):
             found.append(
-                f"--temperature {self.temperature:g} is not positive and finite; --greedy takes the likeliest token"
+                f"--temperature {self.temperature:g} is not positive and finite; use --greedy to select the most "
+                "likely token"
             )
         elif self.temperature < MIN_TEMPERATURE:
             found.append(
-                f"--temperature {self.temperature:g} is below {MIN_TEMPERATURE:g}, the smallest that float32 divides "
-                "by; --greedy takes the likeliest token"
+                f"--temperature {self.temperature:g} is below {MIN_TEMPERATURE:g}, the smallest value that float32 can "
+                "divide by; use --greedy to select the most likely token"
             )
         if self.top_k < 0:
-            found.append(f"--top-k {self.top_k} is negative; 0 draws from all tokens")
+            found.append(f"--top-k {self.top_k} is negative; use 0 to sample from all tokens")
         if not 0.0 <= self.top_p <= 1.0:
             found.append(f"--top-p {self.top_p:g} is not between 0 and 1")
         if not 0.0 <= self.top_p_decay <= 1.0:
@@ -80,11 +81,11 @@ class SamplingConfig:
         if self.top_p_decay and not self.top_p:
             found.append(f"--top-p-decay {self.top_p_decay:g} needs --top-p")
         if self.no_repeat_ngram_size < 0:
-            found.append(f"--no-repeat-ngram-size {self.no_repeat_ngram_size} is negative; 0 lets all repeat")
+            found.append(f"--no-repeat-ngram-size {self.no_repeat_ngram_size} is negative; use 0 to allow repetition")
         if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
             found.append(
                 f"--repetition-penalty {self.repetition_penalty:g} is not above 0 and at most "
-                f"{MAX_REPETITION_PENALTY:g}; 1 lets all repeat"
+                f"{MAX_REPETITION_PENALTY:g}; use 1 for no penalty"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not abs(getattr(self, name)) <= MAX_PENALTY:
@@ -92,5 +93,5 @@ class SamplingConfig:
         if self.seed < 0:
             found.append(f"--seed {self.seed} is negative")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 0.0):
-            found.append("--greedy draws nothing; drop it, or --temperature, --top-k and --top-p")
+            found.append("--greedy does not sample; omit it, or omit --temperature, --top-k and --top-p")
         return tuple(found)

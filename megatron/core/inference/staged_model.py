@@ -136,17 +136,17 @@ class StagedModel:
 def _problems(chunks: Sequence[GPTModel], state: ParallelState, links: PipelineLinks | None) -> list[str]:
     problems = []
     if chunks[0].config.sequence_parallel:
-        problems.append("sequence parallelism cannot cut single tokens; build the model with sequence_parallel=False")
+        problems.append("sequence parallelism cannot shard single tokens; build the model with sequence_parallel=False")
     if state.cp.size > 1 or state.dp.size > 1:
         problems.append(
-            f"generation runs over tensor- and pipeline-parallel processes, here context({state.cp.size}) x "
-            f"data({state.dp.size}); change the number of processes"
+            f"generation supports only tensor and pipeline parallelism, but context({state.cp.size}) x "
+            f"data({state.dp.size}) is above 1; change the number of processes"
         )
     if (chunks[0].pre_process, chunks[-1].post_process) != (state.pp.is_first, state.pp.is_last):
         problems.append(
-            f"stage {state.pp.rank} of pipeline({state.pp.size}) is not what the model holds; build it with "
+            f"stage {state.pp.rank} of pipeline({state.pp.size}) does not match the model's modules; build it with "
             "pre_process on the first stage and post_process on the last"
         )
     if state.pp.size > 1 and links is None:
-        problems.append(f"pipeline({state.pp.size}) has no links between its stages; make them once for the model")
+        problems.append(f"pipeline({state.pp.size}) has no links between its stages; create them once for the model")
     return problems

@@ -87,13 +87,13 @@ def describe_float8(config: TransformerConfig, device: torch.device | str) -> st
     if not layers:
         return None
     recipe, device = Float8Recipe.of(config.fp8), torch.device(device)
-    by = "torch's scaled products"
+    by = "torch's FP8 GEMMs"
     if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
-        by = "float32 products of the quantized operands: this device has no scaled products for them"
+        by = "float32 GEMMs of the quantized operands: this device has no FP8 GEMMs for them"
     if config.transformer_impl == TRANSFORMER_ENGINE:
-        by += " and not by transformer-engine, which has attention and norms"
-    further = ", and those of MTP modules" if config.mtp.mtp_depth else ""
-    weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
+        by += " and not by transformer-engine, which runs attention and norms"
+    further = ", and the layers of MTP modules" if config.mtp.mtp_depth else ""
+    weights = "" if recipe.has_weight_gradients else ", except weight gradients"
     return (
         f"fp8: {config.fp8.fp8_format}, {config.fp8.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "
         f"{config.num_layers}{further}{weights}; computed by {by}"

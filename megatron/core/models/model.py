@@ -40,7 +40,7 @@ class Model(nn.Module):
 
     @property
     def first_alone(self) -> nn.Module | None:
-        """Return the module before all layers, if only its own forward pass needs its weights."""
+        """Return the module before all layers if no other module needs its weights, else None."""
         return None
 
     def name_parameters(self) -> None:

@@ -75,7 +75,7 @@ def _load_package(
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == module_name
         if not is_absent:
             warnings.warn(
-                f"{package} is installed but cannot be used, torch's attention is taken: {error}", stacklevel=3
+                f"{package} is installed but cannot be used, so torch's attention is used: {error}", stacklevel=3
             )
         return None
     if is_deterministic and "deterministic" not in inspect.signature(flash_attn_func).parameters:
@@ -106,7 +106,7 @@ PLAIN_BACKENDS = ("unfused", "local")
 """Values of ``--attention-backend`` that select attention without fused kernels."""
 
 SDPA = "torch's scaled_dot_product_attention"
-STEP_BY_STEP = "step by step, with all scores in memory"
+STEP_BY_STEP = "unfused, with all scores in memory"
 IN_BLOCKS = "torch's flash kernel where it can, block by block"
 _HALF = (torch.float16, torch.bfloat16)
 _HOPPER = 9
@@ -232,14 +232,14 @@ def describe_missing_flash(
     elif params_dtype not in ("float16", "bfloat16"):
         reason = "it needs --bf16 or --fp16"
     elif has_sinks:
-        reason = "it has no attention sinks"
+        reason = "it does not support attention sinks"
     elif has_flash_package(device):
         return None
     elif torch.are_deterministic_algorithms_enabled():
         reason = "--deterministic-mode needs flash-attn 2.4.1 or newer, of version 2"
     else:
         reason = "the package cannot be imported"
-    return f"flash-attn is not used, since {reason}: torch's own attention takes its place"
+    return f"flash-attn is not used, because {reason}; torch's attention is used instead"
 
 
 def _kernels_of_engine(engine: TransformerEngine, device: torch.device) -> list[AttentionKernel]:

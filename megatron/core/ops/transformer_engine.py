@@ -92,7 +92,7 @@ def load_transformer_engine() -> TransformerEngine | None:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine"
         if not is_absent:
             warnings.warn(
-                f"transformer-engine is installed but cannot be used, this project's own layers are taken: {error}",
+                f"transformer-engine is installed but cannot be used, so this project's own layers are used: {error}",
                 stacklevel=2,
             )
         return None

@@ -43,7 +43,7 @@ def triton_works() -> bool:
     except (ImportError, OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         if not (isinstance(error, ModuleNotFoundError) and (error.name == "triton" or _is_hidden("triton"))):
             warnings.warn(
-                f"triton is installed but cannot be used, torch's own operations are taken: {error}", stacklevel=2
+                f"triton is installed but cannot be used, so torch's operations are used: {error}", stacklevel=2
             )
         return False
     return True

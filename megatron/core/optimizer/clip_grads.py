@@ -285,8 +285,8 @@ def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], worl
                 values[name] = max(value, values.get(name, 0.0))
         named = sorted(values.items(), key=lambda each: -each[1])[:_NUM_NAMED]
         return (
-            "the gradient is too large: every element of it is finite, and its norm has overflowed; the largest "
-            f"elements are {', '.join(f'{value:.3g} in {name}' for name, value in named)}"
+            "the gradient is too large: all its elements are finite, but its norm overflows; the largest elements are "
+            f"{', '.join(f'{value:.3g} in {name}' for name, value in named)}"
         )
     ranks = [
         f"rank {rank}: {', '.join(names[:_NUM_NAMED])}"
@@ -294,5 +294,5 @@ def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], worl
         for rank, (names, _, _) in zip(world.ranks, reports)
         if names
     ]
-    where = "; ".join(ranks[:_NUM_RANKS_NAMED]) or "each was finite on its rank, but their sum is not"
+    where = "; ".join(ranks[:_NUM_RANKS_NAMED]) or "each gradient was finite on its rank, but their sum is not"
     return f"a gradient is not finite before the optimizer step; {where}"

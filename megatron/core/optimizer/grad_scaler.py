@@ -107,8 +107,8 @@ class DynamicGradScaler:
         """
         if not state:
             raise CheckpointError(
-                "the checkpoint holds no dynamic loss scale: it was saved with a constant one or without float16; "
-                "give --loss-scale, or --no-load-optim to begin with --initial-loss-scale"
+                "the checkpoint contains no dynamic loss scale: it was saved with a constant loss scale or without "
+                "float16; pass --loss-scale, or --no-load-optim to start from --initial-loss-scale"
             )
         self._scale = float(state["scale"])
         self._num_finite = int(state["growth_tracker"])

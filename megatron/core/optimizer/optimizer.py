@@ -310,14 +310,15 @@ class MegatronOptimizer:
             name = next(name for name in of_ranks if name is not None)
             raise ConfigurationError(
                 f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise (its update of a shard differs "
-                f"from its update of the whole parameter), and here some rank holds a shard of {name}; train with "
+                f"from its update of the whole parameter), but a rank has only a shard of {name}; train with "
                 "--tensor-model-parallel-size 1 and --expert-model-parallel-size 1, without "
-                "--use-distributed-optimizer, FSDP and the optimizer's offload"
+                "--use-distributed-optimizer, FSDP and optimizer offload"
             )
         if self.config.use_precision_aware_optimizer:
             raise ConfigurationError(
-                f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise, and "
-                "--use-precision-aware-optimizer stores flat pieces of parameters; omit it"
+                f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise, but "
+                "--use-precision-aware-optimizer stores flattened parts of parameters; omit "
+                "--use-precision-aware-optimizer"
             )
 
     def _gather_weights(self) -> None:
@@ -403,19 +404,21 @@ class MegatronOptimizer:
         is_scaled = self.config.params_dtype == "float16"
         if not is_scaled and self._checks_for_nan:
             raise TrainingError(
-                f"no parameter was changed: {describe_bad_gradients(self._chunks, world, self._scaler.scale)}; "
-                "--no-check-for-nan-in-loss-and-grad skips such iterations instead of stopping"
+                f"{describe_bad_gradients(self._chunks, world, self._scaler.scale)}; no parameter was changed; pass "
+                "--no-check-for-nan-in-loss-and-grad to skip such iterations"
             )
         self._num_skipped += 1
         self._num_at_minimum = self._num_at_minimum + 1 if self._scaler.is_at_minimum else 0
         limit, reason = self.config.max_consecutive_skipped_iterations, None
         if self._num_at_minimum >= self.config.hysteresis:
             reason = (
-                f"float16 gradients overflow at the smallest loss scale too (--min-loss-scale "
+                "float16 gradients overflow even at the smallest loss scale (--min-loss-scale "
                 f"{self.config.min_loss_scale:g})"
             )
         elif limit and self._num_skipped >= limit:
-            reason = f"no iteration was finite of {limit} in a row (--max-consecutive-skipped-iterations)"
+            reason = (
+                f"{limit} iterations in a row had gradients that are not finite (--max-consecutive-skipped-iterations)"
+            )
         if reason is not None:
             remedy = "train with --bf16, or lower --lr or --min-loss-scale" if is_scaled else "lower --lr"
             found = describe_bad_gradients(self._chunks, world, self._scaler.scale)

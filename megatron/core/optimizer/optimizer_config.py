@@ -35,7 +35,7 @@ def parse_override(text: str) -> GroupOverride:
     """
     pattern, colon, assignments = text.rpartition(":")
     if not pattern or not colon:
-        raise ValueError("it has no pattern and multipliers with a colon between")
+        raise ValueError("it is not a pattern and multipliers separated by a colon")
     values: dict[str, float] = {}
     for assignment in assignments.split(","):
         name, equals, number = assignment.partition("=")

@@ -75,16 +75,18 @@ class ScheduleConfig:
         for name, styles in _STYLES.items():
             if getattr(self, name) not in styles:
                 flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
-                raise ConfigurationError(f"{flag} {getattr(self, name)} is unknown; possible: {', '.join(styles)}")
+                raise ConfigurationError(
+                    f"{flag} {getattr(self, name)} is unknown; possible values: {', '.join(styles)}"
+                )
         if self.lr_decay_style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigurationError(
-                "--lr-decay-style WSD needs the length of its decay; give --lr-wsd-decay-iters or "
+                "--lr-decay-style WSD needs the length of its decay; pass --lr-wsd-decay-iters or "
                 "--lr-wsd-decay-samples"
             )
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
             raise ConfigurationError(
-                f"--start-weight-decay {self.start_wd} and --end-weight-decay {self.end_wd} differ while "
-                "--weight-decay-incr-style is constant; choose linear or cosine, or give equal values"
+                f"--start-weight-decay {self.start_wd} and --end-weight-decay {self.end_wd} differ, but "
+                "--weight-decay-incr-style is constant; use linear or cosine, or equal values"
             )
 
 
@@ -212,7 +214,8 @@ def reconcile_schedules(
     """
     if override and use_checkpoint:
         raise ConfigurationError(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one"
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; omit one of "
+            "them"
         )
     old, new = (given, stored) if use_checkpoint else (stored, given)
     lines = {name: f"{name}: {getattr(old, name)} → {getattr(new, name)}" for name in _differing_fields(stored, given)}

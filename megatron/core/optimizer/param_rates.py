@@ -81,7 +81,7 @@ class ParamRates:
             return
         all_names = sorted(set[str]().union(*all_gather_objects(names, world)))
         problems = [
-            f"--param-group-overrides {o.pattern}: no trained parameter's name matches; there are "
+            f"--param-group-overrides {o.pattern}: no trained parameter matches; parameters are "
             f"{', '.join(all_names[:_NUM_NAMED])} and {max(0, len(all_names) - _NUM_NAMED)} more"
             for o in unmatched
         ]

@@ -65,7 +65,7 @@ class MessageOrders:
         self._known: dict[tuple[Action, ...], tuple[Transfer, ...]] = {}
 
     def of(self, actions_of: Callable[[int], Sequence[Action]]) -> tuple[Transfer, ...]:
-        """Return this rank's order for the schedule in which ``actions_of`` gives each rank its actions."""
+        """Return the order of this rank's transfers for the schedule whose actions on rank r are ``actions_of(r)``."""
         own = tuple(actions_of(self._place.rank))
         if own not in self._known:
             schedule = [actions_of(rank) for rank in range(self._place.pp)]

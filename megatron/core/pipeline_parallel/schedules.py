@@ -278,13 +278,13 @@ def schedule_problems(
         )
     if name in _ONE_CHUNK_ONLY and num_chunks > 1:
         problems.append(
-            f"the {name} schedule runs one model chunk a rank and there are {num_chunks}; use the interleaved schedule "
-            "or --num-virtual-stages-per-pipeline-rank 1"
+            f"the {name} schedule runs one model chunk per rank, but there are {num_chunks}; use the interleaved "
+            "schedule or --num-virtual-stages-per-pipeline-rank 1"
         )
     if microbatch_group_size is not None and microbatch_group_size < pp:
         problems.append(
             f"--microbatch-group-size-per-virtual-pipeline-stage {microbatch_group_size} is below "
-            f"--pipeline-model-parallel-size {pp}, so that stages would wait for each other; use {pp} or more"
+            f"--pipeline-model-parallel-size {pp}, so stages would deadlock; use {pp} or more"
         )
     return tuple(problems)
 

@@ -173,7 +173,7 @@ class _Rank:
             return
         held = {Pass.BACKWARD_WEIGHT: self._deferred, Pass.OUTPUT_WEIGHT: self._left}.get(kind, self._live)
         if key not in held:
-            raise ScheduleError(f"{self.describe(action)} comes before the pass that it follows, or a second time")
+            raise ScheduleError(f"{self.describe(action)} is out of order or is repeated")
         held.remove(key)
         if kind is Pass.BACKWARD_INPUT:
             self._deferred.add(key)
@@ -183,8 +183,8 @@ class _Rank:
     def _refuse_message(self, action: Action, source: _Link) -> NoReturn:
         microbatch, chunk = divmod(source.keys[len(source.taken_times)], self.place.num_chunks)
         raise ScheduleError(
-            f"{self.describe(action)} is sent the message for micro-batch {microbatch}, chunk {chunk}: "
-            "sender and receiver take the micro-batches in different orders"
+            f"{self.describe(action)} receives the message for micro-batch {microbatch}, chunk {chunk}: sender and "
+            "receiver process the micro-batches in different orders"
         )
 
     def describe(self, action: Action) -> str:

@@ -34,11 +34,11 @@ def parse_layout(text: str, num_layers: int) -> tuple[str, ...]:
     stages = tuple(expanded.split("|"))
     problems = []
     if expanded.count("E") != 1 or not expanded.startswith("E"):
-        problems.append(f"{_FLAG} {text!r} must hold the embedding E once, at its very beginning")
+        problems.append(f"{_FLAG} {text!r} must contain the embedding E once, at its beginning")
     if expanded.count("L") != 1 or not expanded.endswith("L"):
-        problems.append(f"{_FLAG} {text!r} must hold the loss L once, at its very end")
+        problems.append(f"{_FLAG} {text!r} must contain the loss L once, at its end")
     if expanded.count("t") != num_layers:
-        problems.append(f"{_FLAG} {text!r} has {expanded.count('t')} layers and --num-layers is {num_layers}")
+        problems.append(f"{_FLAG} {text!r} has {expanded.count('t')} layers, but --num-layers is {num_layers}")
     if "t" in expanded.partition("m")[2]:
         problems.append(f"{_FLAG} {text!r} has a layer t after an MTP module m; write m after the last t")
     if sum("m" in stage for stage in stages) > 1:
@@ -70,20 +70,20 @@ def _expand(text: str) -> str:
             open_groups.append([])
         elif item == ")":
             if len(open_groups) == 1:
-                raise ConfigurationError(f"{_FLAG} {text!r} closes a parenthesis that it does not open")
+                raise ConfigurationError(f"{_FLAG} {text!r} has a closing parenthesis without an opening parenthesis")
             open_groups.pop()
             open_groups[-1].append("".join(items))
         elif item is not None:
             items.append(item)
         elif count is not None:
             if not items:
-                raise ConfigurationError(f"{_FLAG} {text!r} repeats nothing at character {match.start() + 1}")
+                raise ConfigurationError(f"{_FLAG} {text!r} has nothing to repeat at character {match.start() + 1}")
             length = len(items[-1]) * int(count)
             if length > _MAX_EXPANDED_LENGTH:
-                raise ConfigurationError(f"{_FLAG} {text!r} repeats to {length} items; no model has so many layers")
+                raise ConfigurationError(f"{_FLAG} {text!r} expands to {length} items; use fewer")
             items[-1] *= int(count)
     if len(open_groups) > 1:
-        raise ConfigurationError(f"{_FLAG} {text!r} does not close every parenthesis")
+        raise ConfigurationError(f"{_FLAG} {text!r} has an opening parenthesis without a closing parenthesis")
     return "".join(open_groups[0])
 
 
@@ -188,10 +188,10 @@ def _conflicts(config: ModelParallelConfig, layout: str | None) -> list[str]:
     if layout is not None and others:
         problems.append(f"--pipeline-model-parallel-layout sets the stage of every layer; omit {others}")
     if given(uneven) and given(counting):
-        problems.append(f"{given(counting)} works on an even split only; omit {given(uneven)} or {given(counting)}")
+        problems.append(f"{given(counting)} requires an even split; omit {given(uneven)} or {given(counting)}")
     if given(uneven) and given(virtual):
         problems.append(
-            f"--num-layers-per-virtual-pipeline-stage works on an even split only; with {given(uneven)} use "
+            f"--num-layers-per-virtual-pipeline-stage requires an even split; with {given(uneven)} use "
             "--num-virtual-stages-per-pipeline-rank"
         )
     if given(virtual) and given(chunks):
@@ -213,7 +213,7 @@ def _explicit_counts(config: ModelParallelConfig, num_layers: int, layout: str) 
         )
     elif chunks is not None and len(stages) != pp * chunks:
         problems.append(
-            f"--pipeline-model-parallel-layout has {len(stages) // pp} stages for each of {pp} ranks and "
+            f"--pipeline-model-parallel-layout has {len(stages) // pp} stages for each of {pp} ranks, but "
             f"--num-virtual-stages-per-pipeline-rank is {chunks}; use {len(stages) // pp} or omit it"
         )
     return [stage.count("t") for stage in stages], problems
@@ -240,8 +240,8 @@ def _spread(config: ModelParallelConfig, num_layers: int) -> tuple[list[int], li
     counts[-1] -= config.account_for_loss_in_pipeline_split
     if min(counts) < 0:
         problems.append(
-            f"{num_layers} layers{extras} leave a stage with {min(counts)} layers; raise --num-layers, or leave one of "
-            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split out"
+            f"{num_layers} layers{extras} leave a stage with {min(counts)} layers; raise --num-layers, or omit "
+            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split"
         )
     return counts, problems
 
@@ -271,7 +271,7 @@ def _spread_unevenly(pp: int, num_layers: int, first: int | None, last: int | No
     given = (first is not None) + (last is not None)
     if pp < 2:
         problems.append(
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers split layers over stages and "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers split layers over stages, but "
             f"--pipeline-model-parallel-size is {pp}; use 2 or more, or omit them"
         )
     if problems:

@@ -104,11 +104,13 @@ def read_overlap_methods(path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
             product = key
             if product not in (*_CHUNKED_PRODUCTS, *_WHOLE_PRODUCTS):
                 known = ", ".join((*_CHUNKED_PRODUCTS, *_WHOLE_PRODUCTS))
-                raise ConfigurationError(f"{where}: {product} is no product; possible: {known}")
+                raise ConfigurationError(f"{where}: {product} is not a GEMM; possible names: {known}")
         elif key == "method":
             possible = _METHODS if product in _CHUNKED_PRODUCTS else ("bulk",)
             if value not in possible:
-                raise ConfigurationError(f"{where}: method {value} of {product}; possible: {', '.join(possible)}")
+                raise ConfigurationError(
+                    f"{where}: method {value} of {product} is not known; possible methods: {', '.join(possible)}"
+                )
             methods[product] = value
         else:
             ignored[key] = None

@@ -216,8 +216,8 @@ class ColumnParallelLinear(nn.Module):
         _check_even_shards("output features", padded_size, tp_group, stride)
         if gather_output and (config.sequence_parallel or stride > 1):
             raise ConfigurationError(
-                "gather_output gives every rank the whole output: it cannot be combined with sequence_parallel=True or "
-                f"stride above 1, here {config.sequence_parallel} and {stride}; drop one of them"
+                "gather_output gives every rank the whole output: it cannot be combined with sequence_parallel=True "
+                f"or stride above 1, but they are {config.sequence_parallel} and {stride}; omit one of them"
             )
         self.tp = tp_group
         self.output_size = output_size
@@ -306,7 +306,8 @@ class RowParallelLinear(nn.Module):
         _check_even_shards("input features", input_size, tp_group)
         if config.sequence_parallel and not input_is_parallel:
             raise ConfigurationError(
-                "input_is_parallel=False takes a whole input, which sequence_parallel=True does not have; drop one"
+                "input_is_parallel=False needs the whole input, which sequence_parallel=True does not provide; omit "
+                "one of them"
             )
         self.tp = tp_group
         self.input_is_parallel = input_is_parallel

@@ -21,9 +21,9 @@ def why_no_symmetric_memory(tp: Group, has_peers: bool) -> str | None:
     ``has_peers`` means that this rank's device has peer access to all devices that it sees.
     """
     if any_rank(not (_has_operators() and has_peers), tp):
-        return "torch or the devices lack it"
+        return "torch or the devices do not support it"
     if len(set(all_gather_objects(platform.node(), tp))) > 1:
-        return "tensor-parallel ranks are on several machines"
+        return "tensor-parallel ranks are on several nodes"
     return None
 
 

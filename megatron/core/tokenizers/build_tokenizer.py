@@ -78,13 +78,20 @@ def build_tokenizer(
         if value < 0:
             raise TokenizerError(f"{flag} {value} is negative")
     if vocab_extra_ids and tokenizer_type != "SentencePieceTokenizer":
-        raise TokenizerError(f"--vocab-extra-ids {vocab_extra_ids}: only SentencePieceTokenizer has them")
+        raise TokenizerError(
+            f"--vocab-extra-ids {vocab_extra_ids} is supported only with --tokenizer-type SentencePieceTokenizer; "
+            "omit it"
+        )
     if tokenizer_type == NullTokenizer.name:
         if extra_vocab_size:
-            raise TokenizerError(f"--extra-vocab-size {extra_vocab_size}: give NullTokenizer a larger --vocab-size")
+            raise TokenizerError(
+                f"--extra-vocab-size {extra_vocab_size} is not supported with NullTokenizer; increase --vocab-size "
+                "instead"
+            )
         if padded_vocab_size:
             raise TokenizerError(
-                f"--padded-vocab-size {padded_vocab_size}: give NullTokenizer --vocab-size {padded_vocab_size - 1}"
+                f"--padded-vocab-size {padded_vocab_size} is not supported with NullTokenizer; use --vocab-size "
+                f"{padded_vocab_size - 1} instead"
             )
         return NullTokenizer(vocab_size)
     is_padded = padded_vocab_size is not None
@@ -107,7 +114,7 @@ def build_tokenizer(
     if extra_rows < 0:
         raise TokenizerError(
             f"--padded-vocab-size {padded_vocab_size} is less than the {tokenizer.vocab_size} ids of the tokenizer; "
-            f"give {tokenizer.vocab_size} or more"
+            f"use {tokenizer.vocab_size} or more"
         )
     tokenizer.vocab_size = padded_vocab_size
     tokenizer.arguments = {**tokenizer.arguments, "extra_vocab_size": extra_rows}
@@ -153,10 +160,12 @@ def _build_from_files(
         raise TokenizerError(f"--tokenizer-type {tokenizer_type} is not supported; {_hint(tokenizer_type)}")
     own_size = tokenizer.vocab_size - int(str(tokenizer.arguments["extra_vocab_size"]))
     if vocab_size is not None and vocab_size != own_size:
-        raise TokenizerError(f"--vocab-size {vocab_size}: {tokenizer_type} has {own_size} ids; drop --vocab-size")
+        raise TokenizerError(
+            f"--vocab-size {vocab_size} does not match the {own_size} ids of {tokenizer_type}; omit --vocab-size"
+        )
     return tokenizer
 
 
 def _hint(tokenizer_type: str) -> str:
     nearest = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.5)
-    return f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(TOKENIZER_TYPES)}"
+    return f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(TOKENIZER_TYPES)}"

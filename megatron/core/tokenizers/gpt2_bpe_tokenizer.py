@@ -54,9 +54,9 @@ def check_merges(
         )
         left, right = merges[number]
         raise TokenizerError(
-            f"{place(number)}: vocabulary and merges do not fit together: the merge {left!r} {right!r} needs the token "
-            f"{token!r}, which {vocabulary_name} lacks; one is cut short, or they are of different models: copy both "
-            "again"
+            f"{place(number)}: vocabulary and merges do not match: the merge {left!r} {right!r} needs the token "
+            f"{token!r}, which {vocabulary_name} lacks; one file is truncated, or they are from different models; copy "
+            "both again"
         )
     others = known.difference(made, bytes_and_added)
     characters = set(bytes_and_added)
@@ -66,9 +66,8 @@ def check_merges(
         first = next(token for token in vocabulary if token in unmade)
         raise TokenizerError(
             f"{merges_name} has {len(merges)} merges, but the {len(known)} tokens of {vocabulary_name} need "
-            f"{len(made) + len(unmade)}: none makes {first!r}; it is truncated, or from a different model: "
-            "copy both again, "
-            f"or list such tokens in {ADDED_TOKENS_FILE} next to it if they were added to the vocabulary"
+            f"{len(made) + len(unmade)}: no merge produces {first!r}; it is truncated or from a different model; copy "
+            f"both again, or list tokens that were added to the vocabulary in {ADDED_TOKENS_FILE} next to it"
         )
 
 
@@ -135,7 +134,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     except TokenizerError:
         if read_text(path).startswith("#version"):
             raise TokenizerError(
-                f"{path} holds merges, not a vocabulary; exchange --vocab-file and --merge-file"
+                f"{path} contains merges, not a vocabulary; exchange --vocab-file and --merge-file"
             ) from None
         raise
     for token, token_id in vocabulary.items():
@@ -156,7 +155,9 @@ def _read_merges(path: Path) -> list[tuple[int, tuple[str, str]]]:
     merges = []
     content = read_text(path)
     if content.startswith("{"):
-        raise TokenizerError(f"{path} holds JSON, not merges; give the vocabulary to --vocab-file, merges.txt here")
+        raise TokenizerError(
+            f"{path} contains JSON, not merges; pass the vocabulary as --vocab-file, and merges.txt as --merge-file"
+        )
     for number, line in enumerate(content.split("\n"), start=1):
         line = line.removesuffix("\r")
         # Only the first line can be the header: a merge may begin with "#" itself.
@@ -164,6 +165,8 @@ def _read_merges(path: Path) -> list[tuple[int, tuple[str, str]]]:
             continue
         left, separator, right = line.partition(" ")
         if not (left and separator and right) or " " in right:
-            raise TokenizerError(f"{path}:{number}: expected two tokens, found {line[:80]!r}; change --merge-file")
+            raise TokenizerError(
+                f"{path}:{number}: two tokens are expected, but the line is {line[:80]!r}; change --merge-file"
+            )
         merges.append((number, (left, right)))
     return merges

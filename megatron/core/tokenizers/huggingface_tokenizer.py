@@ -71,7 +71,7 @@ def patched_vocab_size(patch_tokenizer_type: str, base_size: int, own_size: int,
     if size < own_size:
         raise TokenizerError(
             f"--extra-vocab-size {extra_vocab_size}: --patch-tokenizer-type {patch_tokenizer_type} makes a vocabulary "
-            f"of {size}, but the tokenizer has ids up to {own_size - 1}; give --extra-vocab-size "
+            f"of {size} ids, but the tokenizer has ids up to {own_size - 1}; use --extra-vocab-size "
             f"{extra_vocab_size + own_size - size} or more, or --padded-vocab-size"
         )
     return size
@@ -151,7 +151,7 @@ def _way_on(folder: Path) -> str:
     """Return advice for a folder without a tokenizer file, including tokenizers that consist of Python code."""
     settings = folder / _TOKEN_FILES[0]
     if settings.is_file() and "AutoTokenizer" in (read_json_object(settings).get("auto_map") or {}):
-        return "its tokenizer is Python code of the model's author, which is never run; save a fast tokenizer there"
+        return "its tokenizer is custom Python code, which is never run; save a fast tokenizer there"
     return "change --tokenizer-model, or save the fast tokenizer there"
 
 
@@ -172,7 +172,7 @@ def _check_continuing_prefix(content: Mapping[str, Any], path: Path) -> None:
         if not (isinstance(parts, list) and parts and str(parts[-1]).startswith(str(prefix))):
             raise TokenizerError(
                 f"{path}: merge {number}, {merge!r}, has no part with the continuing_subword_prefix {prefix!r}; "
-                "take the file from its source again"
+                "download or copy the file again"
             )
 
 
@@ -203,7 +203,9 @@ def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:
             continue
         end_id = engine.token_to_id(token)
         if end_id is None:
-            raise TokenizerError(f"{path} names the eos_token {token!r}, which {_TOKENIZER_FILE} next to it lacks")
+            raise TokenizerError(
+                f"{path} sets eos_token to {token!r}, but {_TOKENIZER_FILE} next to it does not contain this token"
+            )
         return end_id
     return None
 

@@ -183,13 +183,13 @@ def _check_cuts(description: dict[str, Any]) -> None:
     """Reject a tokenizer whose pre-tokenizer, normalizer or added tokens may cross word boundaries."""
     before = json.dumps(description["pre_tokenizer"])
     if '"ByteLevel"' not in before or not ('"use_regex": true' in before or '"Split"' in before):
-        raise ValueError("its words do not begin at spaces")
+        raise ValueError("its words do not start at spaces")
     normalizer = description["normalizer"]
     if normalizer is not None and normalizer["type"] != "NFC":
-        raise ValueError(f"it normalizes texts ({normalizer['type']})")
+        raise ValueError(f"it normalizes text ({normalizer['type']})")
     for token in description["added_tokens"]:
         if token["rstrip"] or " " in token["content"]:
-            raise ValueError(f"its token {token['content']!r} takes spaces in")
+            raise ValueError(f"its token {token['content']!r} strips adjacent spaces")
 
 
 ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, WordEncoder.name, ReferenceEncoder.name)
@@ -245,7 +245,7 @@ def choose_encoder(
             different = [text for text, ids, wanted in zip(texts, found, expected) if not np.array_equal(ids, wanted)]
             if not different:
                 return encoder
-            reason, is_missing = f"it gives other ids, for {_excerpt(different[0])} first", False
+            reason, is_missing = f"it produces different ids, first for {_excerpt(different[0])}", False
         if engine == name:
             raise TokenizerError(f"--tokenizer-engine {name} cannot be used with {tokenizer.name}: {reason}; omit it")
         if not is_missing:

@@ -118,12 +118,17 @@ class TikTokenizer:
 
 def _check_special_tokens(special: tuple[str, ...], num_special_tokens: int) -> None:
     if len(set(special)) != len(special):
-        raise TokenizerError(f"special tokens repeat: {' '.join(special)}; change --tiktoken-special-tokens")
+        raise TokenizerError(f"special tokens are repeated: {' '.join(special)}; change --tiktoken-special-tokens")
     missing = [token for token in ("<unk>", "<s>", END_TOKEN) if token not in special]
     if missing:
-        raise TokenizerError(f"special tokens lack {' '.join(missing)}; change --tiktoken-special-tokens")
+        raise TokenizerError(
+            f"required special tokens are missing: {' '.join(missing)}; change --tiktoken-special-tokens"
+        )
     if len(special) > num_special_tokens:
-        raise TokenizerError(f"--tiktoken-num-special-tokens {num_special_tokens} is too few for {len(special)} tokens")
+        raise TokenizerError(
+            f"--tiktoken-num-special-tokens {num_special_tokens} is less than the number of special tokens, "
+            f"{len(special)}"
+        )
 
 
 def _read_ranks(path: Path) -> list[bytes]:
@@ -151,7 +156,7 @@ def _line_entries(path: Path) -> list[tuple[Any, Any]]:
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         words = line.split()
         if len(words) not in (0, 2):
-            raise TokenizerError(f"{path}:{number}: expected a token and its rank; change --tokenizer-model")
+            raise TokenizerError(f"{path}:{number}: a token and its rank are expected; change --tokenizer-model")
         if words:
             entries.append((words[0], words[1]))
     return entries
@@ -166,6 +171,6 @@ def _decode_entries(path: Path, entries: Sequence[tuple[Any, Any]]) -> list[byte
         except (TypeError, ValueError, binascii.Error) as error:
             raise TokenizerError(f"{path}: entry {number} is damaged ({error}); change --tokenizer-model") from error
         if not fits:
-            raise TokenizerError(f"{path}: entry {number} has rank {rank}; ranks must count up from 0")
+            raise TokenizerError(f"{path}: entry {number} has rank {rank}; ranks must be consecutive from 0")
         tokens.append(token)
     return tokens

@@ -118,12 +118,10 @@ def require_path(value: str | Path | None, flag: str, tokenizer_type: str) -> Pa
         TokenizerError: the flag was not passed, or the path does not exist.
     """
     if value is None or str(value) == "":
-        raise TokenizerError(f"{tokenizer_type} needs {flag}; give the path of a local file")
+        raise TokenizerError(f"{tokenizer_type} needs {flag}; pass the path of a local file")
     path = Path(value)
     if not path.exists():
-        raise TokenizerError(
-            f"{tokenizer_type}: {path} does not exist; change {flag} (names on a hub are not downloaded)"
-        )
+        raise TokenizerError(f"{tokenizer_type}: {path} does not exist; change {flag} (Hub names are not downloaded)")
     return path.absolute()
 
 
@@ -198,7 +196,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     value = read_json(path)
     if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds a JSON {type(value).__name__}, not an object")
+        raise TokenizerError(f"{path} contains a JSON {type(value).__name__}; an object is expected")
     return value
 
 
@@ -232,7 +230,7 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise TokenizerError(f"{self.name} reads ids separated by white space: {error}") from error
+            raise TokenizerError(f"{self.name} reads token ids separated by whitespace: {error}") from error
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise TokenizerError(

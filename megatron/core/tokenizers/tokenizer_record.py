@@ -59,7 +59,7 @@ def record_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
         copy = target / entry["name"]
         shutil.copyfile(path, copy)
         if _sha256(copy) != entry["sha256"]:
-            raise TokenizerError(f"{path} changed while it was copied to {copy}; save again")
+            raise TokenizerError(f"{path} changed while it was copied to {copy}; save the checkpoint again")
     (target / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
@@ -91,8 +91,8 @@ def rebuild_tokenizer(record: Mapping[str, Any], copies: Path | None = None) -> 
         raise TokenizerError(f"the tokenizer record is damaged: {error!r}") from error
     if (tokenizer.vocab_size, tokenizer.eod_id) != expected:
         raise TokenizerError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and end-of-document id {tokenizer.eod_id}, "
-            f"but the checkpoint recorded {expected[0]} and {expected[1]}"
+            f"the tokenizer has {tokenizer.vocab_size} ids and end-of-document id {tokenizer.eod_id}, but the "
+            f"checkpoint was trained with {expected[0]} and {expected[1]}"
         )
     return tokenizer
 
@@ -105,7 +105,9 @@ def recorded_arguments(record: Mapping[str, Any], copies: Path | None = None) ->
     """
     try:
         if record["record_version"] != _RECORD_VERSION:
-            raise TokenizerError(f"tokenizer record of version {record['record_version']}, expected {_RECORD_VERSION}")
+            raise TokenizerError(
+                f"the tokenizer record has version {record['record_version']}; version {_RECORD_VERSION} is expected"
+            )
         entries = list(record["files"])
         arguments = dict(record["arguments"])
         found = _find_files(entries, copies)

@@ -35,7 +35,7 @@ class TokenizersEngine:
         try:
             engine = package.Tokenizer(package.models.BPE(vocab=dict(vocabulary), merges=list(merges)))
         except Exception as error:  # the package raises bare Exception
-            raise TokenizerError(f"{tokenizer_type}: vocabulary and merges do not fit together: {error}") from error
+            raise TokenizerError(f"{tokenizer_type}: vocabulary and merges do not match: {error}") from error
         engine.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = package.decoders.ByteLevel()
         return cls(engine)

@@ -41,7 +41,7 @@ def require_keys(dropout: DropoutKeys | None) -> DropoutKeys:
     if dropout is None:
         raise ConfigurationError(
             "layers with --hidden-dropout or --attention-dropout above 0, or with --moe-router-force-load-balancing, "
-            "were called in training without dropout keys: hand keys_of_rank(batch.dropout_samples, ...) to the "
+            "were called in training without dropout keys: pass keys_of_rank(batch.dropout_samples, ...) to the "
             "embedding and to the transformer block, or set both probabilities to 0 and omit the flag"
         )
     return dropout

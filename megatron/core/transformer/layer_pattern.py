@@ -24,7 +24,9 @@ def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
             raise ValueError("a number greater than 0 is expected")
         return tuple((layer + 1) % found != 0 for layer in range(num_layers))
     if len(found) != num_layers:
-        raise ValueError(f"the list has {len(found)} layers, but there are {num_layers}: a list of {num_layers} works")
+        raise ValueError(
+            f"the list has {len(found)} entries, but the model has {num_layers} layers; use a list of {num_layers}"
+        )
     if not set(found) <= {0, 1}:
         raise ValueError("a list of 1 and 0 is expected")
     return tuple(map(bool, found))
@@ -38,7 +40,7 @@ def parse_window(text: str) -> int:
     """
     before, comma, after = text.strip("() ").partition(",")
     if not (before.strip().isdecimal() and comma and after.strip() == "0"):
-        raise ValueError("N,0 is expected, with N the number of positions before its own that a query attends to")
+        raise ValueError("N,0 is expected, where N is the number of previous positions that a query attends to")
     return int(before) + 1
 
 

@@ -51,13 +51,15 @@ def adapted_parts(names: Iterable[str], is_gated: bool) -> dict[str, tuple[str, 
     chosen: dict[str, set[str]] = {}
     for name in names or LINEAR_LAYERS:
         if name not in known:
-            raise ValueError(f"{name} is no linear layer of this model; those are {' '.join(known)}")
+            raise ValueError(f"{name} is not a linear layer of this model; its linear layers are {' '.join(known)}")
         for linear, part in known[name]:
             chosen.setdefault(linear, set()).add(part)
     for linear, parts in chosen.items():
         if WHOLE in parts and len(parts) > 1:
             others = " ".join(f"{part}_proj" for part in PART_OF[linear] if part in parts)
-            raise ValueError(f"the LoRA targets overlap: the adapter of {linear} already covers {others}; keep one")
+            raise ValueError(
+                f"the LoRA targets overlap: the adapter of {linear} already covers {others}; omit one of them"
+            )
     return {
         linear: tuple(part for part in (WHOLE, *PART_OF.get(linear, ())) if part in chosen[linear])
         for linear in LINEAR_LAYERS

@@ -106,8 +106,8 @@ class TransformerBlock(nn.Module):
         if self.graphs is not None and self.layers and self.training and self.graphs.is_warm:
             if pattern.document_ids is not None or pattern.mask is not None:
                 raise ConfigurationError(
-                    "--cuda-graph-impl local: attention follows documents or a mask, which change from one micro-batch "
-                    "to the next; omit it"
+                    "--cuda-graph-impl local: attention depends on document boundaries or a mask, which differ "
+                    "between micro-batches; omit it"
                 )
             x = self.graphs.run(units, x, dropout)
         else:

@@ -201,7 +201,7 @@ class MoEConfig(Config, in_args=False):
     moe_ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE, needs="num_experts")
     """Hidden size of an expert; by default --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
-    """Hidden size of the shared expert, for all tokens."""
+    """FFN hidden size of the shared expert, which processes every token; by default there is no shared expert."""
     moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
     """Gate the shared expert's output by one number per token."""
     moe_shared_expert_overlap: bool = flag(False, role="run", needs="moe_shared_expert_intermediate_size")

@@ -12,20 +12,21 @@ from megatron.planner.simulation.recorder import HOST_DIRECTIONS, PASSES, HostCo
 from megatron.planner.simulation.roofline import KERNELS_OF, is_attention, operation_seconds, transfer_seconds
 
 ASSUMPTIONS = (
-    "A roofline and no measurement: products by tiles and waves, attention by published rates, the rest by the bytes "
-    "that it must read and write.",
+    "A roofline model, not a measurement: GEMMs are modeled with tiles and waves, attention with published rates, "
+    "and everything else with the bytes that it reads and writes.",
     "The GPU never waits for the host, except that no kernel is shorter than 2.5 microseconds.",
     "Communication is hidden behind the kernels that are launched between its start and the wait for it, and slows "
-    "none of them. Links carry one message at a time in each direction; what a rank receives is there when it asks.",
-    "Chunks that travel during a GEMM (--tp-comm-overlap) are moved by copy engines, as symmetric memory moves "
-    "them: NCCL's sends and receives, of which the ring is made elsewhere, would hold a few multiprocessors meanwhile.",
+    "none of them. Links carry one message at a time in each direction; a rank never waits for data from a slower "
+    "rank.",
+    "Chunks that travel during a GEMM (--tp-comm-overlap) are transferred by copy engines, as with symmetric "
+    "memory: NCCL's sends and receives, which are used if there is no symmetric memory, would occupy a few SMs.",
     "A pipeline's step takes as long as its first or its last stage, whichever is slower, with idle time of "
     "(stages - 1) / (chunks x micro-batches) of its passes; a schedule that fills that idles less.",
-    "Copies to host memory and back take PCIe, one way each, with all of it for each GPU. They are hidden as "
-    "communication is, and are counted with it; what the host computes between them takes no time.",
-    "Machines have eight GPUs, joined by NVLink; one network port serves each GPU.",
-    "Memory is that of live tensors in blocks of 512 bytes: the CUDA context, libraries' work space, NCCL's buffers "
-    "and fragmentation come on top (often 2 to 4 GiB).",
+    "Copies to and from host memory use PCIe, with its full bandwidth in each direction for each GPU. They overlap "
+    "with compute and are counted like communication; the host's own computation takes no time.",
+    "Nodes have eight GPUs, connected by NVLink, and one network port per GPU.",
+    "Memory counts live tensors in blocks of 512 bytes: the CUDA context, libraries' work space, NCCL's buffers and "
+    "fragmentation come on top (often 2 to 4 GiB).",
 )
 """Assumptions that every report lists."""
 _DIRECTIONS = ("out", "in")

@@ -31,7 +31,9 @@ def load_fake_cuda(cache: Path | None = None) -> None:
         ConfigurationError: torch is already imported, there is no C++ compiler, or the source does not compile.
     """
     if "torch" in sys.modules:
-        raise ConfigurationError("torch is imported already: this process cannot simulate a GPU; start a new process")
+        raise ConfigurationError(
+            "torch is already imported, so this process cannot simulate a GPU; start a new process"
+        )
     torch_folder = _torch_folder()
     cuda = torch_folder / "lib" / "libtorch_cuda.so"
     if cuda.exists() and has_gpu():
@@ -78,14 +80,14 @@ def _built_library(torch_folder: Path, cache: Path) -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     if cache.stat().st_uid != os.getuid():
         raise ConfigurationError(
-            f"{cache} belongs to another user, whose library is not loaded; set TMPDIR to a folder"
+            f"{cache} belongs to another user, and its library is not trusted; set TMPDIR to a different folder"
         )
     if library.exists():
         return library
     compiler = find_compiler()
     if compiler is None:
         raise ConfigurationError(
-            "a simulated GPU needs a C++ compiler, and none was found; install g++, or use a CUDA build of torch on a "
+            "a simulated GPU needs a C++ compiler, but none was found; install g++, or use a CUDA build of torch on a "
             "node with a GPU"
         )
     with tempfile.TemporaryDirectory(dir=cache) as folder:

@@ -204,7 +204,9 @@ class FakeDevice(Device):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError("--cuda-graph-impl local has no dry run: omit it, its kernels are the same")
+        raise ConfigurationError(
+            "--cuda-graph-impl local is not supported in a dry run; omit it: the kernels are the same"
+        )
 
     def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None] | None:
         """Return None, since communication completes at once."""

@@ -110,7 +110,7 @@ def _lines(reported: EstimatedRun, gpu: Gpu, slowest: EstimatedRun, stages: Sequ
             f"stage {each.run.pipeline_rank} (rank {each.run.rank}) {each.estimate.seconds * 1e3:.1f} ms"
             for each in stages
         )
-        compared = f", that of rank {slowest.run.rank}, the slowest of {others}"
+        compared = f", the time of rank {slowest.run.rank}, the slowest of {others}"
     yield (
         f"step {of_step.seconds * 1e3:.1f} ms predicted{compared}; {of_step.tflops:.0f} TFLOP/s, MFU {of_step.mfu:.1%}"
     )
@@ -141,7 +141,7 @@ def _lines(reported: EstimatedRun, gpu: Gpu, slowest: EstimatedRun, stages: Sequ
     for kind in sorted(estimate.by_kind):
         part = _kind(run, estimate, kind)
         yield f"  {kind:<10} {part['kernels']:7,} kernels {part['bytes'] / 1e9:10.2f} GB {part['ms']:10.2f} ms"
-    yield "dearest lines:"
+    yield "most expensive lines:"
     for where, seconds in _dearest_first(estimate)[:_NUM_LINES]:
         yield f"  {seconds * 1e3:10.2f} ms  {where or 'autograd'}"
     yield f"host waits: {len(record.waits)}"

@@ -244,7 +244,7 @@ class Application:
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):
             raise ApiError(
-                404, f"there is no model {name[:200]!r} here; there is {self._model!r}", code="model_not_found"
+                404, f"the model {name[:200]!r} does not exist here; use {self._model!r}", code="model_not_found"
             )
 
     async def _answer(self, request: Request, fields: RequestFields) -> Response:
@@ -398,13 +398,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
-    said = f"{request.method} {request.url.path[:200]}: {status.phrase}; docs/serving.md lists what is answered"
+    said = f"{request.method} {request.url.path[:200]}: {status.phrase}; docs/serving.md lists the supported endpoints"
     return JSONResponse(ApiError(status, said).content(), status)
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:
     traceback.print_exception(error)
-    return JSONResponse(ApiError(500, f"the server failed at this request: {type(error).__name__}").content(), 500)
+    return JSONResponse(ApiError(500, f"the server failed on this request: {type(error).__name__}").content(), 500)
 
 
 def _content_policy(page: str) -> str:

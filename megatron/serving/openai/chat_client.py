@@ -31,11 +31,9 @@ class ChatClient:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise InputError(
-                f"--url {url} is not an address: {error}; use one such as http://127.0.0.1:8000"
-            ) from error
+            raise InputError(f"--url {url} is not a URL: {error}; use for example http://127.0.0.1:8000") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"--url {url} is not an address; use one such as http://127.0.0.1:8000")
+            raise InputError(f"--url {url} is not a URL; use for example http://127.0.0.1:8000")
         self._url = url
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = parts.hostname, port
@@ -57,7 +55,7 @@ class ChatClient:
             with self._response("GET", "/v1/models", None) as response:
                 entries = {str(entry["id"]): entry for entry in json.loads(response.read(_LONGEST_LINE))["data"]}
         except (OSError, http.client.HTTPException) as error:
-            raise InputError(f"no server answers at {self._url}: {error}; start one with the command serve") from error
+            raise InputError(f"no server responds at {self._url}: {error}; start one with the command serve") from error
         except ChatFailed as error:
             raise InputError(f"the server at {self._url} rejects the request: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -95,10 +93,10 @@ class ChatClient:
                     for choice in chunk["choices"]:
                         yield choice["delta"].get("content") or ""
         except (OSError, http.client.HTTPException) as error:
-            raise ChatFailed(f"the server at {self._url} left: {error}") from error
+            raise ChatFailed(f"the server at {self._url} closed the connection: {error}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise ChatFailed(f"the server at {self._url} says what cannot be read: {error!r}") from error
-        raise ChatFailed(f"the server at {self._url} left before the end of the answer")
+            raise ChatFailed(f"the server at {self._url} sent a response that cannot be parsed: {error!r}") from error
+        raise ChatFailed(f"the server at {self._url} closed the connection before the end of the answer")
 
     @contextlib.contextmanager
     def _response(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:

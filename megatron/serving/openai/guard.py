@@ -38,8 +38,8 @@ class Metrics:
             yield f'megatron_requests_total{{status="{status}"}} {number}\n'
         for name, kind, help_text, value in (
             ("requests_running", "gauge", "Requests whose tokens are being generated.", running),
-            ("requests_waiting", "gauge", "Requests that wait for their turn.", waiting),
-            ("clients_left_total", "counter", "Requests whose client left before the end.", self.clients_left),
+            ("requests_waiting", "gauge", "Requests that wait in the queue.", waiting),
+            ("clients_left_total", "counter", "Requests whose client disconnected before the end.", self.clients_left),
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             ("generated_tokens_total", "counter", "Tokens that were generated.", self.generated_tokens),
             ("first_token_seconds_count", "counter", "Requests that got a first token.", self.first_tokens),
@@ -91,7 +91,7 @@ class Guard:
             return
         send = self._counting(send)
         if self._num_requests >= self._limits.requests:
-            await _refuse(send, ApiError(503, f"{self._limits.requests} requests are open already; try again later"))
+            await _refuse(send, ApiError(503, f"{self._limits.requests} requests are already open; try again later"))
             return
         self._num_requests += 1
         try:
@@ -118,18 +118,22 @@ class Guard:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or not hmac.compare_digest(given[0], self._key):
-            raise ApiError(401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(
+                401,
+                ("the API key is missing or wrong; send the header Authorization: Bearer KEY"),
+                code="invalid_api_key",
+            )
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Read the whole body; return None if the client disconnects before its end."""
         most = self._limits.body_bytes
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if lengths and (len(lengths[0]) > 20 or int(lengths[0]) > _READ_ANYWAY * most):
-            raise ApiError(413, f"the body has {lengths[0][:20].decode()} bytes; at most {most} are taken")
+            raise ApiError(413, f"the body has {lengths[0][:20].decode()} bytes; at most {most} are accepted")
         try:
             return await asyncio.wait_for(_read(receive, most), self._limits.body_seconds)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
+            raise ApiError(408, f"the body was not received within {self._limits.body_seconds:g} s") from None
 
 
 async def _read(receive: Receive, most: int) -> bytes | None:
@@ -146,7 +150,7 @@ async def _read(receive: Receive, most: int) -> bytes | None:
         is_over = not message.get("more_body", False)
         # Read and discard the excess: many clients read no response before they have sent the whole body.
         if size > most and (is_over or size > _READ_ANYWAY * most):
-            raise ApiError(413, f"the body has more than {most} bytes; at most these are taken")
+            raise ApiError(413, f"the body has more than {most} bytes, which is the maximum")
         if is_over:
             return bytes(body)
 

@@ -38,7 +38,7 @@ class ApiError(Exception):
 def bad_value(name: str, wanted: str, value: object) -> ApiError:
     """Build the error for a field with an invalid value."""
     shown = repr(value)
-    return ApiError(400, f"{name} must be {wanted}, and is {shown[:60]}{'…' if len(shown) > 60 else ''}", param=name)
+    return ApiError(400, f"{name} must be {wanted}, but is {shown[:60]}{'…' if len(shown) > 60 else ''}", param=name)
 
 
 MAX_CHOICES = 128
@@ -67,7 +67,7 @@ _FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
 
 
 def _whole(low: int, high: int) -> Check:
-    return (lambda value: _is_int(value) and low <= value <= high), f"a whole number between {low} and {high}"
+    return (lambda value: _is_int(value) and low <= value <= high), f"an integer between {low} and {high}"
 
 
 def _number(low: float, high: float) -> Check:
@@ -95,9 +95,7 @@ class RequestFields:
     temperature: float = _field(1.0, _number(0.0, _HOTTEST))
     top_p: float = _field(1.0, _number(0.0, 1.0))
     top_k: int = _field(0, _whole(-1, _LARGEST))
-    seed: int | None = _field(
-        None, (lambda value: type(value) is int and abs(value) < 2**63, "a whole number of 64 bits")
-    )
+    seed: int | None = _field(None, (lambda value: type(value) is int and abs(value) < 2**63, "a 64-bit integer"))
     stop: tuple[str, ...] = ()
     stream: bool = _field(False, _FLAG)
     include_usage: bool = False
@@ -173,10 +171,10 @@ def read_chat(body: bytes, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> Reques
     wants = _checked("logprobs", values.get("logprobs", False), _FLAG)
     number = _checked("top_logprobs", values.get("top_logprobs", 0), _whole(0, _MOST_ALTERNATIVES))
     if number and not wants:
-        raise ApiError(400, "top_logprobs needs logprobs true", param="top_logprobs")
+        raise ApiError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
     given["num_alternatives"] = number if wants else None
     if given.get("echo"):
-        raise ApiError(400, "echo is of /v1/completions; a conversation is not repeated", param="echo")
+        raise ApiError(400, "echo is supported only in /v1/completions; omit it", param="echo")
     return _consistent(RequestFields(**given), values)
 
 
@@ -193,10 +191,10 @@ def _read_object(body: bytes, own: tuple[str, ...]) -> dict[str, Any]:
         if name not in known:
             # Truncate the name: the comparison of a very long one would take minutes.
             nearest = difflib.get_close_matches(name[:80], known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known fields are {', '.join(known)}"
             raise ApiError(400, f"{name[:80]} is not a known field; {hint}", param=name[:80])
         if name in _REFUSED and value is not None and not _REFUSED[name](value):
-            raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
+            raise ApiError(400, f"{name} is not supported here; omit it", param=name)
     return {name: value for name, value in values.items() if value is not None and name not in (*_IDLE, *_REFUSED)}
 
 
@@ -212,7 +210,11 @@ def _common(values: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: _checked(name, values[name], check) for name, check in _CHECKS.items() if name in values}
     best_of = given.get("best_of")
     if best_of not in (None, given.get("n", 1)):
-        raise ApiError(400, f"best_of {best_of} is not n {given.get('n', 1)}: choices are not ranked", param="best_of")
+        raise ApiError(
+            400,
+            (f"best_of {best_of} must equal n {given.get('n', 1)}, because choices are not ranked"),
+            param="best_of",
+        )
     if 0.0 < given.get("temperature", 1.0) < MIN_TEMPERATURE:
         raise bad_value("temperature", f"0, or at least {MIN_TEMPERATURE:g}", given["temperature"])
     given["stop"] = _stops(values.get("stop", ()))
@@ -228,7 +230,7 @@ def _stops(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     is_list = isinstance(stops, (list, tuple)) and len(stops) <= _MOST_STOPS
     if not is_list or not all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops):
-        wanted = f"a string, or a list of at most {_MOST_STOPS}, of 1 to {_LONGEST_STOP} characters each"
+        wanted = f"a string or a list of at most {_MOST_STOPS} strings of 1 to {_LONGEST_STOP} characters each"
         raise bad_value("stop", wanted, value)
     return tuple(stops)
 
@@ -246,13 +248,13 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
     if value is None:
-        raise ApiError(400, "prompt is missing: give a string, token ids, or a list of either", param="prompt")
+        raise ApiError(400, "prompt is missing; pass a string, token ids, or a list of either", param="prompt")
     if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_int, value))):
         value = [value]
     if not isinstance(value, list) or not value:
         raise bad_value("prompt", "a string, token ids, or a list of either", value)
     if len(value) > MAX_CHOICES:
-        raise ApiError(400, f"prompt has {len(value)} texts; 1 to {MAX_CHOICES} are taken", param="prompt")
+        raise ApiError(400, f"prompt contains {len(value)} prompts; 1 to {MAX_CHOICES} are accepted", param="prompt")
     return tuple(_prompt(item) for item in value)
 
 
@@ -287,7 +289,7 @@ def _message(item: Any) -> Message:
 
 def _unicode(name: str, text: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ApiError(400, f"{name} holds half of a surrogate pair, which is no character", param=name)
+        raise ApiError(400, f"{name} contains half of a surrogate pair, which is not a character", param=name)
     return text
 
 
@@ -295,12 +297,12 @@ def _consistent(fields: RequestFields, given: Mapping[str, Any]) -> RequestField
     """Reject combinations of fields that are inconsistent."""
     choices = max(len(fields.prompts), 1) * max(fields.n, fields.num_beams)
     problems = {
-        f"prompts x choices are {choices}; at most {MAX_CHOICES} are taken": choices > MAX_CHOICES,
-        "max_tokens 0 is of use with echo and logprobs only": (
+        f"prompts x choices is {choices}; at most {MAX_CHOICES} is accepted": choices > MAX_CHOICES,
+        "max_tokens 0 requires echo and logprobs": (
             fields.max_tokens == 0 and not (fields.echo and fields.num_alternatives is not None)
         ),
-        "stream_options needs stream true": "stream_options" in given and not fields.stream,
-        "length_penalty and early_stopping need num_beams 2 or more": (
+        "stream_options requires stream: true": "stream_options" in given and not fields.stream,
+        "length_penalty and early_stopping require num_beams of 2 or more": (
             fields.num_beams == 1 and ("length_penalty" in given or "early_stopping" in given)
         ),
     }
@@ -308,8 +310,8 @@ def _consistent(fields: RequestFields, given: Mapping[str, Any]) -> RequestField
         idle = ("stream", "echo", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "top_k", "seed")
         names = [name for name in (*idle, "top_p", "temperature") if given.get(name) not in (None, False, 0, [])]
         problems |= {
-            f"num_beams draws nothing and gives whole texts: leave out {', '.join(names)}": bool(names),
-            "num_beams gives no log-probabilities: leave out logprobs": fields.num_alternatives is not None,
+            f"num_beams does not sample and does not stream; omit {', '.join(names)}": bool(names),
+            "num_beams does not support log probabilities; omit logprobs": fields.num_alternatives is not None,
             f"n {fields.n} is more than num_beams {fields.num_beams}": fields.n > fields.num_beams,
         }
     for problem, is_so in problems.items():

@@ -136,9 +136,9 @@ class Translator:
             restart = ", or restart the server with a larger --max-tokens-to-oom" if is_servers else ""
             raise ApiError(
                 400,
-                f"the maximum context length is {limit} tokens, and this request has {longest + max_new}: a prompt of "
-                f"{longest} and {max_new} to generate; shorten the prompt"
-                f"{'' if max_new <= 1 else ' or lower max_tokens'}{restart}",
+                f"the maximum context length is {limit} tokens, but this request has {longest + max_new}: a prompt "
+                f"of {longest} tokens and {max_new} to generate; shorten the "
+                f"prompt{'' if max_new <= 1 else ' or lower max_tokens'}{restart}",
                 param="messages" if fields.is_chat else "prompt",
                 code="context_length_exceeded",
             )

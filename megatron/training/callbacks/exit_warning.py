@@ -59,10 +59,10 @@ class ExitWarning(Callback):
         if needed <= max(self.seconds, self._said * _WORTH_SAYING_AGAIN):
             return None
         self._said = needed
-        under_way = ", one under way and one more" if self._num_saves > 1 else ""
+        under_way = ", including a save in progress" if self._num_saves > 1 else ""
         return (
             f"WARNING: from a signal to a complete checkpoint this run may need {needed:.1f} s "
             f"({self._longest_wait:.1f} s until it looks for signals, {save_seconds:.1f} s for a "
-            f"checkpoint{under_way}), and --preemption-grace-seconds {self.seconds} is less: it may be killed before; "
-            "let the scheduler send the signal earlier"
+            f"checkpoint{under_way}), but --preemption-grace-seconds is only {self.seconds}: it may be killed before; "
+            "configure the scheduler to send the signal earlier"
         )

@@ -109,13 +109,13 @@ def read_prompts(given: tuple[str, ...]) -> tuple[str, ...]:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise ConfigurationError(
-                f"--generate-prompts {path} is larger than {_LARGEST_FILE} bytes; give a smaller file"
+                f"--generate-prompts {path} is larger than {_LARGEST_FILE} bytes; use a smaller file"
             )
         lines = tuple(line for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--generate-prompts {path} cannot be read as text: {error}") from error
     if not lines:
-        raise ConfigurationError(f"--generate-prompts {path} is empty; write a prompt a line")
+        raise ConfigurationError(f"--generate-prompts {path} is empty; write one prompt per line")
     return lines
 
 
@@ -214,7 +214,7 @@ def open_periodic_evaluations(
     models = [chunk for chunk in parts.chunks if isinstance(chunk, GPTModel)]
     if len(models) < len(parts.chunks):
         flag = "--eval-tasks" if sampling is None else "--generate-interval"
-        raise ConfigurationError(f"{flag}: this model generates no text; omit it")
+        raise ConfigurationError(f"{flag}: this model cannot generate text; omit it")
     shared = [share_model(model, wrapped, state) for model, wrapped in zip(models, parts.ddp_chunks, strict=True)]
     # Each data-parallel replica runs independently, and so does each context-parallel rank.
     no_dp, no_cp = (single_rank_group((axis,), state.rank) for axis in ("dp", "cp"))

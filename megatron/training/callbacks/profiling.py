@@ -52,7 +52,7 @@ class Profiling(Callback):
         if self._options.profile and self._uses_torch and self._folder is None:
             raise ConfigurationError(NO_PROFILE_FOLDER)
         if self._options.profile and not runtime.device.is_cuda and not self._options.use_pytorch_profiler:
-            log("--profile: nsys and NVTX ranges are for CUDA; on this CPU torch's profiler is used")
+            log("--profile: nsys and NVTX ranges need CUDA; on this CPU torch's profiler is used")
         if self._options.record_memory_history and not runtime.device.is_cuda:
             log("--record-memory-history has no effect on a CPU: only CUDA memory has a history")
         if self._records_memory:
@@ -100,7 +100,7 @@ class Profiling(Callback):
         if self._options.profile and not self._is_reached:
             self._is_reached = True
             first, last = self._options.profile_step_start + 1, self._options.profile_step_end
-            self._log(f"--profile: nothing was profiled, the run had none of the iterations {first} to {last}")
+            self._log(f"--profile: nothing was profiled: the run did not reach iterations {first} to {last}")
         if self._records_memory:
             self._records_memory = False
             path = Path(self._options.memory_snapshot_path)

@@ -102,9 +102,11 @@ class ResultWatch:
         largest_loss, largest_norm = self.limits or (math.inf, math.inf)
         found = []
         if loss > largest_loss:
-            found.append(f"the loss {loss:.6g} is a spike: up to {largest_loss:.6g} would follow those before")
+            found.append(f"the loss {loss:.6g} is a spike: the limit from the previous losses is {largest_loss:.6g}")
         if norm > largest_norm:
-            found.append(f"the gradient norm {norm:.6g} is a spike: up to {largest_norm:.6g} would follow those before")
+            found.append(
+                f"the gradient norm {norm:.6g} is a spike: the limit from the previous norms is {largest_norm:.6g}"
+            )
         return "; ".join(found)
 
 
@@ -173,7 +175,7 @@ class AnomalyDetector(Callback):
     """Detector of anomalous results before they reach the weights; every rank has one, and all decide in the same way.
 
     ``left_out`` are the samples that the run has skipped, and skips again after a rollback. ``newest_known`` returns
-    the newest checkpoint that is known to train and that the run can roll back to.
+    the newest validated checkpoint that the run can roll back to.
     """
 
     def __init__(
@@ -316,7 +318,7 @@ class AnomalyDetector(Callback):
             found += f"; {verdict.cause}: {verdict.text}"
         policy = self._faults.spike_policy
         if self._is_to_be_repeated(verdict, trouble, policy):
-            self._log(f"WARNING: {found}; the step is computed again, and its result taken")
+            self._log(f"WARNING: {found}; the step is computed again, and the new result is used")
             self._prepare()
             with closing(self._open_source(begun.consumed_samples, 0)) as source:
                 return step.repeat(source, begun)
@@ -397,7 +399,7 @@ class AnomalyDetector(Callback):
         self._check_budget(max(len(steps), 1), found, trouble)
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
         if not can_be_passed_over and known is None:
-            raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
+            raise self._ending(f"{found}; there is no validated checkpoint to roll back to", trouble)
         if steps:
             self._leave_out(steps, found, verdict)
         else:
@@ -414,7 +416,7 @@ class AnomalyDetector(Callback):
         if left <= 0:
             raise self._ending(f"{found}; --max-spikes {budget} is reached", trouble)
         if number > left:
-            room = f"{number} steps more would be left out, and --max-spikes {budget} allows {left}"
+            room = f"{number} more steps would be skipped, but --max-spikes {budget} allows {left}"
             raise self._ending(f"{found}; {room}", trouble)
 
     def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: FaultAttribution | None) -> None:
@@ -426,14 +428,14 @@ class AnomalyDetector(Callback):
             places.append(f"{start} to {end}")
             what = LeftOut(start=start, end=end, iteration=step.iteration + 1, reason=reason, samples=samples)
             if step is not steps[-1]:
-                caused = f"its update came before iteration {steps[-1].iteration + 1}, of which was found: {reason}"
+                caused = f"its update preceded iteration {steps[-1].iteration + 1}, for which the finding is: {reason}"
                 what = replace(what, reason=caused, samples=())
             self.left_out = self.left_out.with_step(what)
-        self._log(f"WARNING: {found}; consumed samples {' and '.join(places)} are left out")
+        self._log(f"WARNING: {found}; consumed samples {' and '.join(places)} are skipped")
 
     def _ending(self, found: str, trouble: TrainingError | None) -> TrainingError:
         known = self._newest_known()
-        hint = "" if known is None else f"; --ckpt-step {known} is the newest checkpoint of --save known to train"
+        hint = "" if known is None else f"; --ckpt-step {known} is the newest validated checkpoint of --save"
         return (type(trouble) if trouble is not None else TrainingError)(found + hint)
 
     def _record(self, begun: BegunStep, verdict: FaultAttribution) -> None:

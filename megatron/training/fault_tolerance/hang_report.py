@@ -142,7 +142,7 @@ class HangReport:
         """Return a line with the time without progress and the number of completed iterations."""
         longest = max(self.idle_s.values(), default=0.0)
         iteration = max((state.iteration for state in self.states.values()), default=0)
-        return f"HANG: nothing has got done for {longest:.1f} s; {iteration} iterations are done"
+        return f"HANG: there was no progress for {longest:.1f} s; {iteration} iterations are done"
 
     def to_text(self, path: str = "") -> str:
         """Format the report for a terminal, with the root causes last; ``path`` is the file of the report."""
@@ -239,7 +239,10 @@ class HangReport:
             doing += f", reading samples {answer['reading']}"
         if self.diagnosis.is_circle and waits_in is not None:
             awaited = format_ranks(self.diagnosis.waits_for.get(rank, ()))
-            return f"{who} waits in {describe_communication(waits_in)} for rank {awaited}, which waits in another"
+            return (
+                f"{who} waits in {describe_communication(waits_in)} for rank {awaited}, which waits in a different "
+                "communication"
+            )
         if culprit.waits_in is None:
             return f"{who} {doing}"
         has = "is inside" if culprit.has_entered else "has not entered"
@@ -252,8 +255,8 @@ def _device_words(state: RankState, waits_in: Communication | None) -> str:
     if state.on_device is None or waits_in is not None:
         return ""
     if state.on_device.ahead is None:
-        return ", with a device that has finished what it was given to communicate,"
-    return f", with a device that is at work before {describe_communication(state.on_device.ahead)},"
+        return ", with a device that has finished its queued communication,"
+    return f", with a device that is still running work before {describe_communication(state.on_device.ahead)},"
 
 
 def describe_communication(communication: Communication) -> str:
@@ -275,7 +278,7 @@ def read_hang_report(path: Path) -> HangReport:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise HangReportError(f"{path} is no hang report; name a hang-*.json of a run's --save folder")
+            raise HangReportError(f"{path} is not a hang report; pass a hang-*.json of a run's --save folder")
         ranks = {int(item["rank"]): item for item in values["ranks"]}
         culprits = tuple(
             Culprit(
@@ -301,4 +304,6 @@ def read_hang_report(path: Path) -> HangReport:
     except OSError as error:
         raise HangReportError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise HangReportError(f"{path} is no hang report: {error!r}; name a hang-*.json of a --save folder") from error
+        raise HangReportError(
+            f"{path} is not a hang report: {error!r}; pass a hang-*.json of a --save folder"
+        ) from error

@@ -72,7 +72,7 @@ class Patience:
         return now - self._worked
 
     def start_again(self) -> None:
-        """Reset the time, because this process was suspended."""
+        """Restart the idle timer after this process was suspended."""
         self._moved = self._worked = self._looked = time.monotonic()
 
     def _is_busy(self, now: float) -> bool:

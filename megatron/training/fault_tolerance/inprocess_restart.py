@@ -73,7 +73,7 @@ def train_with_restarts(
     """
     if kept is None:
         raise ConfigurationError(
-            "--inprocess-restart: this script has no keeper of its rank; let it call keep_rank before it imports torch"
+            "--inprocess-restart: this script does not keep its rank; call keep_rank before importing torch"
         )
     options = config.restart
     meeting = _open_meeting(launch)
@@ -84,7 +84,7 @@ def train_with_restarts(
         if generation is None:
             return 0
         if launch.rank == 0 and (generation.number or kept.num_predecessors):
-            print_line(f"restart {max(generation.number, kept.num_predecessors)}: all ranks have met again")
+            print_line(f"restart {max(generation.number, kept.num_predecessors)}: all ranks have joined again")
         links = GroupLinks()
         watch = _GenerationWatch(rendezvous, generation, links, launch.rank, config)
         try:
@@ -144,7 +144,7 @@ class _GenerationWatch:
         self._links.shut_down()
         if not self._has_left.wait(self._hard_timeout_s):
             print_line(
-                f"WARNING: rank {self._rank} has not left its step in {self._hard_timeout_s:g} s and is replaced",
+                f"WARNING: rank {self._rank} has not left its step within {self._hard_timeout_s:g} s and is replaced",
                 sys.stderr,
             )
             os._exit(REPLACE)
@@ -156,7 +156,8 @@ def _open_meeting(launch: LaunchEnvironment) -> Any:
     point = meeting_point()
     if point is None:
         raise ConfigurationError(
-            "--inprocess-restart: MASTER_ADDR and MASTER_PORT do not say where the ranks meet; start them with torchrun"
+            "--inprocess-restart: MASTER_ADDR and MASTER_PORT are not set to the address of the rendezvous; start the "
+            "ranks with torchrun"
         )
     return open_store(point.host, point.port)
 

@@ -51,7 +51,7 @@ def enter(folder: Path, state: RankState) -> None:
     """Write a rank's first state into the folder of its node.
 
     Raises:
-        OSError: this is not possible.
+        OSError: the state file cannot be written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     _write(folder, f"{_STATE}-{state.rank}", state.to_dict(), state.rank)

@@ -230,7 +230,7 @@ def die_with_launcher(run_id: str, rank: int) -> None:
         if launcher != os.getppid():  # it ended before the request
             os.kill(os.getpid(), signal.SIGTERM)
     if _adopts_orphans(launcher):
-        sys.exit("error: the launcher of this process is gone; start the run again")
+        sys.exit("error: the launcher of this process has ended; start the run again")
     threading.Thread(target=_end_after, args=(launcher, rank), name="launcher watch", daemon=True).start()
 
 
@@ -241,8 +241,8 @@ def _end_after(launcher: int, rank: int) -> None:
     if rank == 0:
         with contextlib.suppress(OSError):  # the launcher may have been the reader of the pipe
             print_line(
-                f"WARNING: the launcher (process {launcher}) is gone: this run ends within {GRACE_S:.0f} s, with a "
-                "checkpoint where it can",
+                f"WARNING: the launcher (process {launcher}) has ended: this run ends within {GRACE_S:.0f} s, if "
+                "possible with a checkpoint",
                 sys.stderr,
             )
     time.sleep(max(deadline - time.monotonic(), 0.0))

@@ -139,7 +139,7 @@ class RankState:
 
     ``idle_s`` is the time without progress, and ``allowance_s`` its limit in this phase. ``entered`` counts the
     communications that the rank has started, by channel. If they are enqueued on a device and there is no progress,
-    ``on_device`` is the device's state. ``left`` means that the rank no longer watches. ``error_file`` is the
+    ``on_device`` is the device's state. ``left`` means that the rank has stopped monitoring. ``error_file`` is the
     launcher's error file of the process, or empty without one. ``stack_file`` is the file for the process's stacks if
     it cannot answer.
     """

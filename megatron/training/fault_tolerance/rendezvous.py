@@ -172,8 +172,8 @@ class Rendezvous:
             rank for rank in range(self._world_size) if (entered := self._entered(rank)) is None or entered[0] != wanted
         ]
         return (
-            f"{_ranks(missing)} did not come within {self._limits.patience_s:g} s, which the others wait for at a "
-            "start and a restart; look for their own messages, or give a longer --inprocess-barrier-timeout"
+            f"{_ranks(missing)} did not join within {self._limits.patience_s:g} s, the time limit at a start and a "
+            "restart; check their own messages, or use a longer --inprocess-barrier-timeout"
         )
 
 

@@ -133,7 +133,7 @@ class RunLock:
         elif newest != own or OwnerRecord.read(self._path) != self._record:
             other = _describe(OwnerRecord.read(directory / f"{prefix}.{newest:08d}"))
             raise FolderInUseError(
-                f"{self._given} was taken over by {other}, while this run did not renew its record there; stop one of "
+                f"{self._given} was taken over by {other}, because this run did not renew its lock there; stop one of "
                 f"the two, or use a different {_flag(self._given)}"
             )
 
@@ -271,8 +271,8 @@ class _Waiting:
         if not self._has_said and self._waited() > 2 * _POLL_INTERVAL_S:
             self._has_said = True
             self._log(
-                f"waiting for {_describe(record)}, which owns {self._given}: it is taken to be gone when it has "
-                f"ended, or has not renewed its record for {self._times.expired_after_s:.0f} s"
+                f"waiting for {_describe(record)}, which owns {self._given}: it counts as ended if its process has "
+                f"ended, or if it has not renewed its lock for {self._times.expired_after_s:.0f} s"
             )
         return True
 
@@ -300,7 +300,7 @@ def _flag(given: str) -> str:
 
 
 def _describe(record: OwnerRecord | None) -> str:
-    return "a run whose record cannot be read" if record is None else record.describe()
+    return "a run whose lock cannot be read" if record is None else record.describe()
 
 
 def _numbers(directory: Path, prefix: str) -> set[int]:

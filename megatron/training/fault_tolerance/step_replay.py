@@ -184,7 +184,7 @@ def _mark(value: float) -> float:
 def describe_ranks(traces: Sequence[RankTrace]) -> str:
     """Describe ranks with their hosts in words."""
     if not traces:
-        return "a rank that cannot be told from the others"
+        return "a rank that cannot be distinguished from the others"
     named = ", ".join(f"rank {trace.rank} on {trace.host}" for trace in traces)
     return named if len(traces) == 1 else f"one of {named}, which cannot be distinguished"
 
@@ -334,23 +334,23 @@ class StepReplay:
             blamed = ranks_that_differ(first.traces, again.traces)
             return FaultAttribution(
                 "transient device",
-                f"the same step gave another result when it was computed again (loss {first.loss:g}, then "
+                f"the same step gave a different result when it was computed again (loss {first.loss:g}, then "
                 f"{again.loss:g}; gradient norm {first.grad_norm:g}, then {again.grad_norm:g}): the device of "
                 f"{describe_ranks(blamed)}",
                 ranks=tuple(trace.rank for trace in blamed),
             )
         if not self.describe(again.loss, again.grad_norm):
-            return FaultAttribution("right", "the same step gave the same result again, and nothing speaks against it")
+            return FaultAttribution("right", "the same step gave the same result again, and nothing indicates an error")
         blamed = self._ranks_that_keep_it(step, begun, again)
         if blamed:
-            return _persistent(blamed, "other ranks compute other results from the same samples")
+            return _persistent(blamed, "other ranks compute different results from the same samples")
         if self._is_float16 and not again.is_finite:
             smaller = replace(begun, loss_scale=begun.loss_scale * _OTHER_SCALE)
             if self._compute(step, smaller).is_finite:
                 return FaultAttribution(
                     "overflow",
                     f"the same step gave the same result again at the loss scale {begun.loss_scale:g}, and a finite "
-                    f"one at {smaller.loss_scale:g}: gradients are too large for float16, and no device is to blame",
+                    f"one at {smaller.loss_scale:g}: gradients are too large for float16, and no device is at fault",
                 )
         other = self._other_samples(step, begun)
         if other is not None and self.describe(other.loss, other.grad_norm):
@@ -429,31 +429,35 @@ class StepReplay:
             )
         blamed = ranks_not_finite(other.traces)
         named = tuple(trace.rank for trace in blamed)
-        same = "the same step gave the same result again, other samples look as wrong"
+        same = "the same step gave the same result again, and other samples also give a wrong result"
         copies = self.config.parallel_sizes.num_copies_apart
-        alone = "one copy cannot" if self.runtime.state.dp.size == 1 else "copies that share experts cannot"
+        alone = "one replica cannot" if self.runtime.state.dp.size == 1 else "replicas that share experts cannot"
         if self._is_float16 and blamed:
             too_large = f"{same}, at any loss scale: numbers are too large for float16"
             if copies > 1:
                 return FaultAttribution("overflow", too_large)
-            doubt = f", or the device of {describe_ranks(blamed)} fails; {alone} tell which"
+            doubt = f", or the device of {describe_ranks(blamed)} fails; {alone} distinguish them"
             return FaultAttribution("overflow", too_large + doubt, ranks=named)
         huge = gather_bad_weights(find_huge_weights(self._parameters()), self.runtime.state.world)
         if huge:
-            return _training(f"{same}, and weights have grown beyond use: {describe_bad_weights(huge)}")
+            return _training(f"{same}, and weights have become too large: {describe_bad_weights(huge)}")
         if copies > 1:
             return _training(
-                f"{same}, and {copies} data-parallel copies come to the same, so that no device is to blame"
+                f"{same}, and {copies} data-parallel replicas give the same result, so no device is at fault"
             )
         if not blamed:
-            return _training(f"{same}, and every rank computes what is finite")
+            return _training(f"{same}, and the results of every rank are finite")
         if not self.was_ever_fine():
             return _training(
                 f"{same}, and no step of this process was fine before: the model, its loss or the device of "
-                f"{describe_ranks(blamed)}; {alone} tell which"
+                f"{describe_ranks(blamed)}; {alone} distinguish them"
             )
         return _persistent(
-            blamed, "samples that were fine before look as wrong now, and the weights are finite and of usual size"
+            blamed,
+            (
+                "samples that were fine before now give a wrong result too, and the weights are finite and of normal "
+                "size"
+            ),
         )
 
     def _of_the_data(self, begun: BegunStep, *, is_alone: bool) -> FaultAttribution:
@@ -470,12 +474,12 @@ class StepReplay:
             for (microbatch, copy), loss in of_row.items():
                 losses[int(ids[(microbatch * copies + copy) * size + row])] = loss
         samples, median = outlying_samples(losses)
-        proof = "there are no others to compare with" if is_alone else "other samples are fine"
+        proof = "there are no other samples to compare with" if is_alone else "other samples are fine"
         if samples:
             named = ", ".join(f"{sample} (loss {losses[sample]:.6g})" for sample in samples[:_NUM_NAMED])
             found = f"sample{'s' if len(samples) > 1 else ''} {named}; the median of the batch is {median:.6g}"
         else:
-            found = "none of the samples stands out from the batch by its loss"
+            found = "no sample has an outlying loss"
         return FaultAttribution(
             "data",
             f"the same step gave the same result again, the weights are finite, and {proof}: the data; {found}",
@@ -493,7 +497,7 @@ def _persistent(blamed: Sequence[RankTrace], reason: str) -> FaultAttribution:
 
 
 def _training(reason: str) -> FaultAttribution:
-    return FaultAttribution("training", f"{reason}: the training itself; lower --lr or --clip-grad, or go back")
+    return FaultAttribution("training", f"{reason}: the training itself; lower --lr or --clip-grad, or roll back")
 
 
 def _place(trace: RankTrace, copy: int | None = None) -> tuple[int, ...]:

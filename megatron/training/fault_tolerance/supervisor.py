@@ -62,8 +62,8 @@ def make_copy_folder(base: Path, cleans_up: bool) -> Path:
         own.rename(folder / _OWNER)
     except OSError as error:
         raise ConfigurationError(
-            f"--non-persistent-local-ckpt-dir {base}: cannot make {folder} ({error.strerror}); give a folder in each "
-            "host memory that this user may write to"
+            f"--non-persistent-local-ckpt-dir {base}: cannot create {folder} ({error.strerror}); use a folder in host "
+            "memory that this user can write to on each node"
         ) from error
     if cleans_up or launcher is None:
         _remove_left_over(base, prefix)

@@ -197,7 +197,7 @@ class Watchdog:
     def _warn(self, error: Exception) -> None:
         """Warn that this rank no longer watches, and why."""
         reason = str(error).partition("\n")[0]
-        text = f"WARNING: rank {self._rank} no longer watches for hangs: {reason or type(error).__name__}"
+        text = f"WARNING: rank {self._rank} no longer monitors for hangs: {reason or type(error).__name__}"
         print_line(f"{text}; --distributed-timeout-minutes ends a hang without a report", sys.stderr)
 
     def _round(self) -> bool:
@@ -558,8 +558,8 @@ def _warns(trouble: str, state: ParallelState) -> bool:
     if state.rank == 0:
         rank, reason = reports[0]
         print_line(
-            f"WARNING: no hang is watched for or reported: rank {rank}: {reason}; only --distributed-timeout-minutes "
-            "ends one",
+            f"WARNING: hangs are neither detected nor reported: rank {rank}: {reason}; only "
+            "--distributed-timeout-minutes ends a hang",
             sys.stderr,
         )
     return True

@@ -168,9 +168,9 @@ def _read(path: Path) -> dict[str, str]:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is damaged ({error}); remove it to begin a new run of W&B") from error
+        raise ConfigurationError(f"{path} is damaged ({error}); remove it to start a new W&B run") from error
     if not isinstance(known, dict) or not all(isinstance(value, str) and value for value in known.values()):
-        raise ConfigurationError(f"{path} holds no ids of runs; remove it to begin a new run of W&B")
+        raise ConfigurationError(f"{path} contains no run ids; remove it to start a new W&B run")
     return known
 
 

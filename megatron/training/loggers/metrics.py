@@ -168,7 +168,7 @@ class MetricsWriter:
             except OSError as error:
                 self._loggers.remove(logger)
                 print_line(
-                    f"WARNING: cannot write to {logger.name}: {error.strerror or error}; it gets no more figures"
+                    f"WARNING: cannot write to {logger.name}: {error.strerror or error}; it gets no more metrics"
                 )
 
     def _memory(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class MetricsWriter:
     def _report_refused(self, error: OSError) -> None:
         if not self._is_refused:
             name = "" if self._file is None else f" {self._file.name}"
-            print_line(f"WARNING: cannot write the figures of this run{name}: {error.strerror}")
+            print_line(f"WARNING: cannot write the metrics of this run{name}: {error.strerror}")
         self._is_refused = True
 
 
@@ -252,7 +252,7 @@ def set_superseded_lines_aside(path: Path, start_iteration: int) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"--metrics-jsonl {path} holds no text; give the name of another file") from error
+        raise ConfigurationError(f"--metrics-jsonl {path} is not a text file; use a different file name") from error
     for line in text.splitlines(keepends=True):
         (kept if _iteration_of(line) <= start_iteration else superseded).append(line)
     if not superseded:

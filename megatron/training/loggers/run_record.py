@@ -137,7 +137,7 @@ class RunRecord:
             file.write(line)
 
     def _cannot_write(self, error: OSError | StorageError) -> None:
-        self._log(f"WARNING: --save {self._folder.parent}: the run's record cannot be written: {error}")
+        self._log(f"WARNING: --save {self._folder.parent}: the run record cannot be written: {error}")
 
 
 def _now() -> str:

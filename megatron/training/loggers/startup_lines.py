@@ -102,7 +102,7 @@ def log_arguments(config: RunConfig, log: Callable[[str], None]) -> None:
     if options.log_arguments and not options.brief_log:
         log("--log-arguments has no effect here: only megatron train prints a summary of the arguments")
     if config.checkpoint.save is None and not config.training.skip_train:
-        log("WARNING: --save is not given: nothing will be left of this run but its log")
+        log("WARNING: --save is not set: this run will not save checkpoints")
 
 
 _TITLES = {"train": "train", "valid": "validation", "test": "test"}

@@ -175,7 +175,10 @@ class Campaign:
         while len(self.report.rounds) < self._plan.rounds and self._attack_one_start():
             continue
         if len(self.report.rounds) < self._plan.rounds:
-            done = f"the run was over after {len(self.report.rounds)} of {self._plan.rounds}; let it train for longer"
+            done = (
+                f"the run ended after {len(self.report.rounds)} of {self._plan.rounds} rounds; increase its number of "
+                "iterations"
+            )
             self.report.checks.append(Check("faults", held=False, detail=done))
             return
         self._log("the last start, until the end")
@@ -197,7 +200,9 @@ class Campaign:
         finally:
             launch.close()
         if left:
-            raise LaunchError(f"processes {left} of {launch.output} still ran {LEFT_AFTER_S:g} s after it")
+            raise LaunchError(
+                f"processes {left} of {launch.output} were still running {LEFT_AFTER_S:g} s after its end"
+            )
 
     def _attack_one_start(self) -> bool:
         """Start the run and inject faults until one ends it; return False if the run ends by itself."""
@@ -249,7 +254,7 @@ class Campaign:
                     result.problem = f"no line of {launch.output} begins with {words!r}"
                 self._expected_damage = injection.damaged
                 if (fault.kind, fault.target, injection.damaged) == ("corrupt", "checkpoint", None):
-                    result.problem = "there was no older checkpoint to fall back to; let faults come later"
+                    result.problem = "there was no older checkpoint to fall back to; inject faults later"
             else:
                 result.documented = fault.statuses(injection.has_launcher)
                 result.status = self._outlast(launch)
@@ -281,7 +286,7 @@ class Campaign:
         if self._plan.tolerance:
             ours, theirs = found.get(last, math.nan), expected.get(last, math.nan)
             held = abs(ours - theirs) <= self._plan.tolerance * abs(theirs)
-            detail = f"{ours} at iteration {last}, {theirs} without faults"
+            detail = f"{ours} at iteration {last}, but {theirs} without faults"
         else:
             different = [number for number, value in expected.items() if found.get(number) != value]
             held = bool(expected) and not different
@@ -329,4 +334,4 @@ def check_folder(folder: Path) -> None:
         ConfigurationError: it is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(f"--folder {folder} is not empty; name a new one")
+        raise ConfigurationError(f"--folder {folder} is not empty; use a new folder")

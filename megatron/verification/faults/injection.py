@@ -68,14 +68,16 @@ class Fault:
             ConfigurationError: there is no such rank on this node, or it has no peers.
         """
         if self.needs_peers and len(ranks) < 2:
-            raise ConfigurationError(f"{self}: no rank waits for the only rank of this run; use two or more")
+            raise ConfigurationError(
+                f"{self}: no other rank waits for the only rank of this run; use two or more ranks"
+            )
         if self.target in EVERYBODY or (self.kind == "corrupt" and not self.is_inside) or self.kind == "fill-disk":
             return None
         if self.target == ANY or self.is_inside:
             return rng.choice(ranks)
         if int(self.target) not in ranks:
             here = ", ".join(map(str, ranks))
-            raise ConfigurationError(f"{self}: there is no rank {self.target} here; change it to one of: {here}")
+            raise ConfigurationError(f"{self}: there is no rank {self.target} in this run; use one of: {here}")
         return int(self.target)
 
     def statuses(self, has_launcher: bool) -> tuple[int, ...]:
@@ -106,12 +108,12 @@ def parse_fault(kind: Kind, text: str) -> Fault:
     """
     if kind == "corrupt":
         if text not in CORRUPTIBLE:
-            raise ConfigurationError(f"--corrupt {text} is none of {', '.join(CORRUPTIBLE)}")
+            raise ConfigurationError(f"--corrupt {text} is not one of {', '.join(CORRUPTIBLE)}")
         return Fault(kind, text)
     target, colon, number = text.partition(":") if kind == "slow" else (text, "", "")
     others = (ANY, *(EVERYBODY if kind == "kill" else ()))
     if target not in others and not (target.isascii() and target.isdigit() and len(target) < 10):
-        raise ConfigurationError(f"--{kind} {text} names no rank; give a number, or {' or '.join(others)}")
+        raise ConfigurationError(f"--{kind} {text} is not a rank; use a number, or {' or '.join(others)}")
     target = target if target in others else str(int(target))
     if kind != "slow":
         return Fault(kind, target)
@@ -161,8 +163,8 @@ def _shut_down(process: int, descriptor: int) -> bool:
             return False
         reason = os.strerror(ctypes.get_errno())
         raise ConfigurationError(
-            f"--partition: this system does not lend a process's sockets ({reason}); in a container give it "
-            "CAP_SYS_PTRACE, or leave --partition out"
+            f"--partition: this system does not allow access to the sockets of another process ({reason}); in a "
+            "container add CAP_SYS_PTRACE, or omit --partition"
         )
     with socket.socket(fileno=borrowed) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
@@ -216,7 +218,7 @@ class Injection:
                 self._limit_files(max(path.stat().st_size for path in logs if path.exists()) + ROOM_BYTES)
             case "partition", _:
                 if not sum(drop_connections(pid) for pid in pids):
-                    raise ConfigurationError(f"{self.fault}: rank {self.rank} has no connection over TCP")
+                    raise ConfigurationError(f"{self.fault}: rank {self.rank} has no TCP connection")
             case "corrupt", "weight":
                 _send_all(pids, WEIGHT_SIGNAL)
             case "corrupt", "gradient":

@@ -109,7 +109,7 @@ class AttackedCommand:
                 return AttackedCommand(words)
         raise ConfigurationError(
             "--corrupt weight and --corrupt gradient need a command that runs a Python script, such as "
-            f"pretrain_gpt.py; this one runs none: {' '.join(self.words)}"
+            f"pretrain_gpt.py; this command runs no script: {' '.join(self.words)}"
         )
 
     def with_own_data(self, folder: Path) -> tuple[AttackedCommand, tuple[Path, ...]]:
@@ -130,7 +130,7 @@ class AttackedCommand:
             if source.stat().st_size > MOST_DATA_BYTES:
                 raise ConfigurationError(
                     f"--corrupt sample works on a copy, and {source} has {source.stat().st_size} bytes, more than "
-                    f"{MOST_DATA_BYTES}; give the command less data"
+                    f"{MOST_DATA_BYTES}; use less data"
                 )
             folder.mkdir(parents=True, exist_ok=True)
             words[place] = str(folder / f"{len(copies)}")

@@ -187,7 +187,7 @@ def test_the_first_machine_without_its_folder_is_refused(machines: list[Path]) -
     shutil.rmtree(machines[0] / "run")
     for iteration, error, _ in run_distributed(4, load, on(machines), 2):
         assert iteration is None
-        assert error.startswith("rank 2 finds checkpoints in run, but rank 0, on a different node, finds none: ")
+        assert error.startswith("rank 2 finds checkpoints in run, but rank 0, on a different node, finds none; ")
 
 
 def die_while_publishing(machines: list[str], tp: int, publisher: int | None) -> str:

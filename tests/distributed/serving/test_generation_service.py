@@ -89,7 +89,7 @@ def serve(tp: int, kinds: Sequence[int]) -> list[str]:
 def test_a_failure_of_all_ranks_is_an_answer_and_not_the_end(tp: int) -> None:
     first, *others = run_distributed(tp, serve, tp, [GOOD, BAD, BAD, GOOD])
     failed = (
-        "failed: the server failed at this request: RuntimeError: probability tensor contains either inf, nan or "
+        "failed: the server failed on this request: RuntimeError: probability tensor contains either inf, nan or "
         "element < 0"
     )
     assert first == ["tokens [1]", failed, failed, "tokens [1]", "ended"]
@@ -98,5 +98,5 @@ def test_a_failure_of_all_ranks_is_an_answer_and_not_the_end(tp: int) -> None:
 
 def test_a_failure_of_one_rank_ends_all() -> None:
     first, other = run_distributed(2, serve, 2, [GOOD, ONE_RANK_IS_BAD])
-    assert first == ["tokens [1]", "ranks do not agree about a request: it was answered here; the server ends"]
-    assert "ranks do not agree about a request: RuntimeError: probability tensor" in other[0]
+    assert first == ["tokens [1]", "ranks disagree about a request: it succeeded on this rank; the server stops"]
+    assert "ranks disagree about a request: RuntimeError: probability tensor" in other[0]

@@ -124,7 +124,7 @@ def test_a_measurement_computes_six_products_by_each_library_and_draws_no_random
 
 def test_a_library_that_is_not_there_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"--cpu-gemm-backend onednn: .* float16 .* give --cpu-gemm-backend auto"
+        ConfigurationError, match=r"--cpu-gemm-backend onednn: .* float16 .* use --cpu-gemm-backend auto"
     ):
         choose(MINIMAL, "--fp16", "--cpu-gemm-backend", "onednn")
     assert choose(MINIMAL, "--fp16", "--cpu-gemm-backend", "mkl") == "mkl"
@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str
         patch.setattr(autotune, "has_library", lambda library, dtype: library != "mkl")
         lines: list[str] = []
         assert chosen_by(config, lines) == "auto"
-    assert [line[:59] for line in lines] == ["WARNING: the checkpoint's GEMMs are computed by mkl, which "]
+    assert [line[:59] for line in lines] == ["WARNING: the checkpoint's run computed GEMMs with mkl, which "]
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, finetune=True))
     assert chosen_by(fresh, []) == "auto"
 
@@ -234,8 +234,8 @@ def test_the_slowest_rank_decides_whether_chunks_gain() -> None:
         assert chosen[1:] == ["ring", "whole"]
         said = " > tensor-parallel communication overlapped with GEMMs: "
         assert lines[1:] == [
-            f"{said}in chunks, round a ring (measured: chunks take 90% of the time without)",
-            f"{said}whole, in no chunks (measured: chunks take 120% of the time without)",
+            f"{said}in chunks, in a ring (measured: chunks take 90% of the time without chunks)",
+            f"{said}not in chunks (measured: chunks take 120% of the time without chunks)",
         ]
 
 
@@ -262,8 +262,8 @@ def choices_after(recorded: str) -> tuple[list[str], list[str]]:
 def test_a_checkpoint_keeps_the_choice() -> None:
     for recorded, chosen, why in (
         ("ring", "ring", "round a ring (as in the checkpoint)"),
-        ("whole", "whole", "in no chunks (as in the checkpoint)"),
-        ("auto", "whole", "in no chunks (measured: chunks take 900% of the time without)"),
+        ("whole", "whole", "not in chunks (as in the checkpoint)"),
+        ("auto", "whole", "measured: chunks take 900% of the time without chunks"),
     ):
         for chose, [line] in run_distributed(2, choices_after, recorded):
             assert chose == [chosen]
@@ -300,7 +300,7 @@ FLAG = "--transformer-impl transformer_engine"
 
 
 def line(reason: str) -> str:
-    return f"transformer-engine is not used, since {reason}: this project's own layers take its place"
+    return f"transformer-engine is not used, because {reason}; this project's own layers are used instead"
 
 
 def chosen(flags: str, reason: str | None, world_size: int = 1) -> tuple[str, list[str]]:

@@ -27,10 +27,10 @@ ANSWERED = {
     "--enable-cuda-graph": "error: --cuda-graph-impl local needs a CUDA device",
     "--disable-bf16-reduced-precision-matmul": "--disable-bf16-reduced-precision-matmul has no effect on a CPU",
     "--empty-unused-memory-level": "--empty-unused-memory-level 2 has no effect on a CPU",
-    "--explain": "error: --explain is not answered by this script",  # but by pretrain_gpt.py before it trains
-    "--exit-on-missing-checkpoint": "holds no checkpoint",
+    "--explain": "error: --explain is not supported by this script",  # but by pretrain_gpt.py before it trains
+    "--exit-on-missing-checkpoint": "contains no checkpoint",
     "--exit-signal-handler": "--exit-signal-handler has no effect with --exit-signal SIGTERM",
-    "--inprocess-restart": "error: --inprocess-restart: this script has no keeper of its rank",
+    "--inprocess-restart": "error: --inprocess-restart: this script does not keep its rank",
     "--log-arguments": "--log-arguments has no effect: all arguments are printed",
     "--local-rank": "--local-rank 1 has no effect on a CPU",
     "--no-gradient-accumulation-fusion": "--no-gradient-accumulation-fusion has no effect on a CPU",
@@ -38,7 +38,7 @@ ANSWERED = {
     "--no-pin-cpu-params": "--no-pin-cpu-params has no effect on a CPU",
     "--optimizer-offload-auto-threshold": "--optimizer-offload-auto-threshold 1024 has no effect on a CPU",
     "--use-torch-optimizer-for-cpu-offload": "--use-torch-optimizer-for-cpu-offload has no effect on a CPU",
-    "--max-consecutive-skipped-iterations": "no iteration was finite of 1 in a row",
+    "--max-consecutive-skipped-iterations": "1 iterations in a row had gradients that are not finite",
     "--max-spikes": "--max-spikes 0 is reached",
     # The tests go without these packages.
     "--eval-tasks": "error: --eval-tasks t needs the package lm-eval",

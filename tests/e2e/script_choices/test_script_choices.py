@@ -113,7 +113,7 @@ def in_float32(words: list[str]) -> list[str]:
 # These scripts draw small weights, which count for little in a first loss: the norms are the sharper of the two.
 TOLERANCES = {"float32": 1e-5, "fp16": 1e-4, "bf16": 1e-4, "fp8": 2e-4}
 NORM_TOLERANCES = {"float32": 1e-4, "fp16": 5e-3, "bf16": 5e-3, "fp8": 1e-2}
-NOT_MEANINGFUL = "--num-layers-per-virtual-pipeline-stage 1 cuts a pipeline and --pipeline-model-parallel-size is 1"
+NOT_MEANINGFUL = "--num-layers-per-virtual-pipeline-stage 1 divides a pipeline, but --pipeline-model-parallel-size is 1"
 END = 256  # the tokenizer's end of text
 
 
@@ -175,7 +175,7 @@ def test_a_combination_trains_as_one_process_does_or_is_refused(
     problems = refusals(choices, data, tokenizer_folder, tmp_path)
     meant = [problem for problem in problems if problem.startswith(NOT_MEANINGFUL)]
     assert len(meant) == int(choices.VP != "" and choices.PP == "1"), problems
-    assert all(problem.endswith("leave it out, or use a pipeline size of 2 or more") for problem in meant)
+    assert all(problem.endswith("omit it, or use --pipeline-model-parallel-size 2 or more") for problem in meant)
     assert [problem for problem in problems if problem not in meant] == []
     if meant:
         return

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = arguments.output.resolve()
     if arguments.report:
         if not (folder / FINDINGS).is_file():
-            parser.error(f"--report: {folder / FINDINGS} is not there; name the folder of a window with --output")
+            parser.error(f"--report: {folder / FINDINGS} is not there; pass the folder of a window with --output")
         _write_report(folder, arguments.predictions)
         print(f"wrote {folder / REPORT}")
         return 0

@@ -50,7 +50,7 @@ def test_a_checkpoint_in_another_format_is_refused_by_name(run: Path) -> None:
 def test_a_tracker_file_that_names_nothing_is_not_taken_for_an_older_checkpoint(tmp_path: Path) -> None:
     write_small(tmp_path, small_common(iteration=2, has_optimizer=False))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
-    with pytest.raises(CheckpointError, match="names iter_0000009, and there is no such folder"):
+    with pytest.raises(CheckpointError, match="names iter_0000009, but there is no such folder"):
         find_checkpoint(tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_a_lost_tracker_file_is_no_choice_of_ours(text: str | None, tmp_path: Pa
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     if text is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(CheckpointError, match=r"name one of its iterations with --ckpt-step: 2, 4$"):
+    with pytest.raises(CheckpointError, match=r"select one of its iterations with --ckpt-step: 2, 4$"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path, 4).folder == tmp_path / "iter_0000004"
 
@@ -72,7 +72,7 @@ def test_a_release_beside_a_lost_tracker_file_is_not_taken_unasked(text: str, tm
     (tmp_path / "iter_0000002").rename(tmp_path / "release")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text(text)
-    with pytest.raises(CheckpointError, match=r"name \S*/release, or write 'release' to that file$"):
+    with pytest.raises(CheckpointError, match=r"pass \S*/release, or write 'release' to that file$"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path / "release").folder == tmp_path / "release"
     tracker.write_text("release")
@@ -224,7 +224,7 @@ def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="iter_0000003 exists already; remove it"):
         publish_checked(tmp_path, 3, write, accept, print)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is a file; name a folder"):
+    with pytest.raises(CheckpointError, match="is a file; pass a folder"):
         publish_checked(tmp_path / "file", 3, write, accept, print)
 
 

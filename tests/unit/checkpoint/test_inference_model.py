@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_named() -> None:
         load_model_from(source, describe_parallel_state(0, 1), CPU)
     message = str(caught.value)
     assert "model.decoder.layers.1.mlp.linear_fc2.bias is missing" in message
-    assert f"{name} is (23,), expected (24,)" in message
+    assert f"{name} has shape (23,) instead of (24,)" in message
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,9 @@ def test_layers_spread_as_evenly_as_they_can(layers: int, stages: int, expected:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="2 layers do not reach for --pipeline-model-parallel-size 3"):
+    with pytest.raises(
+        ConfigurationError, match=("--pipeline-model-parallel-size 3 is greater than the number of layers 2")
+    ):
         inference_stage(2, 3, 0)
 
 

@@ -238,7 +238,7 @@ def test_a_folder_of_another_trainer_is_told_from_megatrons(run_tool: ToolRun, t
     status, _, error = run_tool("inspect.py", tmp_path)
     assert status == 2
     assert error.count("\n") == 1
-    assert "without a common.pt in its folder this is not a Megatron checkpoint, and without" in error
+    assert "is neither a Megatron checkpoint (its folder has no common.pt) nor" in error
 
 
 def test_diff_names_what_decides_which_weights_there_are(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_the_converter_records_bare_ids_of_the_models_vocabulary(
     ("tool", "words", "expected"),
     [
         ("inspect.py", ["nowhere"], "nowhere is not a folder"),
-        ("inspect.py", [str(TOOLS)], "holds no checkpoint"),
+        ("inspect.py", [str(TOOLS)], "contains no checkpoint"),
         ("inspect.py", [], "one of the arguments DIR --load is required"),
         ("diff.py", ["nowhere", "elsewhere"], "nowhere is not a folder"),
         ("diff.py", ["a", "b", "--tolerance", "-1"], "--tolerance -1.0"),
@@ -276,7 +276,7 @@ def test_the_converter_records_bare_ids_of_the_models_vocabulary(
         (
             "convert.py",
             ["--load-dir", "a", "--save-dir", "b", "--checkpoint-type", "hf"],
-            "--checkpoint-type hf: --loader megatron reads another format; give --loader hf",
+            "--checkpoint-type hf: --loader megatron reads a different format; use --loader hf",
         ),
     ],
 )

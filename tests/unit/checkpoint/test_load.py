@@ -85,7 +85,7 @@ def test_parts_that_were_not_saved(tmp_path: Path, lines: list[str]) -> None:
     assert loaded is not None
     assert loaded.rng == {}
     line = "random number streams: default, tensor-parallel restart from the seed and iteration 50"
-    assert f"{line} (the checkpoint holds none of this device)" in lines
+    assert f"{line} (the checkpoint contains none of this device)" in lines
 
 
 def test_step_is_chosen(tmp_path: Path, lines: list[str]) -> None:
@@ -123,7 +123,7 @@ def test_streams_of_another_device_or_layout_start_again(tmp_path: Path, lines: 
     loaded = load_checkpoint(tmp_path, other, STATE, CheckpointConfig(), CONFIG, lines.append)
     assert loaded is not None
     assert loaded.rng == {}
-    assert "random number streams: default restart from the seed and iteration 10 (the checkpoint holds" in lines[-2]
+    assert "random number streams: default restart from the seed and iteration 10 (the checkpoint contains" in lines[-2]
 
 
 def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
@@ -133,7 +133,7 @@ def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
     for ours, theirs in zip(model.parameters(), saved.models[0].parameters()):
         assert torch.equal(ours, theirs)
     wide = ToyModel(STATE, torch.float32)
-    with pytest.raises(CheckpointError, match="dtype bfloat16 in the checkpoint, float32"):
+    with pytest.raises(CheckpointError, match="dtype bfloat16 in the checkpoint, but float32"):
         load_model_weights(tmp_path, [wide], STATE, lines.append)
     load_model_weights(tmp_path, [wide], STATE, lines.append, allow_cast=True)
     for ours, theirs in zip(wide.parameters(), saved.models[0].parameters()):
@@ -141,9 +141,9 @@ def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
 
 
 def test_inference_without_a_checkpoint_is_refused(tmp_path: Path, lines: list[str]) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         read_common(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         load_model_weights(tmp_path, [ToyModel(STATE)], STATE, lines.append)
 
 
@@ -162,14 +162,22 @@ def test_without_a_tracker_file_the_run_starts_from_random(tmp_path: Path, lines
 @pytest.mark.parametrize(
     ("files", "options", "reason"),
     [
-        (None, {}, "does not exist; name the folder that a run saved to"),
-        (None, {"save": "{}", "finetune": True}, "does not exist, and --finetune is given"),
-        (None, {"save": "{}", "no_load_optim": True}, "does not exist, and --no-load-optim is given"),
-        (None, {"save": "{}", "use_checkpoint_args": True}, "does not exist, and --use-checkpoint-args is given"),
-        (["notes.txt"], {}, "holds no checkpoint"),
-        (["tokenizer.json"], {"finetune": True}, "holds no checkpoint"),
-        (["tokenizer.model", "consolidated.00.pth"], {}, "holds weights that cannot be read (consolidated.00.pth)"),
-        (["tokenizer.json", "model.safetensors"], {"save": "{}"}, "holds weights that cannot be read"),
+        (None, {}, "does not exist; pass the folder that a run saved to"),
+        (None, {"save": "{}", "finetune": True}, "does not exist, but --finetune needs a checkpoint"),
+        (None, {"save": "{}", "no_load_optim": True}, "does not exist, but --no-load-optim needs a checkpoint"),
+        (
+            None,
+            {"save": "{}", "use_checkpoint_args": True},
+            ("does not exist, but --use-checkpoint-args needs a checkpoint"),
+        ),
+        (["notes.txt"], {}, "contains no checkpoint"),
+        (["tokenizer.json"], {"finetune": True}, "contains no checkpoint"),
+        (
+            ["tokenizer.model", "consolidated.00.pth"],
+            {},
+            "contains weights that cannot be loaded (consolidated.00.pth)",
+        ),
+        (["tokenizer.json", "model.safetensors"], {"save": "{}"}, "contains weights that cannot be loaded"),
         (["tokenizer.json", "config.json"], {"no_load_optim": True}, None),
         (None, {"save": "{}"}, None),
         (["metrics.jsonl"], {"save": "{}", "no_load_optim": True}, None),
@@ -206,16 +214,16 @@ def test_without_a_tracker_file_the_newest_complete_checkpoint_is_taken(
     assert loaded is not None
     assert loaded.progress.iteration == 50
     assert lines[0].startswith(
-        f"WARNING: {tmp_path / TRACKER} {'is missing' if text is None else 'holds ' + repr(text)}"
+        f"WARNING: {tmp_path / TRACKER} {'is missing' if text is None else 'contains ' + repr(text)}"
     )
-    assert lines[0].endswith(": taking the newest complete checkpoint next to it, iter_0000050")
+    assert lines[0].endswith(": loading the newest complete checkpoint in its folder, iter_0000050")
 
 
 def test_folders_of_iterations_without_a_complete_checkpoint_are_no_new_run(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 50, lines)
     (tmp_path / TRACKER).unlink()
     (tmp_path / "iter_0000050" / "index.json").unlink()
-    with pytest.raises(CheckpointError, match=r"the folders of iterations \(50\) without a complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"it has incomplete iterations \(50\)"):
         load(tmp_path, lines, save=str(tmp_path))
 
 
@@ -364,11 +372,11 @@ def test_strictness(tmp_path: Path, lines: list[str], choice: str, refused: list
     if refused:
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(tmp_path, run, STATE, options, CONFIG, lines.append)
-        assert str(caught.value).partition(" does not fit this run: ")[2].split("; ") == refused
+        assert str(caught.value).partition(" does not match this run: ")[2].split("; ") == refused
         return
     assert load_checkpoint(tmp_path, run, STATE, options, CONFIG, lines.append) is not None
     assert [line.strip() for line in lines if line.startswith("    model.")] == listed
-    assert "WARNING: the checkpoint lacks 1 tensors of this run; left at their initial value:" in lines
+    assert "WARNING: the checkpoint lacks 1 tensors of this run, which keep their initial values:" in lines
     model = run.models[0]
     assert (model.new == 5).all()
     assert torch.equal(model.p1, filled_run(STATE).models[0].p1)
@@ -399,7 +407,7 @@ def test_another_shape_is_refused_however_lenient_the_load(tmp_path: Path, lines
     longer.p1 = torch.nn.Parameter(torch.zeros(9))
     attach_spec(longer.p1, ParamSpec("norm.weight", (9,), full_shards((9,))))
     options = CheckpointConfig(dist_ckpt_strictness="ignore_all", no_load_optim=True)
-    with pytest.raises(CheckpointError, match=r"shape \[.*\] in the checkpoint, \[9\] in this run"):
+    with pytest.raises(CheckpointError, match=r"shape \[.*\] in the checkpoint, but \[9\] in this run"):
         load_checkpoint(tmp_path, CheckpointState(models=[longer]), STATE, options, CONFIG, lines.append)
 
 
@@ -410,7 +418,7 @@ def test_weights_of_another_precision_are_converted_and_that_is_said(tmp_path: P
     for ours, theirs in zip(wide.models[0].parameters(), saved.models[0].parameters()):
         assert torch.equal(ours, theirs.float())
     (line,) = [line for line in lines if line.startswith("precision: ")]
-    assert "weights are bfloat16, this run's float32: converted from its weights" in line
+    assert "weights are bfloat16, this run's float32: converted from the checkpoint's weights" in line
 
 
 def test_deprecated_names_in_a_checkpoint_are_no_change(tmp_path: Path, lines: list[str]) -> None:

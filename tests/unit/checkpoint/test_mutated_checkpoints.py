@@ -126,7 +126,7 @@ def test_ten_thousand_mutated_checkpoints_are_read_or_refused(name: str, tmp_pat
     ("changed", "message"),
     [
         ({"n_layer": 10**9}, "num_layers 1000000000: a number of at most 100000 is expected"),
-        ({"n_layer": 99_999}, "99999 layers, and 16 tensors in its files"),
+        ({"n_layer": 99_999}, "99999 layers, but its files contain 16 tensors"),
         ({"n_embd": 2**62}, "a positive whole number up to 2147483647 is expected"),
     ],
 )

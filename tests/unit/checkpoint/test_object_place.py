@@ -216,7 +216,7 @@ def test_of_two_runs_that_save_an_iteration_the_first_has_it(monkeypatch) -> Non
         real(self, iteration, index)
 
     monkeypatch.setattr(ObjectPlace, "finish", come_second)
-    with pytest.raises(CheckpointWriteError, match=r"index\.json: it is there already"):
+    with pytest.raises(CheckpointWriteError, match=r"index\.json: it exists already"):
         save(folder(), 10, [])
     assert (folder() / "iter_0000010" / "index.json").read_bytes() == b"{}"
 
@@ -289,7 +289,7 @@ def test_a_folder_has_one_owner_and_what_a_dead_one_left_is_cleared() -> None:
     save(folder(), 10, [])
     lines: list[str] = []
     folders = prepare_save_directory(RUN, STATE, lines.append)
-    assert lines == [f"removed what an interrupted save left in {RUN}/iter_0000020"]
+    assert lines == [f"removed the files that an interrupted save left in {RUN}/iter_0000020"]
     assert folders.is_shared
     folders.check_owner()
     record = next(folder().glob(".owner.*"))
@@ -312,5 +312,7 @@ def test_a_folder_of_a_live_run_is_refused() -> None:
 def test_only_the_native_format_is_read_from_a_store() -> None:
     (folder() / "config.json").write_bytes(b"{}")
     (folder() / "model.safetensors").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=f"{RUN} is in Hugging Face's format, and only the native format is read"):
+    with pytest.raises(
+        CheckpointError, match=(f"{RUN} is in Hugging Face's format, but only the native format can be read")
+    ):
         load(folder(), [])

@@ -241,7 +241,9 @@ def test_a_lost_tracker_beside_a_release_and_iterations_is_no_choice_of_ours(tmp
     assert candidate_folders(tmp_path) == [tmp_path / "release"]
     save(tmp_path, 10)
     (tmp_path / TRACKER).unlink()
-    with pytest.raises(CheckpointError, match=r"is missing, and next to it are both release and iterations \(10\)"):
+    with pytest.raises(
+        CheckpointError, match=r"is missing, and its folder contains both release and iterations \(10\)"
+    ):
         candidate_folders(tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, lines: list[s
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     needed = (tmp_path / "iter_0000010" / "shard_00000.safetensors").stat().st_size
     assert str(tmp_path / ".iter_0000020.saving" / "shard_00000.safetensors") in str(caught.value)
-    assert f"{needed} bytes are needed" in str(caught.value)
+    assert f"it needs {needed} bytes" in str(caught.value)
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     run, _ = load(tmp_path, lines)
     assert_equal_runs(run, saved)
@@ -349,12 +349,12 @@ def test_a_full_disk_is_said_and_the_next_save_goes_on(
     token = saver._target.folders.token
     path = tmp_path / f".iter_0000020.{token}.saving" / "shard_00000.safetensors"
     assert lines[-1].startswith(
-        f"WARNING: the checkpoint of iteration 20 was not saved: cannot write {path}: No space left on device; "
-        f"{needed} bytes are needed for it, "
+        f"WARNING: the checkpoint of iteration 20 was not saved: cannot write {path}: No space left on device; it "
+        f"needs {needed} bytes, "
     )
-    assert lines[-1].endswith(" are free; what was saved before is still in place")
+    assert lines[-1].endswith(" are free; earlier checkpoints are unchanged")
     assert names(tmp_path) == ["iter_0000010", SAVER_TRACKER]
-    with pytest.raises(TrainingError, match="the last checkpoint, of iteration 20, was not saved: cannot write"):
+    with pytest.raises(TrainingError, match=r"the last checkpoint \(iteration 20\) was not saved: cannot write"):
         saver.check_last()
     assert_loads(tmp_path, 10)
     save_with_saver(saver, 30)

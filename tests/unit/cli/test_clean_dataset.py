@@ -79,7 +79,7 @@ def test_a_folder_of_texts_becomes_jsonl(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert b'{"text":"a line",  "n":1e2}\n' in (tmp_path / "out.jsonl").read_bytes()  # copied as it was
     printed = capsys.readouterr().out
-    assert "left out 1 files of other kinds" in printed
+    assert "skipped 1 files of other kinds" in printed
     assert "Read 7 documents" in printed
     assert "dropped 1 (14.29 %, 0.00 MB): no text" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "texts"]
@@ -115,11 +115,11 @@ def test_texts_in_another_encoding(tmp_path: Path, refused: Refusal) -> None:
         (b"{", "not a JSON line"),
         (b'{"text": "caf\xe9"}', "not a JSON line"),
         (b"[" * 100_000, "not a JSON line"),
-        (b"[1]", "expected a JSON object, found list"),
+        (b"[1]", "a JSON object is expected, but the line contains list"),
         (b'{"body": "x"}', "no key 'text' (found: body); change --text-key"),
-        (b'{"text": 7}', "'text' holds int, expected text"),
-        (b'{"text": "x", "url": 7}', "'url' holds int, expected text"),
-        (b'{"text": "\\ud83d"}', "'text' holds half a surrogate pair; give --fix-encoding"),
+        (b'{"text": 7}', "'text' contains int; a string is expected"),
+        (b'{"text": "x", "url": 7}', "'url' contains int; a string is expected"),
+        (b'{"text": "\\ud83d"}', "'text' contains half a surrogate pair; add --fix-encoding"),
         (b'{"text": "' + b"x" * 200_000 + b'"}', "longer than --max-document-bytes 100001"),
     ],
 )
@@ -156,12 +156,12 @@ def test_wrong_usage_is_said_in_one_line(tmp_path: Path, refused: Refusal) -> No
     assert "--workers 0 is not positive; --min-tokens -1 is negative; --similarity 1.5" in error
     assert "no file matches" in refused("--input", tmp_path / "absent*")
     assert "more than once" in refused("--input", path, path)
-    assert "are not different" in refused("--input", path, "--report", tmp_path / "out.jsonl")
+    assert "must be different" in refused("--input", path, "--report", tmp_path / "out.jsonl")
     assert "--vocab-file" in refused("--input", path, "--min-tokens", "3")  # GPT-2's without its files
-    assert f"it lies in {tmp_path}" in refused("--input", tmp_path, path)
+    assert f"it is in {tmp_path}" in refused("--input", tmp_path, path)
     empty = tmp_path / "folder"
     empty.mkdir()
-    assert "holds no file" in refused("--input", empty)
+    assert "contains no file" in refused("--input", empty)
     output = write_texts(empty / "old.jsonl", "b")
     assert "is one of the input files" in refused("--input", empty, "--output", output)
 
@@ -219,7 +219,7 @@ def test_languages_are_filtered(tmp_path: Path, refused: Refusal) -> None:
     path = write_texts(tmp_path / "in.jsonl", english, german, french)
     assert texts(clean(tmp_path, "--language", "en", "fr")) == [english, french]
     assert texts(clean(tmp_path, "--language", "en", "--min-language-probability", "1")) == []
-    assert "--language xx is not known; choose among" in refused("--input", path, "--language", "en", "xx")
+    assert "--language xx is not known; possible values:" in refused("--input", path, "--language", "en", "xx")
 
 
 def test_urls_are_blacklisted(tmp_path: Path, refused: Refusal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +247,7 @@ def test_urls_are_blacklisted(tmp_path: Path, refused: Refusal, capsys: pytest.C
     dropped = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
     assert dropped[1] == {
         "document": f"{path}:2",
-        "reason": "url on the blacklist",
+        "reason": "URL on the blacklist",
         "detail": "https://sub.bad.com:8080/page (bad.com)",
     }
     assert "1 had no URL" in capsys.readouterr().out

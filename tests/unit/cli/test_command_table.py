@@ -96,13 +96,13 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "serve --laod runs",
-            "unrecognized arguments: --laod; there is no --laod, did you mean --load?",
+            "unrecognized arguments: --laod; there is no --laod; did you mean --load?",
         ),
         (
             "convert --load a --save-dr=b",
-            "the following arguments are required: --save-dir/--save; there is no --save-dr, did you mean --save-dir?",
+            "the following arguments are required: --save-dir/--save; there is no --save-dr; did you mean --save-dir?",
         ),
-        ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit, did you mean --list?"),
+        ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit; did you mean --list?"),
         ("verify nowhere", "unrecognized arguments: nowhere; see --help"),
         ("inspect", "one of the arguments DIR --load is required; see --help"),
         (
@@ -141,7 +141,7 @@ def test_deprecated_names_of_a_command_work_with_one_warning(capsys: pytest.Capt
     assert "--extent" not in parser.format_help()
     with pytest.raises(SystemExit):
         parser.parse_args(["--extent", "3", "--kidn", "large"])
-    assert capsys.readouterr().err.endswith("there is no --kidn, did you mean --kind?\n")
+    assert capsys.readouterr().err.endswith("there is no --kidn; did you mean --kind?\n")
 
 
 def test_the_deprecated_name_of_the_memory_plot_works(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_what_users_of_megatron_type_is_accepted_and_said() -> None:
         ("--model-type BERT", "invalid choice: 'BERT'"),
         (
             "--target-expert-tensor-parallel-size 4",
-            "--target-expert-tensor-parallel-size 4: experts are cut as the other layers are",
+            "--target-expert-tensor-parallel-size 4 is not supported: experts are sharded like the other layers",
         ),
         ("--checkpoint-type meta", "Meta's own files"),
         ("--target-tensor-parallel-size two", "invalid int value: 'two'"),
@@ -98,15 +98,15 @@ def test_a_flag_that_the_formats_leave_idle_is_said(found: str, saver: str, idle
 @pytest.mark.parametrize(
     ("command", "words", "line"),
     [
-        (inspect_checkpoint.main, "s3:///x", "argument DIR: s3:///x names no bucket; write s3://BUCKET/FOLDER"),
-        (inspect_checkpoint.main, "memory://x", "memory://x is not a folder; name one that contains a checkpoint"),
-        (diff_checkpoints.main, "memory://x ftp://host/x", "argument B: ftp:// is not a store that can be used"),
+        (inspect_checkpoint.main, "s3:///x", "argument DIR: s3:///x has no bucket; write s3://BUCKET/FOLDER"),
+        (inspect_checkpoint.main, "memory://x", "memory://x is not a folder; pass a folder that contains a checkpoint"),
+        (diff_checkpoints.main, "memory://x ftp://host/x", "argument B: ftp:// is not a supported object store"),
         (diff_checkpoints.main, "memory://x memory://y", "memory://x is not a folder"),
         (convert.main, "--load-dir memory://x --save-dir y", "memory://x is not a folder"),
-        (convert.main, "--load-dir s3://id:hunter2@b/x --save-dir y", "s3://*** holds a credential or a port"),
+        (convert.main, "--load-dir s3://id:hunter2@b/x --save-dir y", "s3://*** contains a credential or a port"),
         (convert.main, "--load-dir x --save-dir memory://y", "argument --save-dir: no URL can be used here"),
         (convert.main, "--load-dir x --save-dir y --base-model memory://z", "--base-model: no URL can be used here"),
-        (doctor.main, "--save memory://x", "argument --save: no URL can be used here; give a folder"),
+        (doctor.main, "--save memory://x", "argument --save: no URL can be used here; pass a folder"),
     ],
 )
 def test_a_url_that_a_command_cannot_use_is_refused_in_a_line(

@@ -60,7 +60,7 @@ def subjects(findings: list[Finding], status: str) -> list[str]:
 @pytest.mark.parametrize(
     ("environment", "warned", "remedy"),
     [
-        ({"NCCL_SOCKET_IFNAMES": "eth0"}, "NCCL_SOCKET_IFNAMES", "write NCCL_SOCKET_IFNAME"),
+        ({"NCCL_SOCKET_IFNAMES": "eth0"}, "NCCL_SOCKET_IFNAMES", "use NCCL_SOCKET_IFNAME"),
         ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "unset"),
         ({"NCCL_DEBUG": "info"}, "NCCL_DEBUG", "NCCL_DEBUG=WARN"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "unset"),
@@ -79,9 +79,7 @@ def test_variables_of_nccl_and_of_plugins_are_no_problem() -> None:
     environment = {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "NCCL_FASTRAK_NUM_FLOWS": "2", "NCCL_P2P_DISABLE": "0"}
     findings = list(examine_environment(environment, 1, 2, None))
     assert subjects(findings, "warning") == []
-    assert findings[0].text == "3 variables; not known here, perhaps a plugin's: NCCL_FASTRAK_NUM_FLOWS".replace(
-        "3", "4"
-    )
+    assert findings[0].text == "3 variables; unknown, perhaps of a plugin: NCCL_FASTRAK_NUM_FLOWS".replace("3", "4")
 
 
 @pytest.mark.parametrize("name", ["sys/fs/cgroup/memory.{}", "sys/fs/cgroup/memory/job/memory.{}"])
@@ -99,7 +97,9 @@ def test_a_container_limits_cores_and_memory(name: str, tmp_path: Path) -> None:
     assert count_cores(tmp_path) == 1
     findings = list(examine_machine(2, True, tmp_path))
     assert {"cores", "memory"} <= set(subjects(findings, "warning"))
-    assert "2.0 GiB available of 64.0, the container is limited to 5.0" in [finding.text for finding in findings]
+    assert ("2.0 of 64.0 GiB are available, the container is limited to 5.0 GiB") in [
+        finding.text for finding in findings
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_the_file_system_of_a_path_is_the_nearest(path: str, kind: str) -> None:
 def test_a_folder_to_save_to_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("megatron.cli.doctor.host_checks.PROBE_BYTES", 2**20)
     findings = list(examine_save(tmp_path / "not" / "there", f"x {tmp_path.resolve()} overlay rw 0 0\n"))
-    assert "goes with the container" in findings[0].text
+    assert "is lost with the container" in findings[0].text
     assert findings[0].status == "warning"
     assert subjects(findings, "wrong") == []
     texts = [finding.text for finding in findings]
-    assert "a rename takes the place of a file" in texts
+    assert "a rename replaces a file" in texts
     assert "a file can be mapped" in texts
     assert list(tmp_path.iterdir()) == []
 
@@ -129,8 +129,8 @@ def test_a_folder_that_cannot_be_made_is_wrong(tmp_path: Path) -> None:
     for folder in ("file", "file/run", "loop/run", "a" * 300, "dangling", "dangling/run"):
         (finding,) = examine_save(tmp_path / folder, "")
         assert finding.status == "wrong"
-        assert finding.text.startswith("cannot be made: ")
-    assert next(examine_data(str(tmp_path / ("a" * 300)), "")).text == "cannot be looked at: File name too long"
+        assert finding.text.startswith("cannot be created: ")
+    assert next(examine_data(str(tmp_path / ("a" * 300)), "")).text == "cannot be checked: File name too long"
 
 
 def test_token_files_must_be_there_and_hold_something(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_the_command_answers_in_lines_and_in_json(tmp_path: Path, capsys, monkey
     monkeypatch.setattr("megatron.cli.doctor.software_checks.why_not_importable", lambda module: None)
     assert main(["--data-path", "0.3", str(tmp_path / "none")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "wrong   port: MASTER_PORT is '0'; give a number from 1 to 65535" in lines
+    assert "wrong   port: MASTER_PORT is '0'; use a number from 1 to 65535" in lines
     assert lines[-1].startswith("2 wrong, ")
     assert main(["--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -233,17 +233,17 @@ def test_processes_are_examined_together(tmp_path: Path) -> None:
     command = [*launch_prefix(2), REPOSITORY / "tools" / "doctor.py", "--backend", "nccl", "--save", tmp_path]
     result = run_command(command, env={"MEGATRON_DEVICE": "cpu"}).check()
     lines = result.stdout.splitlines()
-    assert "warning backend: nccl needs CUDA: gloo is used; leave out --backend" in lines
+    assert "warning backend: nccl needs CUDA: gloo is used; omit --backend" in lines
     assert any(line.startswith("ok      all-reduce: gloo over 2 ranks") for line in lines)
     assert "ok      devices: 2 ranks on CPUs" in lines
     assert sum(line.startswith("ok      python: ") for line in lines) == 1
-    assert "skipped port: the launcher holds it" in lines
+    assert "skipped port: the launcher uses it" in lines
 
 
 def test_the_command_runs_as_users_call_it() -> None:
     result = run_command([sys.executable, "tools/doctor.py", "--sava", "x"])
     assert result.returncode == 2
-    assert result.stderr == "error: unrecognized arguments: --sava x; there is no --sava, did you mean --save?\n"
+    assert result.stderr == "error: unrecognized arguments: --sava x; there is no --sava; did you mean --save?\n"
     assert os.linesep in run_command([sys.executable, "tools/doctor.py", "--help"]).check().stdout
 
 
@@ -362,9 +362,9 @@ def test_healthy_gpus_have_no_problem() -> None:
         ({"ecc.errors.uncorrected.volatile.total": "3"}, "wrong", "its memory is failing"),
         ({"mig.mode.current": "Enabled"}, "warning", "-mig 0"),
         ({"compute_mode": "Prohibited"}, "wrong", "-c 0"),
-        ({"memory.used": "30211 MiB"}, "warning", "end the process"),
+        ({"memory.used": "30211 MiB"}, "warning", "stop the process"),
         ({"temperature.gpu": "91"}, "warning", "cooling"),
-        ({"pcie.link.width.current": "8"}, "warning", "less than 16 lanes"),
+        ({"pcie.link.width.current": "8"}, "warning", "fewer than 16 lanes"),
         ({"clocks.applications.graphics": "1200 MHz"}, "warning", "up to 1980 MHz"),
     ],
 )
@@ -378,8 +378,8 @@ def test_a_gpu_that_is_not_well_is_named(change: dict[str, str], status: str, re
     ("seen", "status", "subject", "text"),
     [
         (TorchCuda(None), "wrong", "GPUs", "built for the CPU"),
-        (TorchCuda("13.0"), "wrong", "GPUs", "sees none of 2"),
-        (replace(H100S, peers=((), ())), "warning", "peers", "0-1 go through host memory"),
+        (TorchCuda("13.0"), "wrong", "GPUs", "sees none of the 2"),
+        (replace(H100S, peers=((), ())), "warning", "peers", "0-1 communicate through host memory"),
         (replace(H100S, architectures=("sm_80", "sm_86")), "wrong", "architecture", "kernels for 9.0"),
         (replace(H100S, names=("A", "B")), "warning", "GPUs", "run on equal GPUs"),
         (replace(H100S, capabilities=((7, 0), (9, 0)), architectures=("sm_70", "sm_90")), "warning", "bf16", "--fp16"),

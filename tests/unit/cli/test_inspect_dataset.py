@@ -86,12 +86,12 @@ def test_what_is_printed(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[0] == str(prefix)
     assert "  tokens     216 (uint16, 0.00 MB)" in lines
     assert "  documents  7 (2 of them empty)" in lines
-    assert "  sequences  11 (1.57 a document)" in lines
+    assert "  sequences  11 (1.57 per document)" in lines
     assert "  checksums  data.checksums.json" in lines
     assert "    mean 30.9, smallest 0, largest 139" in lines
     assert "16 to            31             1 documents  14.35 % of tokens ####################" in text
     assert '  ends       4 of 5 documents that are not empty end with 0 "0"' in lines
-    assert "vocabulary 61 ids (NullTokenizer); 0 tokens are not among them" in text
+    assert "vocabulary 61 ids (NullTokenizer); 0 tokens are outside this vocabulary" in text
     dataset = IndexedDataset(prefix)
     at = lines.index("  document 3: 2 tokens in 1 sequences")
     assert lines[at + 1] == f'    "{dataset[3][0]} {dataset[3][1]}"'
@@ -99,7 +99,7 @@ def test_what_is_printed(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFix
     (content,) = json.loads((tmp_path / "s.json").read_text())
     assert (content["tokens"], content["documents"]["empty"]) == (216, 2)
     assert run(capsys, prefix, "--documents", 6, "--max-tokens", 5, "--index-only")[1][-2:] == [
-        "  document 6: 139 tokens in 4 sequences, of which the first 5",
+        "  document 6: 139 tokens in 4 sequences, the first 5 shown",
         f"    {' '.join(str(token) for token in dataset[7][:5])}",
     ]
     assert run(capsys, prefix, "--samples", 2)[1] == run(capsys, prefix, "--samples", 2)[1]
@@ -110,7 +110,7 @@ def test_an_intact_data_set_is_said_to_be(prefix: Path, capsys: pytest.CaptureFi
     checksums_path(prefix).unlink()
     status, lines, _ = run(capsys, prefix, "--verify")
     assert (status, len(lines)) == (0, 2)
-    assert lines[0].endswith("does not exist: the structure was verified, the tokens were not")
+    assert lines[0].endswith("does not exist: only the structure was verified, not the tokens")
     assert run(capsys, prefix, "--write-checksums")[0] == 0
     assert run(capsys, prefix, "--verify")[1] == [f"{prefix} is intact"]
 
@@ -157,7 +157,7 @@ def test_tokens_outside_the_vocabulary_are_faults(prefix: Path, capsys: pytest.C
     assert run(capsys, prefix, "--verify", *NULL)[0] == 0
     status, lines, _ = run(capsys, prefix, "--verify", "--tokenizer-type", "NullTokenizer", "--vocab-size", "40")
     assert status == 2
-    assert "tokens are not among the 41 ids of the tokenizer" in lines[0]
+    assert "tokens are outside the tokenizer's 41 ids" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_tokens_outside_the_vocabulary_are_faults(prefix: Path, capsys: pytest.C
     [
         (["absent"], "does not exist"),
         (["absent", "--verify"], "does not exist"),
-        (["data", "--documents", "7"], "--documents 7 is not in"),
+        (["data", "--documents", "7"], "--documents 7 is out of range"),
         (["data", "--samples", "-1", "--max-tokens", "-2"], "--samples -1 is negative; --max-tokens -2 is negative"),
         (["data", "--tokenizer-type", "Nonsense"], "Nonsense"),
         (["data", "--json", "absent/file"], "cannot be written"),

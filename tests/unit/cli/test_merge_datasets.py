@@ -61,7 +61,10 @@ def test_the_same_as_adding_one_after_the_other(tmp_path: Path, monkeypatch: pyt
 
 def test_what_does_not_fit_together(tmp_path: Path) -> None:
     write_parts(tmp_path / "dtypes", False, ("u2", "u2", "i4", "u2"))
-    with pytest.raises(DataError, match=r"part2 holds int32 tokens and .*part0 holds uint16"):
+    with pytest.raises(
+        DataError,
+        match=r"part2 contains int32 tokens, but .*part0 contains uint16",
+    ):
         merge(tmp_path / "dtypes", tmp_path / "out")
     write_parts(tmp_path / "plain", False)
     with pytest.raises(DataError, match=r"--multimodal: .*part0 has no sequence modes"):
@@ -133,10 +136,18 @@ def test_documents_are_cut_behind_their_ends_across_shards(
 @pytest.mark.parametrize(
     ("write", "flags", "message"),
     [
-        (write_nanogpt, [], "have no .idx and are read with --eod-id"),
-        (write_litdata, [], "does not say where documents end; name the id with --eod-id"),
+        (write_nanogpt, [], "or pass --eod-id for nanoGPT or llm.c token files"),
+        (
+            write_litdata,
+            [],
+            ("does not mark where documents end; pass the id of the end-of-document token with --eod-id"),
+        ),
         (write_nanogpt, ["--eod-id", "3"], "is 3; change --eod-id or --token-dtype"),
-        (write_nanogpt, ["--eod-id", "3", "--token-dtype", "int64"], "part0.bin has 10 bytes, which are no int64"),
+        (
+            write_nanogpt,
+            ["--eod-id", "3", "--token-dtype", "int64"],
+            ("part0.bin has 10 bytes, which is not a multiple of the size of a int64"),
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -156,7 +167,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, capsys) -> None:
     file = tmp_path / "x.bin"
     file.write_bytes(file.read_bytes()[:-2])
     assert main(["--input", str(file), "--output-prefix", str(tmp_path / "out"), "--eod-id", str(END)]) == 2
-    assert f"{file} holds 6 bytes of 8 that its header says; copy it again" in capsys.readouterr().err
+    assert f"{file} contains 6 bytes, but its header says 8; copy it again" in capsys.readouterr().err
 
 
 def test_pairs_beside_token_files_are_named(tmp_path: Path, capsys) -> None:
@@ -167,17 +178,17 @@ def test_pairs_beside_token_files_are_named(tmp_path: Path, capsys) -> None:
     assert main([*arguments, "--output-prefix", str(folder / "b")]) == 0
     capsys.readouterr()
     assert main([*arguments, "--output-prefix", str(tmp_path / "out")]) == 0
-    assert f"Leaving out 1 .bin/.idx pairs in {folder}" in capsys.readouterr().out
+    assert f"Skipping 1 .bin/.idx pairs in {folder}" in capsys.readouterr().out
     assert len(IndexedDataset(tmp_path / "out")) == 2
 
 
 @pytest.mark.parametrize(
     ("content", "flags", "message"),
     [
-        (b"\x93NUMPYjunkjunk", ["--eod-id", "4"], "a.npy cannot be read as NumPy's"),
+        (b"\x93NUMPYjunkjunk", ["--eod-id", "4"], "a.npy cannot be read as a NumPy file"),
         (b"1234", ["--eod-id", "4", "--multimodal"], "--multimodal has no effect on token files without .idx"),
-        (b"1234", ["--token-dtype", "int64"], "--token-dtype int64 has no effect without --eod-id; add it"),
-        (None, ["--eod-id", "4"], "holds no token files (.bin, .npy)"),
+        (b"1234", ["--token-dtype", "int64"], "--token-dtype int64 has no effect without --eod-id; add --eod-id"),
+        (None, ["--eod-id", "4"], "contains no token files (.npy, or .bin without .idx)"),
         (None, ["--eod-id", "4", "--input", "/dev/null"], "/dev/null is neither a file nor a folder"),
     ],
 )

@@ -40,7 +40,7 @@ def test_a_measured_machine_is_planned_with_its_own_figures(
     assert 0 < gpu.product_share <= 1
     assert gpu.float8_flops == 0
     assert gpu.link_bandwidth == H100.link_bandwidth
-    assert "TFLOP/s of bfloat16 products: 64x32x48" in capsys.readouterr().out
+    assert "TFLOP/s of bfloat16 GEMMs: 64x32x48" in capsys.readouterr().out
     assert explain([*SMALL, "--world-size", "12", "--gpu", str(file)]) == 0
     assert "12 ranks of measured, a CPU" in capsys.readouterr().out
 
@@ -75,15 +75,15 @@ def test_files_of_earlier_versions_have_one_share_for_all_matmuls(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"half_flops": 0}, "half_flops 0, where a number above 0"),
-        ({"memory_bandwidth": 1e999}, "memory_bandwidth inf"),
-        ({"product_share": True}, "product_share True"),
-        ({"float8_share": 0}, "float8_share 0 with float8_flops"),
-        ({"memory_bytes": "80"}, "memory_bytes '80'"),
+        ({"half_flops": 0}, "half_flops is 0, but must be a number above 0"),
+        ({"memory_bandwidth": 1e999}, "memory_bandwidth is inf"),
+        ({"product_share": True}, "product_share is True"),
+        ({"float8_share": 0}, "float8_share is 0, but float8_flops"),
+        ({"memory_bytes": "80"}, "memory_bytes is '80'"),
         ({"capability": [9]}, "capability"),
-        ({"flash": {"64": {}}}, "forward None"),
-        ({"cudnn": 3}, "no cudnn rates for heads of 64"),
-        ({"sources": None}, "no list of sources"),
+        ({"flash": {"64": {}}}, "forward is None"),
+        ({"cudnn": 3}, "the cudnn rates for head size 64 are missing"),
+        ({"sources": None}, "sources must be a list"),
     ],
 )
 def test_a_file_of_other_figures_is_refused(change: dict[str, object], told: str, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_file_of_other_figures_is_refused(change: dict[str, object], told: str
 def test_a_file_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.json"
     file.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"holds no (JSON|object)"):
+    with pytest.raises(ConfigurationError, match=r"the file is not (valid JSON|a JSON object)"):
         read_gpu(file)
 
 
@@ -107,7 +107,7 @@ def test_a_file_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
     [
         (["--output", "machine.txt"], "ends in .json"),
         (["--output", "/nowhere/machine.json"], "cannot be written"),
-        (["--output", "machine.json", "--like", "v100"], "--gpu v100: no figures are known"),
+        (["--output", "machine.json", "--like", "v100"], "--gpu v100: there are no built-in figures"),
     ],
 )
 def test_wrong_words_are_answered_before_anything_is_measured(
@@ -158,7 +158,7 @@ def test_another_program_is_not_verified(capsys: pytest.CaptureFixture[str]) -> 
     words = (*MODEL, "--gpus", "2", "--global-batch-size", "2", "--verify", "--implementation", "megatron-te")
     assert main([*words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--implementation is megatron-te; use --implementation native" in line
+    assert "--implementation is megatron-te; change it or omit --verify" in line
 
 
 @pytest.mark.parametrize("parser", [plan.build_parser(), explain_parser(1)], ids=["plan", "explain"])
@@ -175,11 +175,11 @@ def test_each_difference_fails_and_is_named() -> None:
     check_agreement([VERIFIED])
     unlike = (("all_reduce over tp", Volume(1, 10), Volume(2, 20)),)
     for other, told in (
-        (dataclasses.replace(VERIFIED, parameters=8), "8 parameters, planned were 7"),
+        (dataclasses.replace(VERIFIED, parameters=8), "8 parameters, but 7 were planned"),
         (dataclasses.replace(VERIFIED, peak_bytes=7 * GIB), "peak 7168 MiB, planned 6144 (-14.29 %)"),
         (dataclasses.replace(VERIFIED, unlike=unlike), "all_reduce over tp: 2 times, 20 bytes; planned 1 times, 10"),
     ):
-        with pytest.raises(MegatronError, match="not as planned on stage 1") as raised:
+        with pytest.raises(MegatronError, match="the dry run differs from the plan on stage 1") as raised:
             check_agreement([VERIFIED, other])
         assert not isinstance(raised.value, InputError)
         text = "\n".join(describe_verified([other]))
@@ -192,7 +192,12 @@ def test_a_plan_whose_dry_run_needs_more_memory_is_not_proposed(monkeypatch: pyt
     config = read_planned_run((*words, "--train-iters", "5"), 1).config
     large = dataclasses.replace(VERIFIED, peak_bytes=78 * GIB)
     monkeypatch.setattr(planner_arguments, "verify_plan", lambda config, gpu: [large])
-    with pytest.raises(ConfigurationError, match="stage 1 needs 84198 of 81559 MiB in the dry run, planned were 10470"):
+    with pytest.raises(
+        ConfigurationError,
+        match=(
+            r"--verify: the dry run of stage 1 needs 84198 MiB, but the GPU has 81559 MiB \(the plan predicted 10470"
+        ),
+    ):
         verify_fitting_plan(config, H100)
 
 
@@ -223,5 +228,5 @@ def test_wrong_flags_are_named_in_one_line(capsys: pytest.CaptureFixture[str]) -
     captured = capsys.readouterr()
     assert captured.out == ""
     first, second = captured.err.splitlines()
-    assert first == "error: --world-size 0 is not positive; give the number of the run's ranks"
+    assert first == "error: --world-size 0 is not positive; pass the number of the run's ranks"
     assert "--num-attention-heads 32" in second

@@ -138,12 +138,12 @@ def test_patterns_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     [
         (b'{"text": "1"', ":3: not a JSON line"),
         (b'{"text": "\xff"}', ":3: not a JSON line"),
-        (b'"1"', ":3: expected a JSON object, found str"),
+        (b'"1"', ":3: a JSON object is expected, but the line contains str"),
         (b'{"body": "1", "id": 4}', ":3: no key 'text' (found: body, id)"),
-        (b'{"text": 5}', ":3: 'text' holds int"),
-        (b'{"text": ["1", null]}', ":3: 'text' holds NoneType"),
+        (b'{"text": 5}', ":3: 'text' contains int"),
+        (b'{"text": ["1", null]}', ":3: 'text' contains NoneType"),
         (b'{"text": "1 \\ud83d 2"}', ":3: the text is not valid Unicode: character 2 is the lone surrogate U+D83D"),
-        (b'{"text": "1 two"}', ":3: NullTokenizer reads ids"),
+        (b'{"text": "1 two"}', ":3: NullTokenizer reads token ids"),
         (b'{"text": "128"}', ":3: NullTokenizer: id 128 is not in 0..127"),
     ],
 )
@@ -183,11 +183,15 @@ def test_earlier_output_survives_a_failure(tmp_path: Path) -> None:
             "with NullTokenizer",
         ),
         (["--input", "absent*.jsonl", "--output-prefix", "y", *NULL], "no file matches absent*.jsonl"),
-        (["--input", str(TOOL.parent), "--output-prefix", "y", *NULL], "is not a file and holds none of a known kind"),
+        (
+            ["--input", str(TOOL.parent), "--output-prefix", "y", *NULL],
+            ("contains no file of a known format"),
+        ),
         (["--input", str(TOOL), "--output-prefix", "y"], "GPT2BPETokenizer needs --vocab-file"),
         (
             ["--input", str(TOOL), "--output-prefix", "/absent/folder/y", *NULL],
-            "y.preprocessing cannot be written: there is no folder /absent/folder; make it: mkdir -p /absent/folder",
+            "y.preprocessing cannot be written: the folder /absent/folder does not exist; create it: mkdir -p "
+            "/absent/folder",
         ),
     ],
 )
@@ -212,7 +216,9 @@ def test_append_eod_without_such_a_token_is_refused_before_reading(
 def test_input_without_text_is_refused(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "ids.jsonl", {"text": "", "id": 3}, {"text": " "})
     done = preprocess(source, tmp_path / "out", *NULL, "--append-eod")
-    message = "holds no text: 2 documents without a token; looked for under text, the keys there are text, id"
+    message = (
+        "contains no text: 2 documents without a token; the keys text were read, but the keys in the file are text, id"
+    )
     assert_refused(done, message)
     assert list(tmp_path.glob("out*")) == []
 
@@ -236,9 +242,9 @@ def test_the_same_command_again_finds_its_work_done(tmp_path: Path) -> None:
     before = [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.iterdir())]
     again = preprocess(source, tmp_path / "out", *NULL, "--workers", "3")
     assert (again.returncode, again.stderr) == (0, "")
-    assert f"Done already: this command made {tmp_path}/out_text_document" in again.stdout
+    assert f"Done already: this command wrote {tmp_path}/out_text_document" in again.stdout
     other = preprocess(source, tmp_path / "out", *NULL, "--on-error", "skip")
-    assert_refused(other, "(another command made it: on_error differ)")
+    assert_refused(other, "(it was written by a different command: on_error differ)")
     assert_refused(preprocess(source, tmp_path / "out", *NULL, "--restart"), "exists already; replace it")
     assert before == [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.iterdir())]
     # What was changed since is not known to be this command's.
@@ -382,14 +388,20 @@ def test_tokens_and_masks_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ([], "talk.jsonl:2: no message of the assistant (roles: user): nothing to learn; correct the line"),
-        (["--append-eod"], "--append-eod does not go with --sft, whose chat template makes the text; leave it out"),
-        (["--json-keys", "messages"], "--json-keys does not go with --sft"),
+        (
+            [],
+            (
+                "talk.jsonl:2: no message has the role assistant (roles: user), so there is nothing to train on; fix "
+                "the line"
+            ),
+        ),
+        (["--append-eod"], "--append-eod is not supported with --sft, whose chat template creates the text; omit it"),
+        (["--json-keys", "messages"], "--json-keys is not supported with --sft"),
         (
             ["--chat-template", "llama"],
             "--chat-template llama is neither a file nor a known template; known templates are chatml",
         ),
-        (["--input-format", "text"], "talk.jsonl is text, and --sft reads jsonl or a JSON array; write one of them"),
+        (["--input-format", "text"], "talk.jsonl is text, but --sft reads jsonl or a JSON array; write one of them"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, flags: list[str], problem: str) -> None:

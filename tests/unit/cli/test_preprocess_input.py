@@ -144,7 +144,7 @@ def test_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
     kept = load_splitter("english", keep_newlines=True)("Hello there. It is me.\n\nWho? You.")
     assert kept == ["Hello there. ", "It is me.\n\n", "Who? ", "You."]
-    with pytest.raises(DataError, match="--lang klingon: nltk's data of that language is not on this node"):
+    with pytest.raises(DataError, match="--lang klingon: nltk's data for this language is not on this node"):
         load_splitter("klingon", keep_newlines=False)
 
 
@@ -301,7 +301,7 @@ def test_rows_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         stopped = preprocess(tmp_path / "out", *flags)
         assert stopped.returncode == 2
-        assert f"{tmp_path}/x.parquet:41: NullTokenizer reads ids".encode() in stopped.stderr
+        assert f"{tmp_path}/x.parquet:41: NullTokenizer reads token ids".encode() in stopped.stderr
     assert b"Resuming in" in stopped.stdout
     assert preprocess(tmp_path / "out", *flags, "--restart", "--on-error", "skip").returncode == 0
     assert documents(tmp_path / "out_text_document") == EXPECTED * 2
@@ -319,12 +319,15 @@ def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "1"}\n'.encode("utf-16"), "x.jsonl is encoded in UTF-16, UTF-8 is expected; convert it: iconv -f"),
+        (
+            '{"text": "1"}\n'.encode("utf-16"),
+            ("x.jsonl is encoded in UTF-16, but UTF-8 is expected; convert it: iconv -f"),
+        ),
         ('{"text": "1"}\n'.encode("utf-16-le"), "x.jsonl is encoded in UTF-16LE"),
         (b'{"text": "caf\xe9"}\n', "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"),
         (
             b"Once upon a time\n",
-            "x.jsonl:1: not a JSON line: Expecting value: line 1 column 1 (char 0); is it plain text?",
+            "x.jsonl:1: not a JSON line: Expecting value: line 1 column 1 (char 0); if it is plain text",
         ),
         (b'[\n{"text": "1"}', "x.jsonl, item 1: not a JSON array: expected ,, found the end of the file"),
         (b"PAR1 and no more", "x.jsonl cannot be read as parquet"),
@@ -366,12 +369,12 @@ def test_the_member_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "dataset_dict.json").write_text("{}")
-    with pytest.raises(DataError, match=r"holds the splits train; name one: --input .*/train"):
+    with pytest.raises(DataError, match=r"contains the splits train; select one: --input .*/train"):
         find_input([str(tmp_path)])
-    with pytest.raises(DataError, match="holds none of a known kind"):
+    with pytest.raises(DataError, match="contains no file of a known format"):
         find_input([str(tmp_path / "train")])
     (tmp_path / "train" / "x.txt").write_text("1")
-    with pytest.raises(DataError, match=r"x.txt is one text, and --json-keys names 2 keys"):
+    with pytest.raises(DataError, match=r"x.txt is a text file, but --json-keys has 2 keys"):
         find_input([str(tmp_path / "train")], ["a", "b"])
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -401,8 +404,8 @@ def test_no_file_of_a_folder_is_passed_over_in_silence(tmp_path: Path, capsys) -
     corpus = tmp_path / "corpus"
     files = [Path(file.path) for file in find_input([str(corpus)])]
     assert files == [corpus / "a.jsonl", corpus / "link" / "c.jsonl"]
-    assert f"Leaving out 2 files of {corpus} " in (said := capsys.readouterr().out)
-    assert f"({corpus / 'b.csv'}, {corpus / 'wiki_00'}): name them in --input" in said
+    assert f"Skipping 2 files of {corpus} " in (said := capsys.readouterr().out)
+    assert f"({corpus / 'b.csv'}, {corpus / 'wiki_00'}): pass them in --input" in said
     assert len(find_input([str(corpus)], kind="jsonl")) == 4
     assert capsys.readouterr().out == ""
 
@@ -412,7 +415,7 @@ def test_an_empty_file_is_called_empty(tmp_path: Path, capsys) -> None:
     assert (
         preprocess_data.main([*NULL, "--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "o")]) == 2
     )
-    assert "x.jsonl: there is no line or row in it; change --input" in capsys.readouterr().err
+    assert "x.jsonl contains no line or row; change --input" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"PK\x03\x04\0\0", "is a zip archive"), (b"%PDF-1.7\n", "is a PDF")])

@@ -105,12 +105,15 @@ def test_processes_that_start_together_read_one_data_set(folder: Path, capfd: py
     [
         (
             "--train-data {}/none.json",
-            "--train-data {}/none.json: there is no such file; give a file with a JSON object",
+            "--train-data {}/none.json: there is no such file; pass a file with a JSON object",
         ),
         ("--train-data wikipedia", "--train-data wikipedia: there is no such file"),
         ("--train-data {}/model", "--train-data {}/model is not a file"),
-        ("--train-data {}/data.json --data-path x", "--data-path and --train-data exclude each other; keep one"),
-        ("--train-data {}/data.json --sft", "for --sft give --train-data-path FILE.jsonl"),
+        (
+            "--train-data {}/data.json --data-path x",
+            "--data-path and --train-data exclude each other; omit one of them",
+        ),
+        ("--train-data {}/data.json --sft", "for --sft pass --train-data-path FILE.jsonl"),
         ("--mock-data --text-key body", "--train-data"),
         ("--mock-data --valid-data {}/data.json", "--train-data"),
         (
@@ -130,9 +133,9 @@ def test_a_wrong_command_line_gets_a_line(folder: Path, words: str, problem: str
     [
         (
             '{"text": "a"}\nno json\n',
-            r"data\.json:2: .* \(a flag of tools/preprocess_data.py: .* give --data-path PREFIX",
+            r"data\.json:2: .* \(a flag of tools/preprocess_data.py: .* pass --data-path PREFIX",
         ),
-        ('[{"text": "a"}]\n', r"data\.json:1: .* becomes lines with: jq -c '\.\[\]' FILE > NEW$"),
+        ('[{"text": "a"}]\n', r"data\.json:1: .* convert a JSON array to lines with: jq -c '\.\[\]' FILE > NEW$"),
         ('{"body": "a"}\n', r"data\.json:1: no key 'text' \(found: body\); change --text-key"),
     ],
 )
@@ -147,6 +150,6 @@ def test_a_folder_that_cannot_be_written_is_reported(folder: Path) -> None:
     config = parse(folder, "--train-data {0}/data.json --data-cache-path {0}/file/cache")
     (folder / "file").write_text("")
     with pytest.raises(
-        DataError, match=r"its tokens cannot be written to .*/file/cache: Not a directory; name a folder"
+        DataError, match=r"its tokens cannot be written to .*/file/cache: Not a directory; pass a folder"
     ):
         with_tokenized_text(config, is_reporter=False)

@@ -108,7 +108,10 @@ def test_a_recorded_run_is_drawn(tmp_path: Path) -> None:
     [
         (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size 0 must be 1 or more"),
         (("--num-microbatches", 0), "raise --global-batch-size"),
-        (("--output-weight-time", 3), "--output-weight-time 3.0 is a part of --backward-time 2.0; give less"),
+        (
+            ("--output-weight-time", 3),
+            ("--output-weight-time 3.0 must be less than --backward-time 2.0, because it is a part of it"),
+        ),
         (("--wgrad-deferral-limit", -1), "--wgrad-deferral-limit -1 must be 0 or more"),
         (("--num-microbatches", 10**9), "use fewer"),
         (("--schedule", "gpipe"), "invalid choice: 'gpipe'"),
@@ -116,7 +119,7 @@ def test_a_recorded_run_is_drawn(tmp_path: Path) -> None:
         (("--forward-time", -1), "--forward-time -1.0 must be a number of 0 or more"),
         (("--forward-time", "nan"), "--forward-time nan must be"),
         (("--global-batch-size", 7, "--micro-batch-size", 2), "use 6 or 8"),
-        (("--global-batch-size", 8, "--num-microbatches", 2), "leave one of them out"),
+        (("--global-batch-size", 8, "--num-microbatches", 2), "pass only one of them"),
         (("--recorded", "absent.json"), "absent.json cannot be read"),
         (("--format", "png"), "--format png needs --output"),
         (("--output", "absent/folder/chart.svg"), "change --output"),

@@ -96,13 +96,13 @@ def test_extra_validation_sets_accumulate(tmp_path: Path) -> None:
     assert validation.extra_valid_datalist == (f"{tmp_path}/a", f"{tmp_path}/b")
     assert (validation.extra_valid_data_samples, validation.extra_valid_data_names) == ((3, 4), ("n", "m"))
     assert problems_of(f"{flags} --eval-iters 0") == (
-        "--extra-valid-datalist has nothing to do with --eval-iters 0, which turns evaluation off; give --eval-iters 1 "
+        "--extra-valid-datalist has no effect with --eval-iters 0, which turns evaluation off; use --eval-iters 1 "
         "or more",
     )
     (tmp_path / "b").write_text(f"-1 {tmp_path / 'text'} 1 {tmp_path / 'nothing'}")
     assert problems_of(flags) == (
-        f"validation set m: the weight of {tmp_path}/text is -1; give a positive weight",
-        f"validation set m: data file {tmp_path}/nothing.idx does not exist; a data path is given without .bin or "
+        f"validation set m: the weight of {tmp_path}/text is -1; use a positive weight",
+        f"validation set m: data file {tmp_path}/nothing.idx does not exist; pass the data path without .bin or "
         ".idx, as in my-corpus_text_document",
     )
 
@@ -154,11 +154,11 @@ def test_flags_without_their_value_hide_no_other_problem() -> None:
         resolve_arguments([*MINIMAL, *words.split()], 1)
     problems = caught.value.problems
     assert set(problems[:5]) == {
-        "--num-layers: a value is missing; give --num-layers N",
-        "--fp8-format: a value is missing; give --fp8-format {hybrid,e4m3}",
-        "--bf16 is a switch and takes no value; give --bf16 alone, or leave it out",
-        "--adam-beta2: a value is missing; give --adam-beta2 X",
-        "--rampup-batch-size: a value is missing; give --rampup-batch-size N",
+        "--num-layers: a value is missing; pass --num-layers N",
+        "--fp8-format: a value is missing; pass --fp8-format {hybrid,e4m3}",
+        "--bf16 is a switch and takes no value; pass --bf16 without a value, or omit it",
+        "--adam-beta2: a value is missing; pass --adam-beta2 X",
+        "--rampup-batch-size: a value is missing; pass --rampup-batch-size N",
     }
     assert problems[5:] == (
         "unknown flag --hiden-size; did you mean --hidden-size?",
@@ -169,7 +169,7 @@ def test_flags_without_their_value_hide_no_other_problem() -> None:
 def test_a_stray_value_is_refused() -> None:
     assert problems_of("--lr 1 true") == ("unexpected value 'true'; a value must follow its flag",)
     assert problems_of("--swiglu true") == (
-        "--swiglu is a switch and takes no value; give --swiglu alone, or leave it out",
+        "--swiglu is a switch and takes no value; pass --swiglu without a value, or omit it",
     )
 
 
@@ -262,14 +262,14 @@ def test_sequence_parallel_is_turned_off_without_tensor_parallelism() -> None:
 def test_flash_attention_with_packed_documents_says_that_it_is_not_used() -> None:
     packed = [*MINIMAL, "--use-flash-attn", "--reset-attention-mask"]
     assert resolve_arguments(packed, 1).notes == (
-        "flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention",
+        "flash-attn is not used with packed documents: --reset-attention-mask uses torch's attention",
     )
     assert resolve_arguments([*MINIMAL, "--attention-backend", "flash"], 1).notes == ()
 
 
 def test_flash_attention_with_a_ring_says_that_it_is_not_used() -> None:
     ring = [*MINIMAL, "--use-flash-attn", "--context-parallel-size", "2"]
-    note = "flash-attn is not used with --cp-comm-type p2p: blocks that are merged take torch's own attention"
+    note = "flash-attn is not used with --cp-comm-type p2p: merged blocks use torch's attention"
     assert resolve_arguments(ring, 2).notes == (note,)
     assert resolve_arguments([*ring, "--cp-comm-type", "a2a"], 2).notes == ()
 
@@ -347,7 +347,7 @@ def test_a_list_in_a_file_excludes_another_one(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError) as caught:
             resolve_arguments([*argv, flag, str(file), other, f"{tmp_path}/b"], 1)
-        assert caught.value.problems == (f"{other} and {flag} {file} exclude each other; keep one",)
+        assert caught.value.problems == (f"{other} and {flag} {file} exclude each other; omit one of them",)
 
 
 def test_a_tokenizer_model_of_no_kind_is_named(tmp_path: Path) -> None:
@@ -357,8 +357,8 @@ def test_a_tokenizer_model_of_no_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*argv, "--tokenizer-model", str(tmp_path)], 1)
     assert caught.value.problems == (
-        f"--tokenizer-model {tmp_path} is no folder with tokenizer.json or tokenizer.model, and nothing says "
-        "what it is; add --tokenizer-type",
+        f"--tokenizer-model {tmp_path} is not a folder with tokenizer.json or tokenizer.model, so its type is not "
+        "known; add --tokenizer-type",
     )
 
 

@@ -135,7 +135,7 @@ def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     write_checkpoint(tmp_path / "moved", 20, parse(SHAPED, REST).config.to_dict())
     (tmp_path / "moved" / "latest_checkpointed_iteration.txt").unlink()
-    with pytest.raises(ConfigurationError, match=r"holds no checkpoint .*; name the folder") as caught:
+    with pytest.raises(ConfigurationError, match=r"contains no checkpoint .*; pass the folder") as caught:
         parse(TRAINED, "--use-checkpoint-args --load", tmp_path / "run")
     assert len(caught.value.problems) == 1
     # The checkpoint is there, and only the file that names it is lost.
@@ -176,14 +176,14 @@ def test_a_damaged_index_is_passed_over_as_the_load_will(tmp_path: Path) -> None
     assert parse(REST, load).config.model.num_layers == 6
     (newest / "index.json").write_text('{"format_')
     assert parse(REST, load).config.model.num_layers == 6
-    with pytest.raises(ConfigurationError, match=r"index\.json: not readable as JSON .* give the model's flags"):
+    with pytest.raises(ConfigurationError, match=r"index\.json: not readable as JSON .* pass the model's flags"):
         parse(REST, load, "--ckpt-step 20")
 
 
 def test_a_folder_without_a_checkpoint_leaves_the_flags_alone(tmp_path: Path) -> None:
     load = f"--use-checkpoint-args --load {tmp_path}"
     parsed = parse(SHAPED, REST, load)
-    assert f"--use-checkpoint-args: {tmp_path} holds no checkpoint; the flags alone shape the model" in parsed.notes
+    assert f"--use-checkpoint-args: {tmp_path} contains no checkpoint; the flags alone define the model" in parsed.notes
 
 
 def test_no_torch_is_imported_for_it(tmp_path: Path) -> None:

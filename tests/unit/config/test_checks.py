@@ -62,7 +62,7 @@ WRONG = [
     ),
     ("--cp-comm-type ring", 1, "--cp-comm-type", ("p2p, all_gather, a2a, a2a+p2p",)),
     ("--tensor-model-parallel-size 0", 1, "--tensor-model-parallel-size", ()),
-    ("--hidden-size 50", 1, "--hidden-size", ("1, 2, 5, 10, 25, 50 (or give --kv-channels)",)),
+    ("--hidden-size 50", 1, "--hidden-size", ("1, 2, 5, 10, 25, 50 (or set --kv-channels)",)),
     ("--num-query-groups 4 --group-query-attention", 1, "--num-attention-heads", ("1, 2, 3, 6",)),
     ("--max-position-embeddings 32", 1, "--seq-length", ()),
     ("--seq-length 0", 1, "--seq-length", ()),
@@ -263,15 +263,17 @@ def data_argv(*words: object) -> list[str]:
 
 
 def test_no_data_at_all() -> None:
-    assert problems_of(data_argv()) == ("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data",)
+    assert problems_of(data_argv()) == (
+        "no data is configured; pass --data-path PREFIX, --train-data-path PREFIX or --mock-data",
+    )
 
 
 def test_missing_data_files(tmp_path: Path) -> None:
     prefix = tmp_path / "text"
     (problem,) = problems_of(data_argv("--data-path", prefix))
     assert problem == (
-        f"--data-path {prefix}: data file {prefix}.idx does not exist; a data path is given without .bin or .idx, "
-        "as in my-corpus_text_document"
+        f"--data-path {prefix}: data file {prefix}.idx does not exist; pass the data path without .bin or .idx, as in "
+        "my-corpus_text_document"
     )
     write_data_set(prefix)
     (tmp_path / "text.bin").unlink()
@@ -282,10 +284,10 @@ def test_missing_data_files(tmp_path: Path) -> None:
 def test_data_files_of_the_wrong_size(tmp_path: Path) -> None:
     prefix = tmp_path / "text"
     for name, size, message in (
-        ("text.idx", 20, "its header alone has 34"),
+        ("text.idx", 20, "but its header alone needs 34"),
         ("text.idx", 2041, "has 2041 bytes, but 100 sequences and 101 document indices need 2042"),
-        ("text.bin", 599, "is truncated: it has 599 bytes, its index describes 600"),
-        ("text.bin", 601, "does not belong to its .idx: it has 601 bytes, its index describes 600"),
+        ("text.bin", 599, "is truncated: it has 599 bytes, but its index describes 600"),
+        ("text.bin", 601, "does not belong to its .idx: it has 601 bytes, but its index describes 600"),
     ):
         write_data_set(prefix)
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes().ljust(size, b"0")[:size])
@@ -300,7 +302,7 @@ def test_data_files_of_the_wrong_size(tmp_path: Path) -> None:
 def test_a_data_set_without_documents(tmp_path: Path) -> None:
     write_data_set(tmp_path / "text", lengths=())
     (problem,) = problems_of(data_argv("--data-path", tmp_path / "text"))
-    assert "the data set holds no documents" in problem
+    assert "the data set contains no documents" in problem
 
 
 def test_each_missing_data_set_of_a_blend_is_named(tmp_path: Path) -> None:
@@ -315,16 +317,16 @@ def test_each_missing_data_set_of_a_blend_is_named(tmp_path: Path) -> None:
 def test_weights_of_a_blend(tmp_path: Path) -> None:
     write_data_set(tmp_path / "a")
     (problem,) = problems_of(data_argv("--data-path", 0.0, tmp_path / "a"))
-    assert "is 0; give a positive weight" in problem
+    assert "is 0; use a positive weight" in problem
     (problem,) = problems_of(data_argv("--data-path", 0.5, tmp_path / "a", tmp_path / "b"))
-    assert "mix weights and plain prefixes" in problem
+    assert "mix entries with and without a weight" in problem
 
 
 def test_an_empty_validation_set_is_refused_with_a_split_that_works(tmp_path: Path) -> None:
     write_data_set(tmp_path / "text", lengths=(3,) * 8)
     (problem,) = problems_of(data_argv("--data-path", tmp_path / "text", "--split", "969,30,1"))
     assert "of the 8 documents" in problem
-    assert "leaves the validation set empty; give --split " in problem
+    assert "leaves the validation set empty; use --split " in problem
     resolve_arguments(data_argv("--data-path", tmp_path / "text", "--split", "6,1,1"), 1)
     resolve_arguments(data_argv("--data-path", tmp_path / "text", "--eval-iters", 0), 1)
 
@@ -339,7 +341,7 @@ def test_an_empty_test_set_is_accepted_and_left_to_the_data_sets_to_report(tmp_p
 def test_split_with_data_of_their_own(tmp_path: Path) -> None:
     write_data_set(tmp_path / "a")
     (problem,) = problems_of(data_argv("--train-data-path", tmp_path / "a", "--split", "9,1,0"))
-    assert "--split 9,1,0 has no effect where each set has data of its own" in problem
+    assert "--split 9,1,0 has no effect if each set has its own data" in problem
     (problem,) = problems_of(data_argv("--valid-data-path", tmp_path / "a"))
     assert "--train-data-path is missing" in problem
 
@@ -369,9 +371,9 @@ def test_folders_and_files_are_not_confused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for flag in ("--save", "--load", "--tensorboard-dir", "--data-cache-path"):
-        assert problems_of([*MINIMAL, flag, str(file)]) == (f"{flag} {file} is a file; give a folder",)
+        assert problems_of([*MINIMAL, flag, str(file)]) == (f"{flag} {file} is a file; pass a folder",)
     (problem,) = problems_of([*MINIMAL, "--metrics-jsonl", str(tmp_path)])
-    assert "is a folder; give a file" in problem
+    assert "is a folder; pass a file" in problem
 
 
 def test_list_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -418,11 +420,12 @@ COPIES = (*RESTART, "--non-persistent-save-interval", "5")
         (("--non-persistent-save-interval", "5"), 1, "has no effect without --inprocess-restart"),
         ((*RESTART, "--replication"), 2, "--replication has no effect without --non-persistent-save-interval"),
         ((*COPIES, "--replication-jump", "1"), 2, "--replication-jump 1 has no effect without --replication"),
-        ((*COPIES, "--replication"), 1, "with world size 1 each rank would send its copy to itself; leave it out"),
+        ((*COPIES, "--replication"), 1, "with world size 1 each rank would send its copy to itself; omit it"),
         (
             (*COPIES, "--replication", "--replication-jump", "4"),
             4,
-            "--replication --replication-jump 4: with world size 4 each rank .* to itself; give a jump of 1 to 3",
+            "--replication --replication-jump 4: with world size 4 each rank .* to itself; use a --replication-jump "
+            "from 1 to 3",
         ),
         (
             (*COPIES, "--non-persistent-ckpt-type", "global"),

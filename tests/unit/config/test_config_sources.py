@@ -162,20 +162,20 @@ def test_print_config_writes_a_file_with_the_help_of_every_flag(tmp_path: Path) 
     ("name", "text", "reason"),
     [
         ("a.toml", "hiden_size = 3", "unknown key hiden_size; did you mean hidden_size?"),
-        ("a.toml", "[model]\nzzz = 3", "unknown key zzz; --print-config shows the keys that there are"),
-        ("a.toml", "num_layers = 2\n[model]\nnum-layers = 3", "num_layers is given twice; keep one"),
-        ("a.toml", "num_layers = [1, 2]", "num_layers = [1, 2]: expected one value, got a list"),
-        ("a.toml", "num_layers = true", "num_layers = True: --num-layers takes N"),
-        ("a.toml", "swiglu = 1", "swiglu = 1: expected true or false"),
-        ("a.toml", "lr = 2020-01-01", "lr has a value of the kind date; give a number, text, true, false or a list"),
-        ("a.toml", "[a.b.c]\nlr = 1", "b has a value of the kind dict; give"),
+        ("a.toml", "[model]\nzzz = 3", "unknown key zzz; --print-config lists all keys"),
+        ("a.toml", "num_layers = 2\n[model]\nnum-layers = 3", "num_layers is set twice; remove one of them"),
+        ("a.toml", "num_layers = [1, 2]", "num_layers = [1, 2]: one value is expected, not a list"),
+        ("a.toml", "num_layers = true", "num_layers = True: --num-layers needs N"),
+        ("a.toml", "swiglu = 1", "swiglu = 1: true or false is expected"),
+        ("a.toml", "lr = 2020-01-01", "lr has a value of type date; use a number, string, true, false or a list"),
+        ("a.toml", "[a.b.c]\nlr = 1", "b has a value of type dict; use"),
         ("a.toml", "lr = ", "is not valid TOML: Invalid value (at end of document)"),
-        ("a.toml", 'config = "b.toml"', "config belongs on the command line; leave it out of the file"),
+        ("a.toml", 'config = "b.toml"', "config belongs on the command line; remove it from the file"),
         ("a.yaml", "lr: [1", "is not valid YAML: while parsing a flow sequence"),
-        ("a.yaml", "- lr", "holds no keys; write lines such as num_layers = 24"),
-        ("a.yaml", "lr: {a: {b: 1}}", "a has a value of the kind dict; give"),
-        ("a.json", "{}", "is neither .toml nor .yaml; give a file of one of these kinds"),
-        ("a.toml", None, "cannot be read: No such file or directory; name a file"),
+        ("a.yaml", "- lr", "contains no keys; write lines such as num_layers = 24"),
+        ("a.yaml", "lr: {a: {b: 1}}", "a has a value of type dict; use"),
+        ("a.json", "{}", "is neither .toml nor .yaml; pass a file of one of these kinds"),
+        ("a.toml", None, "cannot be read: No such file or directory; pass a readable file"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_reason(
@@ -202,7 +202,7 @@ def test_a_credential_in_a_url_is_not_repeated(url: str) -> None:
 def test_an_unknown_preset_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(
         ConfigurationError,
-        match=r"--model-preset gpt9 is not known; possible: deepseek-v3, gpt-oss-120b, gpt-oss-20b, gpt2-1\.5b",
+        match=r"--model-preset gpt9 is not known; possible values: deepseek-v3, gpt-oss-120b, gpt-oss-20b, gpt2-1\.5b",
     ):
         resolve("--model-preset gpt9")
 
@@ -260,11 +260,11 @@ def test_validation_sets_have_names_and_numbers(lists: Path) -> None:
 
 def test_what_does_not_fit_together_is_refused(lists: Path) -> None:
     for values, words in (
-        (problems("web", "lists/books", samples=(3,)), "--extra-valid-data-samples is given 1 times and"),
-        (problems(names=("c4",)), "--extra-valid-data-names is given 1 times and --extra-valid-datalist 0 times"),
-        (problems("web", samples=(0,)), "--extra-valid-data-samples 0: give 1 or more"),
-        (problems("web", names=("validation",)), "'validation' is taken"),
-        (problems("web", "web"), "two validation sets are called web"),
+        (problems("web", "lists/books", samples=(3,)), "--extra-valid-data-samples is passed 1 times, but"),
+        (problems(names=("c4",)), "--extra-valid-data-names is passed 1 times, but --extra-valid-datalist 0 times"),
+        (problems("web", samples=(0,)), "--extra-valid-data-samples 0: use 1 or more"),
+        (problems("web", names=("validation",)), "'validation' is already in use"),
+        (problems("web", "web"), "two validation sets have the name web"),
     ):
         assert len(values) == 1
         assert words in values[0]

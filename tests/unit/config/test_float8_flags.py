@@ -63,7 +63,7 @@ def test_layers(flags: str, layers: range) -> None:
         ("--fp8-format hybrid --fp8-e4m3", 1, ("--fp8-e4m3 and --fp8-format hybrid exclude each other",)),
         ("--fp8-hybrid --fp8-e4m3", 1, ("--fp8-hybrid and --fp8-e4m3 exclude each other",)),
         ("--fp8-param-gather", 1, ("--fp8-param-gather has no effect without --fp8-format",)),
-        ("--fp8-format hybrid --fp8-param-gather", 2, ("with --use-distributed-optimizer only",)),
+        ("--fp8-format hybrid --fp8-param-gather", 2, ("gathered only with --use-distributed-optimizer",)),
         ("--fp8-format hybrid --fp8-recipe custom", 1, ("--fp8-recipe custom",)),
         ("--fp8-format e5m2", 1, ("--fp8-format e5m2: possible values are hybrid, e4m3",)),
         ("--fp8-format hybrid --fp8-margin 18", 1, ("--fp8-margin 18: a number of at most 17 is expected",)),
@@ -71,7 +71,7 @@ def test_layers(flags: str, layers: range) -> None:
         (
             "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
             1,
-            ("leaves none of 4 layers", "together they may be 3 at most"),
+            ("leaves none of the 4 layers", "their sum may be at most 3"),
         ),
         ("--fp8-format hybrid --hidden-size 72", 1, ("--hidden-size 72", "use 80", "--kv-channels 18", "channels 20")),
         (
@@ -82,18 +82,18 @@ def test_layers(flags: str, layers: range) -> None:
         (
             "--fp8-format hybrid --kv-channels 12 --tensor-model-parallel-size 2",
             2,
-            ("--kv-channels 12 makes 24 channels of queries and 72 of", "use --kv-channels 16"),
+            ("--kv-channels 12 makes 24 query channels and 72 query,", "use --kv-channels 16"),
         ),
-        ("--fp8-format hybrid --seq-length 40", 1, ("makes 40 tokens of a micro-batch", "use --seq-length 48")),
+        ("--fp8-format hybrid --seq-length 40", 1, ("makes 40 tokens per micro-batch", "use --seq-length 48")),
         (
             "--fp8-format hybrid --seq-length 48 --context-parallel-size 2",
             2,
-            ("makes 24 tokens of a micro-batch", "use --seq-length 64"),
+            ("makes 24 tokens per micro-batch", "use --seq-length 64"),
         ),
         (
             "--fp8-format hybrid --seq-length 48 --tensor-model-parallel-size 2 --sequence-parallel",
             2,
-            ("makes 24 tokens of a micro-batch", "use --seq-length 64"),
+            ("makes 24 tokens per micro-batch", "use --seq-length 64"),
         ),
     ],
 )
@@ -169,9 +169,9 @@ LATENT = "--multi-latent-attention --position-embedding-type rope --tensor-model
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--q-lora-rank 40", "--q-lora-rank 40, which --fp8-format hybrid needs to be a multiple of 16; use 48"),
-        ("--kv-lora-rank 24", "--kv-lora-rank 24, which --fp8-format hybrid needs to be a multiple of 16; use 32"),
-        ("--qk-pos-emb-head-dim 8", "--qk-pos-emb-head-dim 8, which --fp8-format hybrid needs to be a multiple of 16"),
+        ("--q-lora-rank 40", "--q-lora-rank 40, but --fp8-format hybrid needs a multiple of 16; use 48"),
+        ("--kv-lora-rank 24", "--kv-lora-rank 24, but --fp8-format hybrid needs a multiple of 16; use 32"),
+        ("--qk-pos-emb-head-dim 8", "--qk-pos-emb-head-dim 8, but --fp8-format hybrid needs a multiple of 16"),
         ("--qk-head-dim 12", "--qk-head-dim 12 makes 24 channels on each tensor-parallel rank"),
         ("--v-head-dim 20", "--v-head-dim 20 makes 40 channels on each tensor-parallel rank"),
     ],
@@ -189,7 +189,7 @@ def test_the_product_in_front_of_further_tokens_has_columns_for_every_rank() -> 
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*FP8, *flags.split(), "80", "--num-attention-heads", "2", "--kv-channels", "16"], 2)
     (problem,) = caught.value.problems
-    assert problem.startswith("--hidden-size 80 makes 40 columns of the product in front of the layers of --mtp-num-")
+    assert problem.startswith("--hidden-size 80 gives the projection of the MTP modules (--mtp-num-layers) 40 columns")
     assert problem.endswith("use 96")
 
 
@@ -216,7 +216,7 @@ LORA = "--lora-rank 2 --load somewhere --finetune"
             "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 64 --max-position-embeddings 64 "
             "--tp-comm-overlap --tp-comm-overlap-impl ring",
             2,
-            "fp8 products have no chunks",
+            "FP8 GEMMs are not split into chunks",
         ),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0", 1, "offloads nothing"),
     ],

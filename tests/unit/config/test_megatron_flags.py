@@ -52,7 +52,7 @@ def test_the_tokenizer_is_that_of_load_where_none_is_named(folder: Path, patch: 
     assert (tokenizer.patch_tokenizer_type, tokenizer.extra_vocab_size) == (
         ("Qwen2Tokenizer", 421) if patch else (None, 0)
     )
-    assert parsed.notes == (f"the tokenizer is that of --load {folder}: HuggingFaceTokenizer",)
+    assert parsed.notes == (f"using the tokenizer of --load {folder}: HuggingFaceTokenizer",)
 
 
 def test_a_sentence_piece_model_beside_the_weights_is_taken_too(tmp_path: Path) -> None:
@@ -67,13 +67,13 @@ def test_a_tokenizer_that_is_named_stays(folder: Path) -> None:
     parsed = parse(f"--load {folder} --patch-tokenizer-type LLama3Tokenizer")
     assert parsed.config.tokenizer.tokenizer_type == "NullTokenizer"
     assert parsed.notes == (
-        "--patch-tokenizer-type LLama3Tokenizer has no effect: the tokenizer is NullTokenizer, as the other flags say",
+        "--patch-tokenizer-type LLama3Tokenizer has no effect: the other flags select the tokenizer NullTokenizer",
     )
 
 
 def test_a_patch_tokenizer_that_is_not_there_is_asked_for_once(tmp_path: Path) -> None:
     assert problems_of("--patch-tokenizer-type Qwen2Tokenizer", UNNAMED) == (
-        "--patch-tokenizer-type Qwen2Tokenizer takes the tokenizer from --load DIR; add --load DIR",
+        "--patch-tokenizer-type Qwen2Tokenizer uses the tokenizer of --load DIR; add --load DIR",
     )
     (problem,) = problems_of(f"--patch-tokenizer-type Qwen2Tokenizer --load {tmp_path}", UNNAMED)
     assert f"--load {tmp_path} has no tokenizer.json; save the fast tokenizer there" in problem
@@ -114,12 +114,12 @@ def test_a_quotation_inside_the_split_is_taken_off(split: str) -> None:
         ),
         (
             "--trust-remote-code",
-            "--trust-remote-code has no effect: code of tokenizers and models is never run",
+            "--trust-remote-code has no effect: custom code of tokenizers and models is never run",
         ),
-        ("--DDP-impl torch", "--DDP-impl torch has no effect: there is one implementation of data parallelism"),
+        ("--DDP-impl torch", "--DDP-impl torch has no effect: there is only one implementation of data parallelism"),
         (
             "--transformer-type megatron",
-            "--transformer-type megatron has no effect: there is one implementation of each model",
+            "--transformer-type megatron has no effect: there is only one implementation of each model",
         ),
     ],
 )
@@ -210,22 +210,23 @@ def test_a_batch_size_schedule_counts_tokens() -> None:
 @pytest.mark.parametrize(
     ("schedule", "more", "problem"),
     [
-        ("0:4 many:8", "", "cannot be read; give TOKENS:SIZE pairs, such as '0:16 2.4B:320'"),
-        ("0:4 1" + "0" * 400 + ":8", "", "cannot be read; give TOKENS:SIZE pairs, such as '0:16 2.4B:320'"),
+        ("0:4 many:8", "", "cannot be parsed; use TOKENS:SIZE pairs, such as '0:16 2.4B:320'"),
+        ("0:4 1" + "0" * 400 + ":8", "", "cannot be parsed; use TOKENS:SIZE pairs, such as '0:16 2.4B:320'"),
         (
             "1K:4 2K:8",
             "",
-            "steps must begin at 0 tokens and rise by a sequence or more; they begin at samples [25, 50]",
+            "the first step must start at 0 tokens, and each next step must start at least one sequence later; the "
+            "steps start at samples [25, 50]",
         ),
-        ("0:4 20:8", "", "they begin at samples [0, 0]"),
-        ("0:0 2K:8", "", "a batch size of 0; give sizes above 0"),
+        ("0:4 20:8", "", "the steps start at samples [0, 0]"),
+        ("0:0 2K:8", "", "a batch size is 0; use sizes above 0"),
         (
             "0:4 2K:7",
             "",
             "7 is not divisible by --micro-batch-size 2 x data-parallel size 1 = 2; nearest size that works: 8",
         ),
-        ("0:4 2K:8", "--global-batch-size 4", "give 8 or leave it out"),
-        ("0:4 2K:8", "--rampup-batch-size 2 2 8", "exclude each other; keep one"),
+        ("0:4 2K:8", "--global-batch-size 4", "use 8 or omit it"),
+        ("0:4 2K:8", "--rampup-batch-size 2 2 8", "exclude each other; omit one of them"),
     ],
 )
 def test_a_wrong_batch_size_schedule_is_refused_with_what_works(schedule: str, more: str, problem: str) -> None:
@@ -240,18 +241,22 @@ def test_a_run_begins_with_pretrained_weights_until_it_has_its_own(tmp_path: Pat
     for path in (pretrained, own):
         path.mkdir()
     flags = f"--pretrained-checkpoint {pretrained} --load {own}"
-    assert problems_of(flags) == (f"--pretrained-checkpoint {pretrained} holds no checkpoint; give a folder that does",)
+    assert problems_of(flags) == (
+        f"--pretrained-checkpoint {pretrained} contains no checkpoint; pass a folder that contains one",
+    )
     (pretrained / "latest_checkpointed_iteration.txt").write_text("release")
     for words in (flags, f"--pretrained-checkpoint {pretrained}"):
         parsed = parse(words)
         assert (parsed.config.checkpoint.load, parsed.config.checkpoint.finetune) == (str(pretrained), True)
         assert parsed.notes == (
-            f"--pretrained-checkpoint {pretrained}: the run begins with its weights, at iteration 0",
+            f"--pretrained-checkpoint {pretrained}: the run starts from its weights, at iteration 0",
         )
     (own / "latest_checkpointed_iteration.txt").write_text("5")
     parsed = parse(flags)
     assert (parsed.config.checkpoint.load, parsed.config.checkpoint.finetune) == (str(own), False)
-    assert parsed.notes == (f"--pretrained-checkpoint {pretrained} is not read: --load {own} holds a checkpoint",)
+    assert parsed.notes == (
+        f"--pretrained-checkpoint {pretrained} is not read, because --load {own} contains a checkpoint",
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,16 +265,19 @@ def test_a_run_begins_with_pretrained_weights_until_it_has_its_own(tmp_path: Pat
         ("--transformer-impl inference_optimized", "possible: transformer_engine, local"),
         ("--transformer-type huggingface", "possible: megatron"),
         ("--dataset LLama-Pretrain-Raw", "possible: MMAP, LLama-Pretrain-Idxmap"),
-        ("--dataset LLama-SFT-Raw", "is of conversations; add --train-mode finetune or --sft"),
+        ("--dataset LLama-SFT-Raw", "reads conversations; add --train-mode finetune or --sft"),
         ("--data-impl raw", "possible: mmap, lazy, cached, infer"),
         ("--mid-level-dataset-surplus 0.1", "possible: 0.005"),
         ("--dist-ckpt-format zarr", "possible: torch_dist"),
         ("--cross-entropy-fusion-impl linear", "possible: native, te"),
         ("--DDP-impl FSDP", "possible: local, torch"),
         ("--rotary-scale-factor 4", "use --rotary-seq-len-interpolation-factor"),
-        ("--rotary-scaling-factor 40", "has no effect without --rope-type yarn or --multi-latent-attention; add one"),
-        ("--fp16-lm-cross-entropy", "leave it out: the loss is computed in float32"),
-        ("--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16", "exclude each other; keep one"),
+        (
+            "--rotary-scaling-factor 40",
+            "has no effect without --rope-type yarn or --multi-latent-attention; add one of them",
+        ),
+        ("--fp16-lm-cross-entropy", "omit it: the loss is computed in float32"),
+        ("--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16", "exclude each other; omit one of them"),
     ],
 )
 def test_what_would_change_the_computation_is_refused_with_what_works(flags: str, problem: str) -> None:
@@ -282,18 +290,18 @@ def test_packing_without_a_mask_says_that_attention_is_not_cut() -> None:
     no_mask = "--no-create-attention-mask-in-dataloader"
     assert parse(f"{no_mask} --reset-position-ids").notes[1:] == (
         "--reset-position-ids restarts positions at each document, but attention crosses documents, as in "
-        "Megatron-LM; add --reset-attention-mask to keep them apart, as Pai-Megatron-Patch does",
+        "Megatron-LM; add --reset-attention-mask to limit attention to each document, as Pai-Megatron-Patch does",
     )
     both = parse(f"{no_mask} --reset-position-ids --reset-attention-mask")
     assert both.notes[1:] == (
-        f"--reset-attention-mask keeps documents apart here; Megatron-LM would ignore it with {no_mask}",
+        f"--reset-attention-mask limits attention to each document here; Megatron-LM would ignore it with {no_mask}",
     )
     assert both.config.data.reset_attention_mask
     assert len(parse(no_mask).notes) == 1
     patched = parse(f"{no_mask} --reset-position-ids --patch-tokenizer-type Qwen2Tokenizer")
     assert patched.config.data.reset_attention_mask
     assert patched.notes[-1] == (
-        "--reset-position-ids keeps documents apart in attention too, as Pai-Megatron-Patch does with "
+        "--reset-position-ids also limits attention to each document, as Pai-Megatron-Patch does with "
         "--no-create-attention-mask-in-dataloader: --reset-attention-mask is added"
     )
     assert not parse("--reset-position-ids --patch-tokenizer-type Qwen2Tokenizer").config.data.reset_attention_mask
@@ -307,7 +315,7 @@ def test_a_retain_interval_keeps_the_newest_checkpoint_and_multiples() -> None:
     assert parse("--save x").config.checkpoint.num_newest_kept is None
     (problem,) = problems_of("--save x --save-retain-interval 40 --keep-last 3")
     assert "--save-retain-interval" in problem
-    assert problem.endswith("exclude each other; keep one")
+    assert problem.endswith("exclude each other; omit one of them")
 
 
 SCRIPTS = json.loads(Path(__file__).with_name("published_flags.json").read_text(encoding="utf-8"))
@@ -357,7 +365,7 @@ def test_each_flag_works_or_is_answered(script: dict[str, Any]) -> None:
         assert "possible values are" not in problem
         assert "a value is missing" not in problem
         if problem.startswith("unknown "):
-            assert "; give --" in problem or "; leave it out: " in problem
+            assert "; use --" in problem or "; omit it: " in problem
 
 
 def test_the_script_of_175_billion_parameters_is_accepted_as_it_stands(tmp_path: Path) -> None:
@@ -388,9 +396,9 @@ def test_the_script_of_mixtral_is_accepted_as_it_stands(tmp_path: Path) -> None:
 FINE_TUNED_SHAPE = [word for word in MINIMAL if word != "--mock-data"]
 PACKED = (
     "--sft packs conversations: --reset-position-ids and --reset-attention-mask are on; --no-sft-packing makes each "
-    "a sample"
+    "conversation a sample"
 )
-PER_TOKEN = "--sft: each token of an answer counts alike, as with --calculate-per-token-loss"
+PER_TOKEN = "--sft: all answer tokens have the same weight, as with --calculate-per-token-loss"
 
 
 @pytest.fixture
@@ -449,7 +457,7 @@ def test_one_conversation_a_sample() -> None:
     )
     assert parse_fine_tuning(f"{raw} --reset-position-ids").notes == (PACKED,)
     assert parse_fine_tuning(f"{raw} --max-padding-length 999").notes[1:] == (
-        "--max-padding-length 999 has no effect: --seq-length 40 cuts conversations before",
+        "--max-padding-length 999 has no effect: --seq-length 40 truncates conversations first",
     )
     shorter = data_of(parse_fine_tuning(f"{raw} --max-padding-length 3")).conversations
     assert shorter is not None
@@ -479,25 +487,28 @@ def test_which_template() -> None:
     ("flags", "problem"),
     [
         ("--sft --train-data-path text", "--train-data-path text: text has no loss masks"),
-        ("--sft --mock-data", "--sft needs conversations, and --mock-data has none; give --data-path in its place"),
-        ("--fim-rate 0.1 --mock-data", "--fim-rate needs text, and --mock-data has none; give --data-path"),
-        ("--sft --fim-rate 0.1 --data-path packed --split 1", "--sft and --fim-rate exclude each other; keep one"),
+        ("--sft --mock-data", "--sft needs conversations, but --mock-data has none; use --data-path instead"),
+        ("--fim-rate 0.1 --mock-data", "--fim-rate needs text, but --mock-data has none; use --data-path"),
+        (
+            "--sft --fim-rate 0.1 --data-path packed --split 1",
+            "--sft and --fim-rate exclude each other; omit one of them",
+        ),
         ("--fim-rate 1.5 --data-path text --split 1", "--fim-rate 1.5: a value from 0 to 1 is expected"),
         (
             "--sft --dataset LLama-SFT-Raw --train-data-path packed",
-            "--train-data-path packed is no file, which --dataset LLama-SFT-Raw does not mean; give MMAP or",
+            "--train-data-path packed is not a file, which does not match --dataset LLama-SFT-Raw; use MMAP or",
         ),
         (
             "--sft --dataset MMAP --train-data-path talk.jsonl",
-            "--train-data-path talk.jsonl is a file, which --dataset MMAP does not mean; give LLama-SFT-Raw or",
+            "--train-data-path talk.jsonl is a file, which does not match --dataset MMAP; use LLama-SFT-Raw or",
         ),
         (
             "--sft --train-data-path packed --cuda-graph-impl local --attention-dropout 0",
-            "--cuda-graph-impl local: --sft packs other conversations in each micro-batch; leave one out",
+            "--cuda-graph-impl local: --sft packs different conversations in each micro-batch; omit one of them",
         ),
         (
             "--sft --ddp-average-in-collective --calculate-per-token-loss --train-data-path packed",
-            "--ddp-average-in-collective and --calculate-per-token-loss exclude each other; keep one",
+            "--ddp-average-in-collective and --calculate-per-token-loss exclude each other; omit one of them",
         ),
         (
             "--sft --train-data-path packed --sft-tokenizer-prompt-format nemotron-nano-v2",

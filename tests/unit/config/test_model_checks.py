@@ -24,10 +24,16 @@ WRONG = [
     ),
     (f"{EIGHT} --moe-router-topk 9", "--moe-router-topk 9 is greater than --num-experts 8; values from 1 to 8 work"),
     (f"{EIGHT} --moe-router-topk 1", "add --moe-router-pre-softmax"),
-    (f"{EIGHT} --moe-router-num-groups 3 --moe-router-group-topk 1", "groups that work: 1, 2, 4, 8"),
+    (f"{EIGHT} --moe-router-num-groups 3 --moe-router-group-topk 1", "numbers of groups that work: 1, 2, 4, 8"),
     (f"{EIGHT} --moe-router-num-groups 2 --moe-router-group-topk 4", "values from 1 to 2 work"),
-    (f"{EIGHT} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 1", "groups that work: 2, 3"),
-    (f"{EIGHT} --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 3", "groups that work: 1, 2"),
+    (
+        f"{EIGHT} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 1",
+        "numbers of groups that work: 2, 3",
+    ),
+    (
+        f"{EIGHT} --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 3",
+        "numbers of groups that work: 1, 2",
+    ),
     (f"{EIGHT} --moe-router-num-groups 4", "--moe-router-num-groups 4 has no effect without --moe-router-group-topk N"),
     ("--num-experts 9 --expert-model-parallel-size 3", "expert(3) x expert-tensor(1) = 3; change"),
     ("--num-experts 6 --expert-model-parallel-size 3", "expert-parallel sizes that work: 1, 2)"),
@@ -37,10 +43,10 @@ WRONG = [
     (f"{EIGHT} --moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0.0: a value greater than 0 is expected"),
     (f"{EIGHT} --moe-pad-expert-input-to-capacity", "has no effect without --moe-expert-capacity-factor X; add it"),
     (f"{EIGHT} --moe-router-enable-expert-bias", "add --moe-router-score-function sigmoid"),
-    (f"{EIGHT} --moe-layer-freq [0,1]", "a list of 4 works"),
-    (f"{EIGHT} --moe-layer-freq [0]*4", "gives no layer of --num-layers 4 experts"),
+    (f"{EIGHT} --moe-layer-freq [0,1]", "use a list of 4"),
+    (f"{EIGHT} --moe-layer-freq [0]*4", "gives experts to none of the 4 layers"),
     (f"{EIGHT} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__('os'): a number or a list"),
-    (f"{EIGHT} --moe-router-load-balancing-type aux_loss none", "give each kind once, or none alone"),
+    (f"{EIGHT} --moe-router-load-balancing-type aux_loss none", "use each type at most once, and none only by itself"),
     (f"{EIGHT} --moe-router-load-balancing-type sinkhorn", "sinkhorn is not supported yet; possible: aux_loss"),
     (f"{EIGHT} --moe-aux-loss-coeff 1 2", "1 numbers are expected"),
     (f"{EIGHT} --moe-aux-loss-coeff -1", "values of 0 or more are expected"),
@@ -60,10 +66,10 @@ WRONG = [
     (
         f"{EIGHT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --lora-rank 2 --load somewhere "
         "--finetune --lora-target-modules linear_qkv",
-        "would move the experts' bias; use --moe-router-bias-update-rate 0",
+        "would change the expert bias; use --moe-router-bias-update-rate 0",
     ),
     (f"{EIGHT} {FLOAT8} --moe-ffn-hidden-size 24", "a multiple of 16; use 32"),
-    (f"{EIGHT} {FLOAT8} --moe-shared-expert-intermediate-size 40", "40 on each tensor-parallel rank, which fp8 needs"),
+    (f"{EIGHT} {FLOAT8} --moe-shared-expert-intermediate-size 40", "40 on each tensor-parallel rank, but FP8 needs"),
     (
         f"{EIGHT} --save somewhere --ckpt-format torch --expert-tensor-parallel-size 2",
         "--ckpt-format torch does not support this combination of --expert-tensor-parallel-size 2, "
@@ -84,7 +90,7 @@ WRONG = [
     ),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
-    (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; leave it out: experts are built without it"),
+    (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; omit it: experts are built without it"),
 ]
 
 
@@ -126,7 +132,7 @@ def test_others_kernels_give_way_to_alltoall_and_routing_at_random_is_announced(
         "--moe-token-dispatcher-type flex",
     ]
     random = resolve_arguments([*BASE.split(), *EIGHT.split(), "--moe-router-force-load-balancing"], 8)
-    assert any("the model does not learn its routing" in note for note in random.notes)
+    assert any("the router does not learn" in note for note in random.notes)
 
 
 LATENT = "--multi-latent-attention --position-embedding-type rope"
@@ -153,9 +159,12 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (f"{LATENT} --group-query-attention --num-query-groups 2", "--num-query-groups 2 shares them; leave it out"),
+        (
+            f"{LATENT} --group-query-attention --num-query-groups 2",
+            "but --num-query-groups 2 shares them; omit --num-query-groups",
+        ),
         ("--multi-latent-attention", "use --position-embedding-type rope"),
-        (f"{LATENT} --qk-pos-emb-head-dim 7", "give 8"),
+        (f"{LATENT} --qk-pos-emb-head-dim 7", "use 8"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "without --multi-latent-attention"),
         (f"{LATENT} --rotary-percent 0.5", "omit --rotary-percent"),
         (f"{LATENT} --rotary-interleaved", "omit --rotary-interleaved"),
@@ -163,9 +172,9 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
         (f"{LATENT} --cuda-graph-impl local", "use --cuda-graph-impl none"),
         (
             f"{LATENT} --no-yarn-correction-range-round-to-int --save somewhere --ckpt-format torch",
-            "--ckpt-format torch cannot hold a model with --no-yarn-correction-range-round-to-int",
+            "--ckpt-format torch cannot store a model with --no-yarn-correction-range-round-to-int",
         ),
-        ("--rope-type yarn", "use --position-embedding-type rope, or leave --rope-type out"),
+        ("--rope-type yarn", "use --position-embedding-type rope, or omit --rope-type"),
         ("--rope-type yarn --position-embedding-type rope --use-rope-scaling", "--use-rope-scaling both scale rotary"),
         ("--mtp-num-layers 1", "use --position-embedding-type rope or --no-position-embedding"),
         (f"{FURTHER} --mtp-num-layers 1000", "predicts tokens beyond the end of --seq-length"),
@@ -206,14 +215,14 @@ def test_a_number_skips_every_nth_layer_and_a_list_those_with_a_1(pattern: str, 
 def test_a_number_above_the_layers_is_said_to_count_for_nothing() -> None:
     flags = (*BASE_FLAGS, *ROTARY, "--no-rope-freq")
     (note,) = resolve_arguments([*flags, "5"], 1, needs_files=False).notes
-    assert note.startswith("--no-rope-freq 5 has no effect on fewer layers than that")
+    assert note.startswith("--no-rope-freq 5 has no effect on fewer layers than its value")
     assert resolve_arguments([*flags, "4"], 1, needs_files=False).notes == ()
 
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ((*ROTARY, "--no-rope-freq", "[0,1]"), "the list has 2 layers, but there are 4: a list of 4 works"),
+        ((*ROTARY, "--no-rope-freq", "[0,1]"), "the list has 2 entries, but the model has 4 layers; use a list of 4"),
         ((*ROTARY, "--no-rope-freq", "0"), "--no-rope-freq 0: a number greater than 0 is expected"),
         ((*ROTARY, "--no-rope-freq", "[0,1,2,0]"), "a list of 1 and 0 is expected"),
         (("--no-rope-freq", "2"), "no effect with --position-embedding-type learned_absolute"),
@@ -236,8 +245,8 @@ def test_a_stage_without_layers_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*MINIMAL, *PIPELINE.split(), "Etttt|L"], 2)
     assert caught.value.problems == (
-        "--lora-rank trains adapters of layers, and a pipeline stage has none of these (Etttt|L); give each stage "
-        "a layer",
+        "--lora-rank trains adapters of layers, but a pipeline stage has no layer (Etttt|L); assign a layer to each "
+        "stage",
     )
 
 
@@ -256,7 +265,7 @@ def test_the_modules_of_a_layout_are_those_of_the_model() -> None:
     ) in parsed.notes
     given = "--pipeline-model-parallel-layout 'Ettt|tmL' has 1 m (MTP modules)"
     for more, rest in (
-        ("--mtp-num-layers 2", "--mtp-num-layers is 2; write m*2, or leave m out"),
+        ("--mtp-num-layers 2", "--mtp-num-layers is 2; write m*2, or omit m"),
         ("", "the model has none; add --mtp-num-layers 1"),
     ):
         with pytest.raises(ConfigurationError) as caught:

@@ -67,8 +67,8 @@ def test_a_file_chooses_layer_by_layer(tmp_path: Path) -> None:
     )
     parsed = parse("--tp-comm-overlap-cfg", str(path))
     assert parsed.notes == (
-        f"--tp-comm-overlap-cfg {path}: no effect have num_sm, num_splits: there are as many chunks as ranks, and no "
-        "kernels of transformer-engine's to set",
+        f"--tp-comm-overlap-cfg {path}: num_sm, num_splits have no effect: there are as many chunks as ranks, and "
+        "transformer-engine's kernels are not used",
     )
     assert chunked("--tp-comm-overlap-cfg", str(path)) == {
         "qkv": (False, False),
@@ -83,9 +83,15 @@ def test_a_file_chooses_layer_by_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("qkv:\n  method: bulk\n", "line 1: qkv is no product; possible: qkv_fprop, qkv_dgrad, proj_fprop,"),
-        ("fc1_fprop:\n  method: ring\n", "line 2: method ring of fc1_fprop; possible: ring_exchange, pipeline, bulk"),
-        ("fc1_wgrad:\n  method: pipeline\n", "line 2: method pipeline of fc1_wgrad; possible: bulk"),
+        ("qkv:\n  method: bulk\n", "line 1: qkv is not a GEMM; possible names: qkv_fprop, qkv_dgrad, proj_fprop,"),
+        (
+            "fc1_fprop:\n  method: ring\n",
+            "line 2: method ring of fc1_fprop is not known; possible methods: ring_exchange, pipeline, bulk",
+        ),
+        (
+            "fc1_wgrad:\n  method: pipeline\n",
+            "line 2: method pipeline of fc1_wgrad is not known; possible methods: bulk",
+        ),
         ("  method: bulk\n", "line 1: 'method: bulk' is neither 'PRODUCT:' nor an indented 'SETTING: VALUE'"),
         ("fc1_fprop: {method: bulk}\n", "line 1: 'fc1_fprop: {method: bulk}' is neither"),
         ("fc1_fprop:\n  - 3\n", "line 2: '- 3' is neither"),
@@ -199,14 +205,17 @@ def test_gathering_ahead_is_always_on() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("--use-torch-fsdp2 --data-parallel-sharding-strategy optim", "leave one of them out"),
-        ("--num-distributed-optimizer-instances 2", "add --use-distributed-optimizer, or leave it out"),
+        ("--use-torch-fsdp2 --data-parallel-sharding-strategy optim", "omit one of them"),
+        ("--num-distributed-optimizer-instances 2", "add --use-distributed-optimizer, or omit it"),
         (
             f"{WEIGHTS} --num-distributed-optimizer-instances 3",
             "3 does not divide the 2 ranks with the same weights; use 1",
         ),
         (f"{WEIGHTS} --num-distributed-optimizer-instances 0", "a value greater than 0 is expected"),
-        (f"{WEIGHTS} --num-distributed-optimizer-instances 2", "2 ranks with the same weights would be a copy"),
+        (
+            f"{WEIGHTS} --num-distributed-optimizer-instances 2",
+            "with as many instances as ranks with the same weights (2)",
+        ),
         (f"{WEIGHTS} --lora-rank 4", "--lora-rank 4 with --data-parallel-sharding-strategy optim_grads_params"),
         (f"{WEIGHTS} --bf16 --fp8-format hybrid --fp8-param-gather", "--fp8-param-gather with"),
         (

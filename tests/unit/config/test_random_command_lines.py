@@ -77,17 +77,17 @@ EXHAUSTING = {
     "--tensor-model-parallel-size 9223372036854775807": "--tensor-model-parallel-size 9223372036854775807: a number",
     "--pipeline-model-parallel-size 1000000000": "--pipeline-model-parallel-size 1000000000: a number",
     "--num-layers 100000 --hidden-size 16777216 --num-attention-heads 16777216 --ffn-hidden-size 16777216 "
-    "--kv-channels 1": "1.7e+20 on each of tensor(1) x pipeline(1) ranks; no machine holds more than 1e+13",
-    "--seq-length 2147483647 --micro-batch-size 16777216": "no machine holds more than 1e+13: lower one of them",
+    "--kv-channels 1": "1.7e+20 on each of tensor(1) x pipeline(1) ranks; at most 1e+13 are supported",
+    "--seq-length 2147483647 --micro-batch-size 16777216": "at most 1e+13 are supported; lower one of them",
     "--train-iters 9223372036854775807 --global-batch-size 8": "are more samples than 9223372036854775807",
     "--global-batch-size 2147483646": "makes 1073741823 micro-batches of --micro-batch-size 2",
     "--rampup-batch-size 2 2 100 --micro-batch-size 1 --global-batch-size 1000000": "has 499999 sizes",
     "--rampup-batch-size 1 2000000000 9 --global-batch-size 2147483646": "not a multiple of the increment 2000000000",
     "--data-args-path /dev/zero": "--data-args-path /dev/zero: it has more than 268435456 bytes",
-    f"--metrics-jsonl {TOO_LONG}": "…: a name of 500 bytes; file systems take 255 at most",
-    f"--save a/{TOO_LONG}": "…: a name of 500 bytes; file systems take 255 at most",
-    f"--load {TOO_LONG}": "…: a name of 500 bytes; file systems take 255 at most",
-    f"--data-cache-path {'d/' * 3000}": "a path of 3000 bytes; give one of at most 3800",
+    f"--metrics-jsonl {TOO_LONG}": "…: a file name of 500 bytes; file systems allow at most 255",
+    f"--save a/{TOO_LONG}": "…: a file name of 500 bytes; file systems allow at most 255",
+    f"--load {TOO_LONG}": "…: a file name of 500 bytes; file systems allow at most 255",
+    f"--data-cache-path {'d/' * 3000}": "a path of 3000 bytes; use a path of at most 3800 bytes",
 }
 
 

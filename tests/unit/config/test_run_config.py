@@ -229,7 +229,7 @@ def test_it_is_on_the_command_line_with_its_bounds_exclusions_and_needs() -> Non
         resolve_arguments([*MINIMAL, *words.split()], 1)
     assert caught.value.problems == (
         "--num-memory-tokens -1: a value of 0 or more is expected",
-        "--memory-layers 2 and --qk-layernorm exclude each other; keep one",
+        "--memory-layers 2 and --qk-layernorm exclude each other; omit one of them",
     )
     with pytest.raises(
         ConfigurationError, match=r"^--memory-scale 2\.0 has no effect without --num-memory-tokens N; add it$"

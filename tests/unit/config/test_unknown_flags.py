@@ -43,14 +43,14 @@ def test_a_far_one_gets_none(typed: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        ("--model-parallel-size 2", "(of Megatron-LM before 2021); give --tensor-model-parallel-size 2"),
-        ("--batch-size=4", "(of Megatron-LM before 2021); give --micro-batch-size 4"),
-        ("--warmup .01", "(of Megatron-LM before 2021); give --lr-warmup-fraction .01"),
-        ("--zero-stage 2", "(of DeepSpeed); give --data-parallel-sharding-strategy optim_grads"),
-        ("--learning_rate 1e-4", "(of Hugging Face transformers); give --lr 1e-4"),
-        ("--n_embd 768", "(of nanoGPT); give --hidden-size 768"),
-        ("--deepspeed", "leave it out: torchrun starts the ranks"),
-        ("--lazy-loader", "leave it out: token files are always memory-mapped"),
+        ("--model-parallel-size 2", "(of Megatron-LM before 2021); use --tensor-model-parallel-size 2"),
+        ("--batch-size=4", "(of Megatron-LM before 2021); use --micro-batch-size 4"),
+        ("--warmup .01", "(of Megatron-LM before 2021); use --lr-warmup-fraction .01"),
+        ("--zero-stage 2", "(of DeepSpeed); use --data-parallel-sharding-strategy optim_grads"),
+        ("--learning_rate 1e-4", "(of Hugging Face transformers); use --lr 1e-4"),
+        ("--n_embd 768", "(of nanoGPT); use --hidden-size 768"),
+        ("--deepspeed", "omit it: torchrun starts the ranks"),
+        ("--lazy-loader", "omit it: token files are always memory-mapped"),
     ],
 )
 def test_a_flag_of_another_trainer_is_answered_with_what_to_give(typed: str, line: str) -> None:
@@ -59,7 +59,7 @@ def test_a_flag_of_another_trainer_is_answered_with_what_to_give(typed: str, lin
 
 
 def test_a_feature_that_is_not_there_is_refused_by_name() -> None:
-    counted = "a run is counted in iterations: give --train-iters or --train-samples"
+    counted = "a run is counted in iterations: pass --train-iters or --train-samples"
     assert answer("--epochs 3") == f"--epochs 3 (of Megatron-LM before 2021) is not supported: {counted}"
     assert "is not supported: this choice of a mixture of experts is not built" in answer("--moe-latent-size 8")
 
@@ -67,8 +67,8 @@ def test_a_feature_that_is_not_there_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        ("--moe-hybridep-num-blocks-permute 8", "; leave it out: --moe-token-dispatcher-type"),
-        ("--use-fused-weighted-squared-relu", "; leave it out: "),
+        ("--moe-hybridep-num-blocks-permute 8", "; omit it: --moe-token-dispatcher-type"),
+        ("--use-fused-weighted-squared-relu", "; omit it: "),
         ("--mtp-use-repeated-layer", "is not supported: this choice of multi-token prediction is not built"),
     ],
 )

@@ -165,5 +165,5 @@ def test_the_tokenizer_of_pai_scripts_is_that_of_load(workplace: Path, monkeypat
         assert (tokenizer.tokenizer_type, tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", "tokenizers/qwen2")
         assert tokenizer.patch_tokenizer_type == kind
         assert refusals(*expand(workplace, script, TP="1", PP="1", PR="bf16")) == (
-            f"--patch-tokenizer-type {kind} takes the tokenizer from --load DIR; add --load DIR",
+            f"--patch-tokenizer-type {kind} uses the tokenizer of --load DIR; add --load DIR",
         )

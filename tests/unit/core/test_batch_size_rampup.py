@@ -85,13 +85,13 @@ def test_a_schedule_is_read_for_a_sequence_length_that_is_wrong_itself() -> None
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "cannot be read"),
-        ("0:4 7", "cannot be read"),
-        ("0:4 7Q:6", "cannot be read"),
-        ("1000:4 2000:8", "must begin at 0 tokens"),
-        ("0:4 999:8", r"they begin at samples \[0, 0\]"),
-        ("0:4 3K:8 2K:9", r"they begin at samples \[0, 3, 2\]"),
-        ("0:4 1K:0", "a batch size of 0"),
+        ("", "cannot be parsed"),
+        ("0:4 7", "cannot be parsed"),
+        ("0:4 7Q:6", "cannot be parsed"),
+        ("1000:4 2000:8", "must start at 0 tokens"),
+        ("0:4 999:8", r"the steps start at samples \[0, 0\]"),
+        ("0:4 3K:8 2K:9", r"the steps start at samples \[0, 3, 2\]"),
+        ("0:4 1K:0", "a batch size is 0"),
     ],
 )
 def test_a_schedule_that_does_not_increase_is_rejected(text: str, problem: str) -> None:

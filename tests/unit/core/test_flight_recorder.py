@@ -387,7 +387,7 @@ def test_numbers_that_were_given_up_are_refused() -> None:
     recorder, group = recorded_group()
     group.ensure_not_given_up()
     recorder.give_up()
-    with pytest.raises(GivenUpError, match="what was read is no result"):
+    with pytest.raises(GivenUpError, match="the received data is incomplete"):
         group.ensure_not_given_up()
     Group(("tp",), (0,), 0).ensure_not_given_up()
 

@@ -148,7 +148,7 @@ def test_what_a_package_remembers_of_a_store_is_never_asked(monkeypatch) -> None
 def test_an_object_is_created_once() -> None:
     path = remote("run/index.json")
     path.create(b"first")
-    with pytest.raises(FileExistsError, match=r"run/index\.json: it is there already"):
+    with pytest.raises(FileExistsError, match=r"run/index\.json: it exists already"):
         path.create(b"other")
     assert path.read_bytes() == b"first"
 
@@ -181,7 +181,7 @@ def test_a_condition_that_a_store_has_its_own_words_for_is_known_by_its_code(mon
         raise OSError(errno.EINVAL, "At least one of the preconditions you specified did not hold.") from told
 
     monkeypatch.setattr(MEMORY, "open", refuse)
-    with pytest.raises(FileExistsError, match=r"run/index\.json: it is there already"):
+    with pytest.raises(FileExistsError, match=r"run/index\.json: it exists already"):
         remote("run/index.json").create(b"other")
     assert calls == ["xb"]
 
@@ -252,20 +252,20 @@ def test_credentials_are_never_told(text: str) -> None:
         ("file:///data/run", None),
         ("s3:/bucket/run", "s3:/bucket/run lacks a slash; write s3://"),
         ("memory:run", "memory:run lacks a slash"),
-        ("S3://bucket/run", "S3:// is not a store that can be used; those are s3://, gs:// and az://"),
-        ("http://host/run", "http:// is not a store"),
-        ("hdfs://name/run", "hdfs:// is not a store"),
-        ("s3://", "s3:// names no bucket; write s3://BUCKET/FOLDER"),
-        ("s3:///run", "s3:///run names no bucket"),
+        ("S3://bucket/run", "S3:// is not a supported object store; supported are s3://, gs:// and az://"),
+        ("http://host/run", "http:// is not a supported object store"),
+        ("hdfs://name/run", "hdfs:// is not a supported object store"),
+        ("s3://", "s3:// has no bucket; write s3://BUCKET/FOLDER"),
+        ("s3:///run", "s3:///run has no bucket"),
         ("s3://bucket", None),
-        ("memory://", "memory:// names no folder"),
-        ("s3://key:hunter2@bucket/run", "s3://*** holds a credential or a port"),
-        ("s3://hunter2@bucket/run", "s3://*** holds a credential or a port"),
-        ("s3://bucket:9000/run", "s3://*** holds a credential or a port"),
-        ("s3://bucket/run?token=hunter2", "holds one of ? #"),
-        ("s3://bucket/*", "holds one of ? #"),
-        ("memory://a/../b", "has a part . or .."),
-        ("memory://a/b\nc", "what cannot be printed"),
+        ("memory://", "memory:// has no folder"),
+        ("s3://key:hunter2@bucket/run", "s3://*** contains a credential or a port"),
+        ("s3://hunter2@bucket/run", "s3://*** contains a credential or a port"),
+        ("s3://bucket:9000/run", "s3://*** contains a credential or a port"),
+        ("s3://bucket/run?token=hunter2", "contains one of ? #"),
+        ("s3://bucket/*", "contains one of ? #"),
+        ("memory://a/../b", "contains . or .. as a path component"),
+        ("memory://a/b\nc", "unprintable character"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_told(text: str, problem: str | None, monkeypatch) -> None:
@@ -327,7 +327,7 @@ def test_a_long_range_is_read_in_parts(monkeypatch) -> None:
     remote("a/b").write_bytes(bytes(range(50)))
     assert remote("a/b").read_bytes() == bytes(range(50))
     assert read_plain_file(remote("a/b"), 50) == bytes(range(50))
-    with pytest.raises(OSError, match="it has 50 bytes, and 49 are read at most"):
+    with pytest.raises(OSError, match="it has 50 bytes, but at most 49 are supported"):
         read_plain_file(remote("a/b"), 49)
 
 
@@ -382,7 +382,7 @@ def test_copies_are_kept_in_a_folder_of_the_user(tmp_path: Path, monkeypatch) ->
         patch.setattr(os, "access", lambda path, mode: path != at_home)
         assert machine_cache() == others
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    with pytest.raises(StorageError, match=r"no folder for copies of objects: neither ~/\.cache nor TMPDIR"):
+    with pytest.raises(StorageError, match=r"no folder for cached objects: neither ~/\.cache nor TMPDIR"):
         machine_cache()
 
 
@@ -443,7 +443,7 @@ def test_an_upload_is_compared_in_size_and_given_up_after_an_error(monkeypatch) 
     file = UploadedFile(remote("run/short"), 3)
     file.append(b"12")
     file.num_bytes = 3
-    with pytest.raises(OSError, match="the store has 2 of 3 bytes"):
+    with pytest.raises(OSError, match="the store has only 2 of 3 bytes"):
         file.__exit__(None, None, None)
 
 

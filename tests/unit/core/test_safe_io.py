@@ -85,13 +85,13 @@ def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
     with open_plain_file(path) as file:
         assert file.read(1) == b"0"
         assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 1, "no more is read than is asked for"
-    with pytest.raises(OSError, match="it has 10 bytes, and 9 are read at most"):
+    with pytest.raises(OSError, match="it has 10 bytes, but at most 9 are supported"):
         read_plain_file(path, 9)
-    with pytest.raises(OSError, match="it has 10 bytes, and 9 are read at most"):
+    with pytest.raises(OSError, match="it has 10 bytes, but at most 9 are supported"):
         read_plain_text(path, 9)
     with open(path, "wb") as file:
         file.truncate((1 << 28) + 1)
-    with pytest.raises(OSError, match="it has 268435457 bytes, and 268435456 are read at most"):
+    with pytest.raises(OSError, match="it has 268435457 bytes, but at most 268435456 are supported"):
         read_plain_file(path)
 
 
@@ -115,7 +115,7 @@ class Record:
 def test_numbers_of_a_list_that_is_repeated_count_each_time(repeats: int, is_rejected: bool) -> None:
     value = [[*range(30_000)]] * repeats
     if is_rejected:
-        with pytest.raises(ValueError, match="values repeat each other without end"):
+        with pytest.raises(ValueError, match="values refer to each other in an endless cycle"):
             check_value(value, Record)
     else:
         check_value(value, Record)
@@ -137,7 +137,7 @@ def test_operations_are_bounded_by_what_was_read() -> None:
     budget.begin(7, 0)
     budget.operations += 9
     budget.begin(7, 18)
-    with pytest.raises(ValueError, match="its first 18 bytes are 250011 operations"):
+    with pytest.raises(ValueError, match="its first 18 bytes have 250011 pickle operations"):
         budget.begin(7, 18)
     assert budget.spent == 14
 
@@ -181,14 +181,14 @@ def test_a_cyclic_value_is_rejected_and_a_repeated_one_is_not() -> None:
     part: list[object] = [1]
     check_value([part, part, (part, {"a": part})], Record)
     part.append([part])
-    with pytest.raises(ValueError, match="a value that holds itself"):
+    with pytest.raises(ValueError, match="a value that contains itself"):
         check_value(part, Record)
 
 
 def test_what_a_record_holds_is_walked_through() -> None:
     record = Record()
     record.attributes = (record,)
-    with pytest.raises(ValueError, match="a value that holds itself"):
+    with pytest.raises(ValueError, match="a value that contains itself"):
         check_value([record], Record)
     check_value({"a": Record()}, Record)
 
@@ -205,7 +205,7 @@ def test_parts_are_counted_each_time_that_they_occur(extra: int, is_rejected: bo
     value = [inner] * num_times
     monkeypatch.setattr("megatron.checkpoint.formats.megatron.torch_file_reader._FREE_PARTS", free - spare - extra)
     if is_rejected:
-        with pytest.raises(ValueError, match="values repeat each other without end"):
+        with pytest.raises(ValueError, match="values refer to each other in an endless cycle"):
             check_value(value, Record)
     else:
         check_value(value, Record)

@@ -82,13 +82,13 @@ def test_packed_input_that_is_cut_short_is_named(name: str, pack: Pack, compress
 @pytest.mark.parametrize("content", ["[1, 2]", "{bad", "{}", '{"_data_files": [3]}', '{"_data_files": []}'])
 def test_a_state_that_is_no_data_sets_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(content)
-    with pytest.raises(DataError, match=r"state\.json (is not that|names no files)"):
+    with pytest.raises(DataError, match=r"state\.json (is not the state.json|lists no data files)"):
         find_input([str(tmp_path)])
 
 
 def test_standard_input_is_jsonl() -> None:
     assert find_input(["-"], kind="jsonl") == find_input(["-"])
-    with pytest.raises(DataError, match="--input - is read as jsonl, and --input-format is tar"):
+    with pytest.raises(DataError, match="--input - is read as jsonl, but --input-format is tar"):
         find_input(["-"], kind="tar")
 
 

@@ -108,8 +108,8 @@ def test_texts_and_lists_and_what_is_wrong(extract: ExtractTexts | None) -> None
     assert result.lines.tolist() == [1, 4]
     assert result.num_lines == 8
     assert [(problem.line, problem.message.partition(":")[0]) for problem in result.problems] == [
-        (3, "'a' holds int, expected text or a list of texts"),
-        (5, "expected a JSON object, found list"),
+        (3, "'a' contains int; a string or a list of strings is expected"),
+        (5, "a JSON object is expected, but the line contains list"),
         (6, "no key 'a' (found"),
         (7, "not a JSON line"),
     ]

@@ -61,7 +61,7 @@ def test_two_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
         float(rows[f"{part}, MiB"][0])
         for part in ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
     ]
-    assert sum(memory) == pytest.approx(float(rows["fullest stage, total, MiB"][0]), abs=4)
+    assert sum(memory) == pytest.approx(float(rows["stage with the highest memory use, total, MiB"][0]), abs=4)
 
 
 def test_flags_of_the_command_line_are_those_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +79,8 @@ def test_flags_of_the_command_line_are_those_of_each_file(tmp_path: Path, capsys
     ("more", "told"),
     [
         ([], "--gpus is missing"),
-        (["--gpus", "2", "--top", "3"], "--compare does not go with --top"),
-        (["--gpus", "2", "--sensitivity"], "--compare does not go with --sensitivity"),
+        (["--gpus", "2", "--top", "3"], "--compare is not supported with --top"),
+        (["--gpus", "2", "--sensitivity"], "--compare is not supported with --sensitivity"),
         (["--gpus", "3"], "a.toml: "),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_is_rejected_in_one_line(
 
 def test_one_file_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--compare", written(tmp_path, "a.toml", ""), "--gpus", "2"]) == 2
-    assert "is one file; give two or more" in capsys.readouterr().err
+    assert "is one file; pass two or more" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -159,8 +159,8 @@ def test_experts_of_a_published_recipe_without_recompute_fit() -> None:
         ({**EXPERTS, "model_moe_router_topk": 9}, "moe_router_topk 9 is more than the 8 experts"),
         ({"fsdp": 3}, "fsdp 3 does not divide the 8 ranks with the same weights; use a divisor"),
         ({"precision": "int4"}, "use one of bf16, fp16, fp8, fp32"),
-        ({"hardware": {"gpu": "NVIDIA A100 80GB"}}, "a100-80gb has no products in fp8"),
-        ({"tp": 16, "dp": 1, "pp": 2, "model_num_query_groups": 12}, "do not divide each other"),
+        ({"hardware": {"gpu": "NVIDIA A100 80GB"}}, "a100-80gb does not support FP8 GEMMs"),
+        ({"tp": 16, "dp": 1, "pp": 2, "model_num_query_groups": 12}, "one must be a multiple of the other"),
         ({"cp": 8, "dp": 1, "model_seq_length": 8200}, "use a multiple of 16"),
     ],
 )
@@ -222,11 +222,11 @@ def test_fields_that_are_left_out_are_as_most_runs_have_them(tmp_path: Path) -> 
         ('{"runs": [1]}', "has no list of records"),
         ('{"runs": [{}]}', "record 0: id is missing"),
         ('{"runs": [{"id": "a"}, {"id": "a"}]}', "two records have the id a"),
-        ('{"runs": [{"id": "a", "model": 3}]}', "run a: model is 3; give an object"),
+        ('{"runs": [{"id": "a", "model": 3}]}', "run a: model is 3; an object is expected"),
         ('{"runs": [{"id": "a", "model": {}, "global_batch": 1}]}', "model: hidden_size is missing"),
-        ('{"runs": [{"id": "a", "ms_per_iter": NaN}]}', "ms_per_iter is NaN; give a number above 0"),
-        ('{"runs": [{"id": "a", "tp": 1.5, "model": {}}]}', "tp is 1.5; give a whole number"),
-        ('{"runs": [{"id": "a", "tp": 0, "model": {}}]}', "tp is 0; give a whole number of 1 or more"),
+        ('{"runs": [{"id": "a", "ms_per_iter": NaN}]}', "ms_per_iter is NaN; a number above 0 is expected"),
+        ('{"runs": [{"id": "a", "tp": 1.5, "model": {}}]}', "tp is 1.5; a whole number"),
+        ('{"runs": [{"id": "a", "tp": 0, "model": {}}]}', "tp is 0; a whole number of 1 or more is expected"),
         ('{"runs": [{"id": "a", "sequence_parallel": "yes", "tp": 2, "hardware": 1}]}', "hardware is 1"),
     ],
 )
@@ -253,9 +253,9 @@ def test_a_record_that_is_no_training_run_is_left_out_and_reported(
     printed = capsys.readouterr()
     assert "overall" in printed.out
     assert printed.err.splitlines() == [
-        f"WARNING: left out: {path}: record 2: id is missing; give text that names the record",
-        f"WARNING: left out: {path}: run served: num_microbatches is missing; give a whole number of 1 or more",
-        f"error: 2 of 4 records of {path} were left out; complete or remove them",
+        f"WARNING: skipped: {path}: record 2: id is missing; a string that identifies the record is expected",
+        f"WARNING: skipped: {path}: run served: num_microbatches is missing; a whole number of 1 or more is expected",
+        f"error: 2 of 4 records of {path} were skipped (see the warnings above); complete or remove them",
     ]
 
 
@@ -274,7 +274,7 @@ def test_the_command_prints_errors_and_writes_every_prediction(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "abacus"], "no figures are known"),
+        (["--gpu", "abacus"], "there are no built-in figures"),
         (["--implementation", "abacus"], "possible: native, megatron-te"),
         (["--output", "/no/such/folder/file"], "cannot be written"),
     ],

@@ -133,7 +133,7 @@ def test_the_training_script_explains_too() -> None:
     ("words", "told"),
     [
         (["--world-size", "0"], "--world-size 0 is not between 1 and"),
-        (["--world-size", "12", "--gpu", "h1"], "--gpu h1: no figures are known"),
+        (["--world-size", "12", "--gpu", "h1"], "--gpu h1: there are no built-in figures"),
         (["--world-size", "12", "--gpu", "none.json"], "--gpu none.json cannot be read"),
         (["--world-size", "12", "--implementation", "x"], "--implementation x is not known"),
         (["--world-size", "12", "--html", "/nowhere/x.html"], "--html /nowhere/x.html cannot be written"),

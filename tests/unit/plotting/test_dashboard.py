@@ -161,10 +161,10 @@ def test_checkpoints_hangs_and_recorded_schedules_are_shown(server: DashboardSer
     write_timeline(run / "schedule.json", simulate(build_schedule("1f1b", 2, 4), 1))
     (run / "old-schedule.json").write_text(json.dumps({"events": []}))
     text = get(server, "body")[1]
-    assert f"{checkpoint_row('iter_0000010', 'the one that is loaded')}<td" in text
+    assert f"{checkpoint_row('iter_0000010', 'loaded by default')}<td" in text
     assert f"{checkpoint_row('iter_0000005', 'known to train')}<td" in text
     assert "hang-20261122-140005.json" in text
-    assert "is no hang report; name a hang-*.json" in text
+    assert "is not a hang report; pass a hang-*.json" in text
     assert text.count("Recorded schedule of first") == text.count("Planned schedule of first") == 1
 
 
@@ -184,7 +184,10 @@ def write_checkpoint(folder: Path) -> None:
     write_index(folder, CheckpointIndex({}, files, {"progress": {}}))
 
 
-WHOLE = '<td class="text" data-name="health">whole: the index has its checksum, 2 shards have their sizes</td>'
+WHOLE = (
+    '<td class="text" data-name="health">complete: the index matches its checksum, '
+    "2 shards have the recorded sizes</td>"
+)
 
 
 def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
@@ -204,7 +207,7 @@ def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
     for words in (
         "shard_00000.safetensors has 29 of 30 bytes",
         "shard_00001.safetensors is missing",
-        "no index.json: not finished, or damaged",
+        "no index.json: incomplete or damaged",
         "index.json was changed after it was written",
         f"{run / 'iter_0000006' / 'index.json'}: not readable as JSON",
     ):
@@ -236,7 +239,7 @@ def test_the_last_report_of_a_hang_is_told(server: DashboardServer, monkeypatch:
     assert written is not None
     text = get(server, "body")[1]
     told = text.partition('<pre class="wide">')[2].partition("</pre>")[0].splitlines()
-    assert told[:2] == ["2026-11-22 14:00:05", "HANG: nothing has got done for 30.0 s; 3 iterations are done"]
+    assert told[:2] == ["2026-11-22 14:00:05", "HANG: there was no progress for 30.0 s; 3 iterations are done"]
     assert len(told) == 5
     (culprit,) = report.culprit_lines()
     assert "has not entered all_reduce #7 of tp ranks 0,1, 64 bytes (a/<b>.py:12)" in culprit

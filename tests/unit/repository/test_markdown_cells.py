@@ -71,7 +71,7 @@ def test_a_definition_shows_its_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("give --num-layers N, or --lr.", "give `--num-layers` N, or `--lr`."),
+        ("pass --num-layers N, or --lr.", "pass `--num-layers` N, or `--lr`."),
         ("--train_iters: (--a-b)", "`--train_iters`: (`--a-b`)"),
         ("a--b -- c `--d e`", "a--b -- c `--d e`"),
     ],

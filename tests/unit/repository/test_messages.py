@@ -38,7 +38,7 @@ class OwnError(DataError): ...
 class DataError(InputError): ...
 class OtherError(Exception): ...
 def read(path, is_short):
-    raise OwnError(f"{path} cannot be read" + ("; give a longer one" if is_short else f"; it has {path.size} bytes"))
+    raise OwnError(f"{path} cannot be read" + ("; pass a longer one" if is_short else f"; it has {path.size} bytes"))
     raise OtherError("this is not for users")
 def size_problems(sizes):
     yield f"{sizes} do not divide | at all"
@@ -54,7 +54,7 @@ def test_messages_are_found_wherever_they_are_made() -> None:
     assert errors == {"InputError", "TrainingError", "ValueError", "DataError", "OwnError"}
     found = {message.text for message in list_refusals.messages_of("megatron/x.py", tree, errors)}
     assert {text for text in found if " " in text} == {
-        "… cannot be read; give a longer one",
+        "… cannot be read; pass a longer one",
         "… cannot be read; it has … bytes",
         "… do not divide | at all",
         "one thing is wrong",

@@ -42,19 +42,22 @@ def test_the_defaults_are_megatrons() -> None:
     [
         ({"prompts": "a"}, "prompts must be a list of strings"),
         ({"prompts": ["a", 3]}, "prompts must be a list of strings"),
-        ({"prompts": []}, "prompts has 0 strings; 1 to 128 are taken"),
+        ({"prompts": []}, "prompts has 0 strings; 1 to 128 are accepted"),
         ({"prompts": ["a"] * 129}, "prompts has 129 strings"),
-        ({"prompts": ["a", ""]}, "empty prompts need add_BOS true"),
-        ({"prompts": ["\ud800"]}, "prompt 1 holds half of a surrogate pair"),
+        ({"prompts": ["a", ""]}, "empty prompts require add_BOS: true"),
+        ({"prompts": ["\ud800"]}, "prompt 1 contains half of a surrogate pair"),
         ({"tokens_to_generate": "3"}, "tokens_to_generate must be a whole number"),
         ({"tokens_to_generate": True}, "tokens_to_generate must be a whole number"),
         ({"tokens_to_generate": 2.0}, "tokens_to_generate must be a whole number"),
         ({"tokens_to_generate": -1}, "tokens_to_generate must be 0 or more"),
-        ({"tokens_to_generate": 0}, "tokens_to_generate 0 is of use with logprobs true only"),
+        ({"tokens_to_generate": 0}, "tokens_to_generate 0 requires logprobs: true"),
         ({"logprobs": 1}, "logprobs must be true or false"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": 0}, "temperature must be above 0 and at most 100"),
-        ({"temperature": 1e-320}, "temperature must be at least 1.17549e-38, the smallest that float32 divides by"),
+        (
+            {"temperature": 1e-320},
+            ("temperature must be at least 1.17549e-38, the smallest value that float32 can divide by"),
+        ),
         ({"temperature": 10**400}, "temperature must be a number"),
         ({"top_p": 10**400}, "top_p must be a number"),
         ({"top_p": float("inf")}, "top_p must be between 0 and 1"),
@@ -79,9 +82,9 @@ def test_the_defaults_are_megatrons() -> None:
         ({"beam_width": 2, "tokens_to_generate": 0, "logprobs": True}, "beam_width needs tokens_to_generate"),
         ({"length_penalty": 2}, "length_penalty needs beam_width"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be 0 or more"),
-        ({"max_len": 4}, "max_len is tokens_to_generate now"),
+        ({"max_len": 4}, "max_len has been renamed to tokens_to_generate"),
         ({"token_to_generate": 4}, "did you mean tokens_to_generate?"),
-        ({"xyz": 4}, "xyz is not a known field; known are prompts, "),
+        ({"xyz": 4}, "xyz is not a known field; known fields are prompts, "),
     ],
 )
 def test_a_field_that_cannot_be_is_named(fields: dict[str, Any], message: str) -> None:
@@ -170,15 +173,15 @@ def test_a_beginning_is_in_the_segments_and_not_in_the_text(translator: ApiTrans
         ({"prompts": ["a", "a" * 60], "tokens_to_generate": 20}, None),
         (
             {"prompts": ["a"] * 9, "tokens_to_generate": 80},
-            "4 prompts x 81 tokens = 324 at once, at most 300 are taken",
+            "4 prompts x 81 tokens = 324 tokens at once, but at most 300 are accepted",
         ),
         ({"prompts": ["a"] * 9, "tokens_to_generate": 74}, None),
         (
             {"prompts": ["a"] * 9, "tokens_to_generate": 80, "beam_width": 2},
-            "2 prompts x 2 beams x 81 tokens = 324 at once, at most 300 are taken",
+            "2 prompts x 2 beams x 81 tokens = 324 tokens at once, but at most 300 are accepted",
         ),
         ({"prompts": ["a"] * 9, "tokens_to_generate": 80, "beam_width": 3}, None),
-        ({"beam_width": 300}, "num_beams 300 cannot be: "),
+        ({"beam_width": 300}, "num_beams 300 is too large: "),
         ({"beam_width": 2, "top_k": 3}, "beam search does not sample"),
         ({"beam_width": 2, "stop_on_eol": True}, "beam search ends only at an end token"),
     ],
@@ -219,5 +222,5 @@ def test_a_tokenizer_without_an_end_has_no_beginning(tmp_path: Path) -> None:
 
     translator = ApiTranslator(Endless(), odd_config(), 300, 4)  # type: ignore[arg-type]
     assert translator.generation_request(parse(tokens_to_generate=3), 0).stop.end_tokens == frozenset()
-    with pytest.raises(BadRequest, match="Endless has no token that stands between documents"):
+    with pytest.raises(BadRequest, match="Endless has no end-of-document token"):
         translator.generation_request(parse(add_BOS=True), 0)

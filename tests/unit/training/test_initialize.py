@@ -171,7 +171,7 @@ def test_a_machine_says_which_flags_it_leaves_without_effect() -> None:
     ]
     assert list(machine_notes(config, True, False)) == []
     (note,) = machine_notes(config, True, True)
-    assert note == "--local-rank 1 has no effect: the environment's LOCAL_RANK is used"
+    assert note == "--local-rank 1 has no effect: the environment variable LOCAL_RANK is used"
 
 
 def test_offload_to_the_host_says_what_a_cpu_leaves_without_effect() -> None:

@@ -413,7 +413,7 @@ def test_samples_that_the_guard_leaves_out_are_passed_over(make: Make) -> None:
     assert len(loop.of("source.next")) == 3
     state = loop.run.train_state
     assert (state.iteration, state.consumed_train_samples, state.skipped_iterations) == (3, 18, 1)
-    assert loop.count("iteration 2: consumed samples 6 to 12 are left out: known to be bad") == 1
+    assert loop.count("iteration 2: consumed samples 6 to 12 are skipped: known to be bad") == 1
     assert loop.of("profiling.begin_iteration") == [(0, []), (2, [])]
     assert len(loop.of("checkpoints.poll")) == 3
     ((written,),) = loop.of("metrics.write")

@@ -139,9 +139,7 @@ def test_most_random_configurations_run_and_a_refusal_says_what_would_work() -> 
             runs += 1
         except ConfigurationError as error:
             for problem in error.problems:
-                assert any(word in problem for word in ("work", "use ", "leave it out", "omit", "raise", "lower")), (
-                    problem
-                )
+                assert any(word in problem for word in ("work", "use ", "omit it", "omit", "raise", "lower")), problem
     assert 75 <= runs < 100
 
 
@@ -166,11 +164,11 @@ def test_the_command_lists_the_cells_that_every_word_fits() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--fuzz 0", "--fuzz 0 asks for no configuration; give 1 or more, or leave it out"),
-        ("--fuzz -3", "--fuzz -3 asks for no configuration"),
-        ("--tolerance nan", "--tolerance nan is not a number that is 0 or more"),
-        ("--tolerance -1", "--tolerance -1.0 is not a number that is 0 or more"),
-        ("--tolerance inf", "--tolerance inf is not a number that is 0 or more"),
+        ("--fuzz 0", "--fuzz 0 selects no configuration; use 1 or more, or omit it"),
+        ("--fuzz -3", "--fuzz -3 selects no configuration"),
+        ("--tolerance nan", "--tolerance nan is not a number of 0 or more"),
+        ("--tolerance -1", "--tolerance -1.0 is not a number of 0 or more"),
+        ("--tolerance inf", "--tolerance inf is not a number of 0 or more"),
     ],
 )
 def test_a_wrong_value_is_answered_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

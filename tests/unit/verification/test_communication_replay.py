@@ -81,9 +81,7 @@ def test_logs_that_keep_every_rule() -> None:
 )
 def test_collectives_that_do_not_match(other: Operation) -> None:
     (problem,) = communication_problems([[collective(), collective()], [collective(), other]])
-    assert problem.startswith(
-        "calls that belong together differ: rank 0: allreduce of ranks [0, 1] (8 bytes of float32"
-    )
+    assert problem.startswith("matching calls differ: rank 0: allreduce of ranks [0, 1] (8 bytes of float32")
 
 
 def test_a_root_that_differs() -> None:
@@ -96,7 +94,7 @@ def test_a_root_that_differs() -> None:
 def test_collectives_that_are_exchanged_on_one_rank() -> None:
     first, second = collective(num_bytes=4), collective(num_bytes=8)
     (problem,) = communication_problems([[first, second], [second, first]])
-    assert problem.startswith("calls that belong together differ")
+    assert problem.startswith("matching calls differ")
 
 
 def test_a_message_of_another_size() -> None:
@@ -107,20 +105,20 @@ def test_a_message_of_another_size() -> None:
 
 def test_a_call_that_somebody_never_makes() -> None:
     (problem,) = communication_problems([[collective(), collective()], [collective()]])
-    assert problem.startswith("ranks [1] never make the call that belongs to: rank 0: allreduce")
+    assert problem.startswith("ranks [1] never make the call that matches: rank 0: allreduce")
 
 
 def test_a_dtype_that_nccl_does_not_have() -> None:
     log = [collective(dtype="int16")]
     problems = communication_problems([log, log])
     assert [problem.split(" ")[1] for problem in problems] == ["0:", "1:"]
-    assert all("has a dtype that NCCL does not have" in problem for problem in problems)
+    assert all("has a dtype that NCCL does not support" in problem for problem in problems)
 
 
 def test_a_call_of_another_thread() -> None:
     (problem,) = communication_problems([[collective(in_other_thread=True)], [collective()]])
     assert problem.startswith("rank 0: allreduce")
-    assert problem.endswith("comes from another thread than the other calls")
+    assert problem.endswith("comes from a different thread than the other calls")
 
 
 def group(*members: int) -> Operation:
@@ -132,10 +130,10 @@ def test_groups_are_made_by_all_ranks_in_one_order() -> None:
     assert communication_problems(pairs) == []
     crossed = [[group(0, 1), group(0, 2)], [group(0, 1)], [group(0, 2), group(2, 3)], [group(2, 3)]]
     problems = communication_problems(crossed)
-    assert problems[0].startswith("ranks make groups in different orders: rank 0: new_group of [0, 1]")
+    assert problems[0].startswith("ranks create groups in different orders: rank 0: new_group of [0, 1]")
     # The split is of the world: who makes no group there holds up everybody.
     (problem,) = communication_problems([[group(0, 1)], [group(0, 1)], [], []])
-    assert problem.startswith("2 of 4 ranks wait for ever: rank 0 in call 1 of 1, new_group of [0, 1]")
+    assert problem.startswith("2 of 4 ranks wait forever: rank 0 in call 1 of 1, new_group of [0, 1]")
 
 
 def test_a_first_use_holds_both_ends() -> None:
@@ -144,7 +142,7 @@ def test_a_first_use_holds_both_ends() -> None:
         [message("recv", 0, "down"), message("send", 0, "up"), message("recv", 0, "down")],
     ]
     (problem,) = communication_problems(crossed)
-    assert problem.startswith("2 of 2 ranks wait for ever: rank 0 in call 1 of 3, recv with rank 1")
+    assert problem.startswith("2 of 2 ranks wait forever: rank 0 in call 1 of 3, recv with rank 1")
     collectives_first = [[collective(), collective("broadcast", "dp")], [collective("broadcast", "dp"), collective()]]
     (problem,) = communication_problems(collectives_first)
     assert problem.startswith("2 of 2 ranks wait for ever")
@@ -156,7 +154,7 @@ def test_connected_links_in_different_orders_need_independent_progress() -> None
         [*warm_up(1, "down", "up"), message("recv", 0, "down"), message("send", 0, "up")],
     ]
     (problem,) = communication_problems(logs)
-    assert problem.startswith(f"{INDEPENDENT}2 of 2 ranks wait for ever: rank 0 in call 5 of 6, recv with rank 1")
+    assert problem.startswith(f"{INDEPENDENT}2 of 2 ranks wait forever: rank 0 in call 5 of 6, recv with rank 1")
 
 
 def test_two_sends_to_each_other_need_buffers() -> None:

@@ -36,9 +36,9 @@ def read_layer_types(settings: Settings, default: Sequence[bool]) -> list[bool]:
     kinds = list(types) if isinstance(types, list) else [types]
     unknown = sorted({str(kind) for kind in kinds if kind not in (FULL, SLIDING)})
     if unknown:
-        settings.refuse(f"layer_types has {', '.join(unknown)}; supported are {FULL} and {SLIDING}")
+        settings.refuse(f"layer_types contains {', '.join(unknown)}; supported values are {FULL} and {SLIDING}")
     elif len(kinds) != len(default):
-        settings.refuse(f"layer_types has {len(kinds)} layers, but there are {len(default)}")
+        settings.refuse(f"layer_types has {len(kinds)} entries, but the model has {len(default)} layers")
     else:
         return [kind == SLIDING for kind in kinds]
     return list(default)
@@ -50,7 +50,7 @@ def window_fields(settings: Settings, has_window: Sequence[bool], default: int |
         return {}
     window = settings.values.get("sliding_window", default)
     if type(window) is not int or window < 1:
-        settings.refuse(f"sliding_window is {window!r}; its layers need a positive whole number")
+        settings.refuse(f"sliding_window is {window!r}; a positive integer is expected")
         return {}
     pattern = None if all(has_window) else format_layer_pattern(has_window)
     return {"window_size": f"{window - 1},0", "window_attn_skip_freq": pattern}
@@ -90,7 +90,7 @@ def expert_fields(settings: Settings, num_experts: int, width: int, default_choi
     """Return the GPTConfig fields that all MoE architectures have; reject a top-k above the number of experts."""
     chosen = settings.integer("num_experts_per_tok", default_choices)
     if chosen > num_experts and not settings.problems:
-        settings.refuse(f"num_experts_per_tok is {chosen}, but there are {num_experts} experts")
+        settings.refuse(f"num_experts_per_tok is {chosen}, but the model has {num_experts} experts")
         chosen = num_experts
     return {"num_experts": num_experts, "moe_ffn_hidden_size": width, "moe_router_topk": chosen}
 
@@ -195,7 +195,7 @@ class RotaryDecoderFamily:
         if not settings.problems:
             self.check_heads(settings, width, heads, groups, head_dim)
         setting, activation, switch = self.activation
-        settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
+        settings.require(setting, activation, activation, "it is the activation of the gated feed-forward layer")
         positions = settings.integer("max_position_embeddings", self.default_positions)
         config = from_fields(
             GPTConfig,
@@ -322,6 +322,6 @@ class RotaryDecoderFamily:
         if heads % groups:
             settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
         if settings.values.get("head_dim", self.default_head_dim) is None and width % heads:
-            settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
+            settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; set head_dim")
         elif head_dim % 2:
-            settings.refuse(f"heads are {head_dim} channels wide; rotary positions need an even number")
+            settings.refuse(f"head_dim is {head_dim}; rotary position embeddings need an even number")

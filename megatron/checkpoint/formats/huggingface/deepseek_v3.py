@@ -34,21 +34,21 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MLA, MoE and MTP; reject unsupported settings."""
-        settings.require("attention_bias", False, False, "attention has no biases")
-        settings.require("rope_interleave", True, True, "neighboring channels are rotated together")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
+        settings.require("rope_interleave", True, True, "only interleaved rotary embeddings are supported")
         settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
         settings.require("topk_method", "noaux_tc", "noaux_tc", "groups are ranked by their best experts")
-        settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace says which layers have experts")
+        settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace determines which layers have experts")
         settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
         width, experts = settings.integer("moe_intermediate_size", 2048), settings.integer("n_routed_experts", 256)
         fields = expert_fields(settings, experts, width, 8)
         is_divided = fields["moe_router_topk"] > 1
-        reason = "scores are divided by their sum" if is_divided else "the score of a single expert is its weight"
+        reason = "scores are always normalized to sum 1" if is_divided else "the score of a single expert is its weight"
         settings.require("norm_topk_prob", is_divided, True, reason)
         layers, dense = settings.integer("num_hidden_layers"), _count(settings, "first_k_dense_replace", 3)
         if dense >= layers:
             settings.refuse(
-                f"first_k_dense_replace is {dense}: none of {layers} layers has experts; up to {layers - 1} works"
+                f"first_k_dense_replace is {dense}: none of the {layers} layers has experts; use {layers - 1} or less"
             )
         query_rank = settings.values.get("q_lora_rank", 1536)
         return {
@@ -154,10 +154,10 @@ class DeepseekV3Family(RotaryDecoderFamily):
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
         """Reject key-value groups (GQA), and a RoPE dimension that is odd."""
         if groups != heads:
-            settings.refuse(f"num_key_value_heads is {groups}; MLA has one for each of {heads} heads")
+            settings.refuse(f"num_key_value_heads is {groups}; MLA needs one per attention head ({heads})")
         rotary = settings.integer("qk_rope_head_dim", 64)
         if rotary % 2:
-            settings.refuse(f"qk_rope_head_dim is {rotary}; rotary positions need an even number")
+            settings.refuse(f"qk_rope_head_dim is {rotary}; rotary position embeddings need an even number")
 
 
 def _group_fields(settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
@@ -166,14 +166,20 @@ def _group_fields(settings: Settings, experts: int, chosen: int) -> dict[str, An
     if groups == 1 or settings.problems:
         return {}
     if experts % groups or of_token > groups or experts // groups < _RANKED_IN_GROUP:
-        settings.refuse(f"n_group {groups} and topk_group {of_token} do not divide {experts} experts")
+        settings.refuse(
+            f"n_group {groups} must divide the {experts} experts into groups of {_RANKED_IN_GROUP} or more, and "
+            f"topk_group {of_token} must be at most n_group"
+        )
     elif chosen // of_token != _RANKED_IN_GROUP:
         settings.refuse(
-            f"num_experts_per_tok {chosen} / topk_group {of_token} is not {_RANKED_IN_GROUP}, the number of experts by "
-            "which a group is ranked"
+            f"num_experts_per_tok {chosen} / topk_group {of_token} must be {_RANKED_IN_GROUP}, the number of experts "
+            "whose scores rank a group"
         )
     elif of_token * (experts // groups) < chosen:
-        settings.refuse(f"{of_token} groups of {experts // groups} experts do not have num_experts_per_tok {chosen}")
+        settings.refuse(
+            f"num_experts_per_tok is {chosen}, but topk_group {of_token} groups have only {experts // groups} experts "
+            "each"
+        )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": of_token}
 
 

@@ -95,8 +95,8 @@ def family_for(config: GPTConfig) -> Family:
         missing[family.architecture] = wanted["num_experts"] is not None and found["num_experts"] is None, changed
     nearest = min(missing, key=lambda name: (missing[name][0], len(missing[name][1])))
     raise ConfigurationError(
-        f"no supported Hugging Face architecture can express this model; the nearest, {nearest}, cannot express "
-        + ", ".join(missing[nearest][1])
+        f"no supported Hugging Face architecture can represent this model; the most similar, {nearest}, cannot "
+        "represent " + ", ".join(missing[nearest][1])
     )
 
 
@@ -105,7 +105,7 @@ def describe_missing_family(config: GPTConfig) -> str | None:
     try:
         family_for(config)
     except ConfigurationError as error:
-        return f"checkpoints of this run cannot become Hugging Face models: {error}"
+        return f"checkpoints of this run cannot be converted to Hugging Face models: {error}"
     return None
 
 

@@ -44,7 +44,7 @@ class Gemma2Family(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of norms, soft caps, score scale and sliding windows."""
-        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
         settings.require("use_bidirectional_attention", False, False, "attention is causal")
         period = settings.integer("sliding_window_pattern", self.window_period)
         by_default = [(layer + 1) % period != 0 for layer in range(settings.integer("num_hidden_layers"))]
@@ -87,9 +87,9 @@ class Gemma3Family(Gemma2Family):
             base = settings.number("rope_local_base_freq", 10000.0)
             newer = _rope_of(settings, SLIDING)
             if newer is not None:
-                newer.require("rope_type", "default", "default", "layers with a window have plain frequencies")
+                newer.require("rope_type", "default", "default", "sliding-window layers use unscaled RoPE frequencies")
                 base = newer.number("rope_theta", base)
-            fields["rotary_base_local"] = whole_base(settings, base, "the rope_theta of layers with a window")
+            fields["rotary_base_local"] = whole_base(settings, base, "it is the rope_theta of sliding-window layers")
         return fields
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:

@@ -59,9 +59,13 @@ class GPT2Family:
         heads = settings.integer("n_head", 12)
         if width % heads:
             settings.refuse(f"n_embd {width} is not divisible by n_head {heads}")
-        settings.require("scale_attn_weights", True, True, "attention is scaled by the root of the head's width")
-        settings.require("scale_attn_by_inverse_layer_idx", False, False, "attention is scaled alike in every layer")
-        settings.require("add_cross_attention", False, False, "there is no encoder to attend to")
+        settings.require(
+            "scale_attn_weights", True, True, "attention scores are always divided by the square root of the head size"
+        )
+        settings.require(
+            "scale_attn_by_inverse_layer_idx", False, False, "attention scores are scaled alike in every layer"
+        )
+        settings.require("add_cross_attention", False, False, "cross-attention is not supported")
         return from_fields(
             GPTConfig,
             num_layers=settings.integer("n_layer", 12),
@@ -168,7 +172,10 @@ class GPTNeoFamily:
         dropout = settings.number("resid_dropout", 0.0)
         embed_dropout = settings.number("embed_dropout", 0.0)
         if embed_dropout != dropout:
-            settings.refuse(f"embed_dropout {embed_dropout} is not resid_dropout {dropout}; one dropout is of both")
+            settings.refuse(
+                f"embed_dropout {embed_dropout} and resid_dropout {dropout} differ; they must be equal "
+                "(--hidden-dropout sets both)"
+            )
         return from_fields(
             GPTConfig,
             num_layers=num_layers,
@@ -249,7 +256,9 @@ def _read_windows(settings: Settings, num_layers: int) -> dict[str, Any]:
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != num_layers or not set(kinds) <= {_FULL, _WINDOW}:
-        settings.refuse(f"attention_types {types!r} does not make {_FULL} or {_WINDOW} of {num_layers} layers")
+        settings.refuse(
+            f"attention_types {types!r} does not describe {num_layers} layers of the kinds {_FULL} and {_WINDOW}"
+        )
         return {}
     has_window = [kind == _WINDOW for kind in kinds]
     if not any(has_window):
@@ -283,8 +292,9 @@ class GPTNeoXFamily:
             settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}")
         if settings.integer("head_dim", width // heads) != width // heads:
             settings.refuse(
-                f"head_dim is {settings.values['head_dim']}, supported is {width // heads}, hidden_size / "
-                "num_attention_heads: transformers rotates by the one and divides heads by the other"
+                f"head_dim is {settings.values['head_dim']}, but only {width // heads} (hidden_size / "
+                "num_attention_heads) is supported: transformers uses head_dim for the rotary embedding and "
+                "hidden_size / num_attention_heads for the head size"
             )
         settings.require("attention_bias", True, True, "every linear layer has a bias")
         positions = settings.integer("max_position_embeddings", 2048)

@@ -60,7 +60,9 @@ class GptOssFamily(RotaryDecoderFamily):
         settings.require("swiglu_alpha", _GATE_STEEPNESS, _GATE_STEEPNESS, "the gate is x * sigmoid(1.702 x)")
         for name in ("rope_scaling", "rope_parameters"):
             if name in settings.values and rope_object(settings) is None:
-                settings.refuse(f"{name} is null, which releases of transformers read differently; say the rope_type")
+                settings.refuse(
+                    f"{name} is null, which releases of transformers interpret differently; set its rope_type"
+                )
                 break
         limit = settings.positive_or_none("swiglu_limit", 7.0)
         if limit is None:

@@ -65,7 +65,9 @@ def _common_dtype(links: list[TensorLink], dtypes: Mapping[str, torch.dtype], fo
     first, *others = set(found.values())
     if others:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
-        raise CheckpointError(f"{folder}: these tensors are stored as one here and must have the same dtype: {listed}")
+        raise CheckpointError(
+            f"{folder}: these tensors are fused into one parameter and must have the same dtype: {listed}"
+        )
     return first
 
 
@@ -95,14 +97,14 @@ class LinkedTensors:
         self.weights = weights
         if config.num_layers > len(weights.entries):
             raise CheckpointError(
-                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_layers} layers, and "
-                f"{len(weights.entries)} tensors in its files"
+                f"{weights.folder} does not match its {CONFIG_FILE}, which describes {config.num_layers} layers, but "
+                f"its files contain {len(weights.entries)} tensors"
             )
         num_experts = config.moe.num_experts or 0
         if num_experts > max(_USUAL_EXPERTS, len(weights.entries)):
             raise CheckpointError(
-                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {num_experts} experts, "
-                f"and {len(weights.entries)} tensors in its files"
+                f"{weights.folder} does not match its {CONFIG_FILE}, which describes {num_experts} experts, but its "
+                f"files contain {len(weights.entries)} tensors"
             )
         links = list(family.links(config))
         stored = _find_names(family, config, links, weights)
@@ -183,15 +185,13 @@ def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weig
     problems = [f"missing: {_listed(missing)}"] if missing else []
     problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
     problems += [
-        f"{stored[name]} has the shape {list(weights.entries[stored[name]].shape)}, {CONFIG_FILE} makes it "
+        f"{stored[name]} has shape {list(weights.entries[stored[name]].shape)}, but {CONFIG_FILE} requires "
         f"{list(shape)}"
         for name, shape in shapes.items()
         if stored[name] in weights.entries and weights.entries[stored[name]].shape != shape
     ][:_MOST_NAMED]
     if problems:
-        raise CheckpointError(
-            f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {'; '.join(problems)}"
-        )
+        raise CheckpointError(f"{weights.folder} does not match its {CONFIG_FILE}: {'; '.join(problems)}")
     return stored
 
 

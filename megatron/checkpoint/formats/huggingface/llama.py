@@ -18,8 +18,8 @@ class LlamaFamily(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Reject biases."""
-        settings.require("attention_bias", False, False, "attention has no biases")
-        settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
+        settings.require("mlp_bias", False, False, "biases in the feed-forward layer are not supported")
         return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:

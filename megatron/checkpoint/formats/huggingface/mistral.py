@@ -34,8 +34,8 @@ class MistralFamily(RotaryDecoderFamily):
         alike = [has_window] * settings.integer("num_hidden_layers")
         if read_layer_types(settings, alike) != alike:
             settings.refuse(
-                "layer_types is not the same for all layers, by which transformers takes a Mistral for a Ministral; "
-                "leave it out if each layer has the window"
+                "layer_types differs between layers, so transformers loads this Mistral as a Ministral; remove "
+                "layer_types if all layers use the window"
             )
         return window_fields(settings, alike, 4096)
 
@@ -56,12 +56,14 @@ class MixtralFamily(MistralFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of the sliding window and MoE."""
         if settings.number("router_jitter_noise", 0.0):
-            settings.refuse("router_jitter_noise is not 0: what goes into the router has no noise")
+            settings.refuse(
+                "router_jitter_noise is not 0, but noise in the router's input is not supported; set it to 0"
+            )
         experts = settings.integer("num_local_experts", 8)
         return super().own_fields(settings) | expert_fields(settings, experts, settings.integer("intermediate_size"), 2)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of a model."""
+        """Return the model's values for Hugging Face's ``config.json``."""
         # With YaRN transformers does not compute head_dim from the other sizes.
         return super().write_settings(config) | {
             "head_dim": config.kv_channels,

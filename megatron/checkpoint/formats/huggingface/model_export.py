@@ -116,8 +116,8 @@ class ModelExport:
         copies = {name for name, links in self._links.items() if links[0].is_copy}
         if set(names.values()) | copies != set(self._links):
             raise CheckpointError(
-                f"checkpoint {self._source.folder}: its record of a Hugging Face folder lists different tensors "
-                "from those of its model"
+                f"checkpoint {self._source.folder}: its record of a Hugging Face folder does not list the tensors of "
+                "its model"
             )
         return names
 
@@ -169,12 +169,12 @@ def _check_tensors(source: CheckpointSource, links: Iterable[TensorLink]) -> Non
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} does not belong to the model" for name in found if name not in wanted]
     problems += [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
+        f"{name} has shape {list(found[name])} instead of {list(shape)}"
         for name, shape in wanted.items()
         if found.get(name, shape) != shape
     ]
     if problems:
-        raise CheckpointError(f"checkpoint {source.folder} does not fit its configuration: {'; '.join(problems)}")
+        raise CheckpointError(f"checkpoint {source.folder} does not match its configuration: {'; '.join(problems)}")
 
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -215,7 +215,7 @@ def publish_folder(
     """
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not an empty folder; name a new one for {content}")
+        raise CheckpointError(f"{folder} exists and is not an empty folder; use a new folder for {content}")
     temporary = folder.parent / f".{folder.name}.saving"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -227,7 +227,7 @@ def publish_folder(
         os.replace(temporary, folder)
         sync_folder(folder.parent)
     except OSError as error:
-        need = f"; {num_bytes} bytes of weights are to be written" if error.errno == errno.ENOSPC else ""
+        need = f"; the weights need {num_bytes} bytes" if error.errno == errno.ENOSPC else ""
         raise CheckpointError(f"cannot write {folder}: {error.strerror or error}{need}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

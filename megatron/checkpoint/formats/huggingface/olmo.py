@@ -37,7 +37,7 @@ class Olmo2Family(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of the norms; reject biases."""
-        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
         return {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class Olmo3Family(Olmo2Family):
         """
         both = settings.inner("rope_parameters")
         if both is not None and not {FULL, SLIDING} & set(both.values):
-            both.refuse(f"it has neither {FULL} nor {SLIDING}; give an object for each kind of layer")
+            both.refuse(f"it has neither {FULL} nor {SLIDING}; set an object for each kind of layer")
         of_full = _merged(settings, both)
         if of_full is not None:
-            of_full.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+            of_full.require("partial_rotary_factor", 1.0, 1.0, "partial rotary embeddings are not supported")
         return read_frequencies(settings, of_full, positions, settings.number("rope_theta", self.default_rotary_base))
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
@@ -76,17 +76,17 @@ class Olmo3Family(Olmo2Family):
         of_windows = None if both is None else both.inner(SLIDING)
         base = settings.number("rope_theta", usual)
         if of_windows is not None:
-            of_windows.require("rope_type", "default", "default", "layers with a window have plain frequencies")
-            of_windows.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+            of_windows.require("rope_type", "default", "default", "sliding-window layers use unscaled RoPE frequencies")
+            of_windows.require("partial_rotary_factor", 1.0, 1.0, "partial rotary embeddings are not supported")
         if of_windows is not None and of_windows.values.get("rope_theta") is not None:
             base = of_windows.number("rope_theta")
         elif base != usual:
             settings.refuse(
-                f"rope_theta is {base}, which releases of transformers read differently for layers with a window; "
-                f"give rope_parameters with a rope_theta for {SLIDING}"
+                f"rope_theta is {base}, which releases of transformers interpret differently for sliding-window "
+                f"layers; set rope_parameters with a rope_theta for {SLIDING}"
             )
         full = Olmo3Family.read_rope(self, Settings(settings.values, settings.place), layers)
-        whole = whole_base(settings, base, "the rope_theta of layers with a window")
+        whole = whole_base(settings, base, "it is the rope_theta of sliding-window layers")
         is_common = full == {"rotary_base": whole}
         return fields | {"rotary_base_local": None if is_common else whole}
 
@@ -125,8 +125,8 @@ class OlmoeFamily(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of QK norms and MoE; reject biases and clipped QKV projections."""
-        settings.require("attention_bias", False, False, "attention has no biases")
-        settings.require("clip_qkv", None, None, "queries, keys and values are not clipped")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
+        settings.require("clip_qkv", None, None, "clipping of queries, keys and values is not supported")
         experts = settings.integer("num_experts", settings.integer("num_local_experts", 64))
         return {
             "qk_layernorm": True,

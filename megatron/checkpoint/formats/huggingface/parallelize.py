@@ -101,12 +101,13 @@ class SpawnedModel:
             MegatronError: a process has died.
         """
         if do_sample and num_beams > 1:
-            raise ConfigurationError("do_sample=True and num_beams are two ways to choose tokens; omit one")
+            raise ConfigurationError("do_sample=True and num_beams exclude each other; omit one of them")
         ids = torch.as_tensor(input_ids).cpu()
         kept = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).cpu()
         if ids.dim() != 2 or kept.shape != ids.shape:
             raise ConfigurationError(
-                f"input_ids of shape {list(ids.shape)} and attention_mask of {list(kept.shape)}; both must be [b, s]"
+                f"input_ids has shape {list(ids.shape)} and attention_mask has shape {list(kept.shape)}; both must be "
+                "[b, s]"
             )
         if max_new_tokens is None:
             max_new_tokens = (_DEFAULT_LENGTH if max_length is None else max_length) - ids.shape[1]
@@ -208,7 +209,7 @@ def _end_tokens(model: str | Path | LoadedModel) -> tuple[int, ...]:
             listed = value if isinstance(value, list) else [value]
             if not all(type(token) is int for token in listed):
                 raise CheckpointError(
-                    f"{folder / name}: eos_token_id is {value!r:.40}; a token's number or a list of such is expected"
+                    f"{folder / name}: eos_token_id is {value!r:.40}; a token id or a list of token ids is expected"
                 )
             return tuple(listed)
     return ()
@@ -267,9 +268,12 @@ def parallelize(
             differs from ``num_gpus``; or ``fp16`` is combined with another ``params_dtype``.
     """
     if fp16 and params_dtype not in (None, "float16"):
-        raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" are two precisions; omit one')
+        raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" contradict each other; omit one of them')
     if not isinstance(model, str | Path | LoadedModel):
-        raise ConfigurationError(f"a {type(model).__name__} is neither a model folder nor a model of transformers")
+        raise ConfigurationError(
+            f"a {type(model).__name__} is neither the path of a model folder nor a transformers model; pass one of "
+            "these"
+        )
     if num_gpus is not None and num_gpus < 1:
         raise ConfigurationError(f"num_gpus={num_gpus} is not positive; use 1 or more, or omit it")
     is_alone = state is None and not dist.is_initialized() and not dist.is_torchelastic_launched()
@@ -291,8 +295,8 @@ def parallelize(
 def _check_world_size(num_gpus: int | None, world_size: int) -> None:
     if num_gpus not in (None, world_size):
         raise ConfigurationError(
-            f"num_gpus={num_gpus}, but the number of processes is {world_size}; start one for each GPU: "
-            f"torchrun --nproc-per-node {num_gpus} SCRIPT, or omit num_gpus"
+            f"num_gpus={num_gpus}, but the number of processes is {world_size}; start one process per GPU: torchrun "
+            f"--nproc-per-node {num_gpus} SCRIPT, or omit num_gpus"
         )
 
 
@@ -342,6 +346,6 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
         widths |= {"the shared expert": config.moe.moe_shared_expert_intermediate_size or 0}
     for name, width in widths.items():
         if width % size:
-            problems.append(f"{name} {width} wide is not divisible by tensor-parallel size {size}")
+            problems.append(f"{name} of size {width} is not divisible by tensor-parallel size {size}")
     if problems:
         raise ConfigurationError(f"{'; '.join(problems)}; change the number of processes")

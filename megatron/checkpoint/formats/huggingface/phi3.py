@@ -28,7 +28,7 @@ class Phi3Family(RotaryDecoderFamily):
         """Return the fields of the sliding window and hidden dropout."""
         has_window = settings.values.get("sliding_window") is not None
         dropout = settings.number("resid_pdrop", 0.0)
-        settings.require("embd_pdrop", dropout, 0.0, "the embedding's dropout is that of the layers, resid_pdrop")
+        settings.require("embd_pdrop", dropout, 0.0, "the embedding uses the dropout of the layers, resid_pdrop")
         windows = window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), None)
         return windows | {"hidden_dropout": dropout}
 
@@ -37,7 +37,7 @@ class Phi3Family(RotaryDecoderFamily):
         scaling = rope_object(settings)
         kind = None if scaling is None else scaling.values.get("rope_type", scaling.values.get("type", "default"))
         if kind not in (None, "default"):
-            settings.refuse(f"rope_type {kind!r} is not supported in {self.model_type}; supported is default")
+            settings.refuse(f"rope_type {kind!r} is not supported in {self.model_type}; use default")
             return {}
         return read_partial_rope(settings, positions, "rope_theta", "partial_rotary_factor", 1.0)
 

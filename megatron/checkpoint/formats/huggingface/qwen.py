@@ -59,7 +59,7 @@ class Qwen3Family(Qwen2Family):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of QK norms and sliding windows; reject biases."""
-        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
         return super().own_fields(settings) | {"qk_layernorm": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of QK norms, sliding window and MoE; reject biases."""
-        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
         layers = settings.integer("num_hidden_layers")
         # transformers writes num_experts, publishers write num_local_experts.
         experts = settings.integer("num_experts", settings.integer("num_local_experts", 128))
@@ -116,5 +116,8 @@ def _have_experts(settings: Settings, layers: int) -> list[bool]:
         dense = []
     found = [(layer + 1) % step == 0 and layer not in dense for layer in range(min(layers, 100_000))]
     if not any(found):
-        settings.refuse(f"decoder_sparse_step {step} and mlp_only_layers leave no layer with experts; this is a qwen3")
+        settings.refuse(
+            f"decoder_sparse_step {step} and mlp_only_layers leave no layer with experts; use the model type qwen3 "
+            "for a dense model"
+        )
     return found

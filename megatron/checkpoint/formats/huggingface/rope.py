@@ -21,7 +21,7 @@ def read_rope(settings: Settings, max_position_embeddings: int, default_base: fl
     scaling = rope_object(settings)
     for place in (settings, scaling):
         if place is not None:
-            place.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+            place.require("partial_rotary_factor", 1.0, 1.0, "partial rotary embeddings are not supported")
     return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", default_base))
 
 
@@ -66,7 +66,7 @@ def read_frequencies(
     elif kind == "yarn":
         fields |= _read_stretching(scaling, max_position_embeddings) | _read_attention_factor(scaling)
     elif kind != "default":
-        scaling.refuse(f"rope_type {kind!r} is not supported; supported are {', '.join(_TYPES)}")
+        scaling.refuse(f"rope_type {kind!r} is not supported; supported types are {', '.join(_TYPES)}")
     return fields
 
 
@@ -103,7 +103,7 @@ def whole_base(settings: Settings, base: float, name: str) -> int:
 def _read_llama3(scaling: Settings, max_position_embeddings: int) -> dict[str, Any]:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if low >= high and not scaling.problems:
-        scaling.refuse(f"low_freq_factor {low} is not below high_freq_factor {high}")
+        scaling.refuse(f"low_freq_factor {low} must be less than high_freq_factor {high}")
     return {
         "use_rope_scaling": True,
         "rope_scaling_factor": _at_least_one(scaling),
@@ -118,7 +118,7 @@ def _read_llama3(scaling: Settings, max_position_embeddings: int) -> dict[str, A
 def _at_least_one(scaling: Settings) -> float:
     factor = scaling.number("factor")
     if factor < 1:
-        scaling.refuse(f"factor is {factor}; at least 1 is expected")
+        scaling.refuse(f"factor is {factor}; a number of 1 or more is expected")
     return factor
 
 
@@ -133,9 +133,11 @@ def read_yarn(settings: Settings, positions: int, default_base: float) -> dict[s
     if scaling is None or kind == "default":
         return fields
     if kind != "yarn":
-        scaling.refuse(f"rope_type {kind!r} is not supported in this family; supported are default, yarn")
+        scaling.refuse(
+            f"rope_type {kind!r} is not supported for this architecture; supported types are default and yarn"
+        )
         return fields
-    scaling.require("attention_factor", None, None, "it follows from the factor")
+    scaling.require("attention_factor", None, None, "it is computed from the factor")
     return fields | _read_stretching(scaling, positions)
 
 
@@ -192,12 +194,12 @@ def _amplitudes(scaling: Settings) -> dict[str, Any]:
     if not of_all:
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if not scaling.number("mscale", 0.0):
-        scaling.refuse("mscale_all_dim is given without mscale; give both or none")
+        scaling.refuse("mscale_all_dim is set without mscale; set both or neither")
     return {"mscale": scaling.number("mscale", 1.0), "mscale_all_dim": of_all}
 
 
 def _above_one(scaling: Settings) -> float:
     factor = scaling.number("factor")
     if factor <= 1:
-        scaling.refuse(f"factor is {factor}; more than 1 is expected")
+        scaling.refuse(f"factor is {factor}; a number above 1 is expected")
     return factor

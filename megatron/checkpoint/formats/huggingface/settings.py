@@ -84,7 +84,7 @@ class Settings:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a non-negative number setting; null counts as absent."""
+        """Return a setting that must be a number of 0 or more; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             if default is None:
@@ -92,7 +92,7 @@ class Settings:
                 return 1.0
             return default
         if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
-            self.refuse(f"{name} is {value!r:.40}; a number that is not negative is expected")
+            self.refuse(f"{name} is {value!r:.40}; a number of 0 or more is expected")
             return 1.0
         return float(value)
 
@@ -120,7 +120,7 @@ class Settings:
         if value is None:
             return default
         if type(value) is not str:
-            self.refuse(f"{name} is {value!r}; a text is expected")
+            self.refuse(f"{name} is {value!r}; a string is expected")
             return default
         return value
 
@@ -140,7 +140,7 @@ class Settings:
         if given is None:
             given = default
         if given != value or type(given) is not type(value):
-            self.refuse(f"{name} is {json.dumps(given)}, supported is {json.dumps(value)}: {reason}")
+            self.refuse(f"{name} is {json.dumps(given)}, but only {json.dumps(value)} is supported: {reason}")
 
     def dtype(self) -> str | None:
         """Return the name of the weights' dtype, or None if it is not specified."""
@@ -149,7 +149,7 @@ class Settings:
             if value in _DTYPES:
                 return value
             if value and value != "auto":
-                self.refuse(f"{key} is {value!r}; supported are {', '.join(_DTYPES)}")
+                self.refuse(f"{key} is {value!r}; supported values are {', '.join(_DTYPES)}")
         return None
 
 
@@ -175,7 +175,7 @@ def parse_settings(text: str, place: str, tensor_names: Callable[[], Collection[
     except ValueError as error:
         raise CheckpointError(f"{place} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{place} holds a JSON {type(values).__name__}, not an object")
+        raise CheckpointError(f"{place} contains a JSON {type(values).__name__}; an object is expected")
     return Settings(values, place, tensor_names=tensor_names)
 
 
@@ -186,7 +186,7 @@ def read_model_text(folder: Path, name: str) -> str:
         CheckpointError: there is no such folder or file, or it is not UTF-8.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; use the path of a Hugging Face model's folder on this node")
+        raise CheckpointError(f"{folder} is not a folder; pass the folder of a Hugging Face model on this host")
     try:
         return read_plain_text(folder / name)
     except FileNotFoundError as error:
@@ -236,7 +236,8 @@ def read_quantization(settings: Settings) -> BlockFloat8 | BlockFloat4 | None:
         return BlockFloat4(settings.dtype() or "bfloat16")
     if method != "fp8":
         settings.refuse(
-            f"quantization_config is set with quant_method {method!r:.40}; supported are fp8 in blocks and mxfp4"
+            f"quantization_config is set with quant_method {method!r:.40}; supported methods are block-wise fp8 and "
+            "mxfp4"
         )
         return None
     block = inner.values.get("weight_block_size")

@@ -27,8 +27,8 @@ class SmolLM3Family(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of layers without RoPE and of sliding windows; reject biases."""
-        settings.require("attention_bias", False, False, "attention has no biases")
-        settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
+        settings.require("attention_bias", False, False, "attention biases are not supported")
+        settings.require("mlp_bias", False, False, "biases in the feed-forward layer are not supported")
         layers = min(settings.integer("num_hidden_layers"), 100_000)
         has_rotary = _have_rotary(settings, layers)
         is_used = settings.switch("use_sliding_window", False) and settings.values.get("sliding_window") is not None
@@ -62,7 +62,9 @@ def _have_rotary(settings: Settings, layers: int) -> list[bool]:
     if not (
         isinstance(given, list) and len(given) >= layers and all(type(has) is int and has in (0, 1) for has in given)
     ):
-        settings.refuse(f"no_rope_layers is {given!r:.40}; a 1 or 0 for each of {layers} layers is expected")
+        settings.refuse(
+            f"no_rope_layers is {given!r:.40}; a list of 1 and 0 for each of the {layers} layers is expected"
+        )
         return default
     return [bool(has) for has in given[:layers]]
 

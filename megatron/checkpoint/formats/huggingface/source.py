@@ -122,7 +122,7 @@ class LoadedWeights:
             raise CheckpointError(f"{name}: {empty} has no values (it is on the meta device); load the model's weights")
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor."""
+        """Return a slice of a tensor."""
         weight = self._weights[name]
         return weight[box.slices] if box.shape else weight
 
@@ -145,7 +145,7 @@ class LoadedModelSource:
         settings.pop("torch_dtype", None)
         settings["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         if settings.get("quantization_config") is not None:
-            raise CheckpointError(f"{name}: the loaded weights are quantized; name the model's folder instead")
+            raise CheckpointError(f"{name}: the loaded weights are quantized; pass the model's folder instead")
         self.family, self.config = read_model(Settings(settings, name, tensor_names=lambda: weights))
         if _OUTPUT_LAYER_IN_FILES in {link.foreign for link in self.family.links(self.config)}:
             # In memory transformers 5 uses one name for every model's output layer, and renames it when it writes a

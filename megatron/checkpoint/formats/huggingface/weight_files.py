@@ -33,8 +33,8 @@ OUTPUT_LAYER = "lm_head.weight"
 _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
 _OTHER_FILES = (
-    ("model*.safetensors", "", f"copy {INDEX_FILE} too, or rename a file that holds all weights to {SINGLE_FILE}"),
-    ("*.bin", ": pickles can run code and are not read", ""),
+    ("model*.safetensors", "", f"copy {INDEX_FILE} too, or rename a file that contains all weights to {SINGLE_FILE}"),
+    ("*.bin", ": pickle files can run code, so they are not loaded", ""),
 )
 """Other files that a folder may hold: a pattern, a remark, and advice if it is not to save the model again."""
 _MAPPED_BYTES = 256 * 1024 * 1024
@@ -143,14 +143,16 @@ class WeightFiles:
             if entry["dtype"] not in DTYPES:
                 raise CheckpointError(f"{path}: {name} has the dtype {entry['dtype']}, which is not supported")
             if name in self.entries:
-                raise CheckpointError(f"{name} is in {self.entries[name].file} and in {file} of {self.folder}")
+                raise CheckpointError(f"{self.folder}: {name} is in both {self.entries[name].file} and {file}")
             start = int(entry["data_offsets"][0])
             self.entries[name] = WeightEntry(file, tuple(entry["shape"]), DTYPES[entry["dtype"]], start)
 
     def _compare_index(self, weight_map: Mapping[str, str]) -> None:
         for name, file in weight_map.items():
             if name not in self.entries or self.entries[name].file != file:
-                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX_FILE} lists for it")
+                raise CheckpointError(
+                    f"{self.folder / file} does not contain {name}, although {INDEX_FILE} lists it there"
+                )
         extra = [name for name in self.entries if name not in weight_map]
         if extra:
             raise CheckpointError(f"{self.folder}: {INDEX_FILE} does not list {', '.join(extra[:5])}")
@@ -172,7 +174,7 @@ def _refuse_pointer(path: Path) -> None:
 def _find_files(folder: Path) -> tuple[list[str], str | None]:
     """Return the names of the safetensors files, and the text of the index if there is one."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; name the folder of a Hugging Face model")
+        raise CheckpointError(f"{folder} is not a folder; pass the folder of a Hugging Face model")
     if (folder / SINGLE_FILE).is_file():
         return [SINGLE_FILE], None
     path = folder / INDEX_FILE
@@ -200,7 +202,7 @@ def _weight_map(text: str, path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error
     for file in pairs.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {file!r}; a safetensors file in the same folder is expected")
+            raise CheckpointError(f"{path} lists the file {file!r}; a safetensors file in the same folder is expected")
     return pairs
 
 
@@ -252,7 +254,7 @@ class BlockFloat8Weights:
         shape, factors = self._files.entries[name].shape, self._files.entries.get(name + _FACTORS)
         if len(shape) != 2:
             raise CheckpointError(
-                f"{self.folder}: {name} is stored in FP8 with the shape {list(shape)}; two dimensions are expected"
+                f"{self.folder}: {name} is stored in FP8 with shape {list(shape)}; two dimensions are expected"
             )
         wanted = tuple(-(-length // size) for length, size in zip(shape, self._block))
         if factors is None:
@@ -261,8 +263,8 @@ class BlockFloat8Weights:
             )
         if factors.shape != wanted:
             raise CheckpointError(
-                f"{self.folder}: {name + _FACTORS} has the shape {list(factors.shape)}; blocks of "
-                f"{self._block[0]} x {self._block[1]} of {list(shape)} make it {list(wanted)}"
+                f"{self.folder}: {name + _FACTORS} has shape {list(factors.shape)}, but {self._block[0]} x "
+                f"{self._block[1]} blocks of a weight with shape {list(shape)} need {list(wanted)}"
             )
 
 
@@ -322,15 +324,17 @@ class BlockFloat4Weights:
             )
         for entry, ending in ((blocks, _BLOCKS), (scales, _SCALES)):
             if entry.dtype != torch.uint8:
-                raise CheckpointError(f"{self.folder}: {name + ending} is {entry.dtype}; torch.uint8 is expected")
+                raise CheckpointError(
+                    f"{self.folder}: {name + ending} has dtype {entry.dtype}; torch.uint8 is expected"
+                )
         if len(blocks.shape) != 4 or blocks.shape[3] != _BYTES:
             raise CheckpointError(
-                f"{self.folder}: {name + _BLOCKS} has the shape {list(blocks.shape)}; four dims are expected, the last "
-                f"of {_BYTES} bytes"
+                f"{self.folder}: {name + _BLOCKS} has shape {list(blocks.shape)}; four dimensions are expected, the "
+                f"last of size {_BYTES}"
             )
         if scales.shape != blocks.shape[:3]:
             raise CheckpointError(
-                f"{self.folder}: {name + _SCALES} has the shape {list(scales.shape)}; the blocks make it "
+                f"{self.folder}: {name + _SCALES} has shape {list(scales.shape)}, but its blocks need "
                 f"{list(blocks.shape[:3])}"
             )
         experts, rows, num_blocks, _ = blocks.shape

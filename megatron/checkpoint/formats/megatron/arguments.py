@@ -122,7 +122,7 @@ def _read(spec: FieldSpec, value: Any) -> Any:
         raise CheckpointError(f"args.{spec.name} is {value!r}; a value of type {spec.item_type.__name__} is expected")
     choices = spec.options.choices
     if choices is not None and any(item not in choices for item in items):
-        raise CheckpointError(f"args.{spec.name} is {value!r}; supported are {', '.join(choices)}")
+        raise CheckpointError(f"args.{spec.name} is {value!r}; supported values are {', '.join(choices)}")
     items = [float(item) for item in items] if spec.item_type is float else list(items)
     return items if spec.is_sequence else items[0]
 
@@ -162,7 +162,10 @@ def value_of_argument(spec: FieldSpec, name: str, value: Any) -> Any:
 
 
 def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
-    """Convert the model's MLA and MTP fields to ``args``; without either the result only says so."""
+    """Convert the model's MLA and MTP fields to ``args``.
+
+    If the model uses neither, the result is ``multi_latent_attention=False`` and ``mtp_num_layers=None``.
+    """
     values: dict[str, Any] = {"multi_latent_attention": False, "mtp_num_layers": None}
     for switch, kinds in _KINDS.items():
         if field_value(model, switch):
@@ -339,7 +342,7 @@ def _window_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if size is None:
         return {}
     if not isinstance(size, (list, tuple)) or len(size) != 2 or type(size[0]) is not int or size[0] < 0 or size[1] != 0:
-        raise CheckpointError(f"args.window_size is {size!r}; (N, 0) is expected, a window of causal attention")
+        raise CheckpointError(f"args.window_size is {size!r}; (N, 0) is expected: only causal windows are supported")
     if pattern is not None:
         try:
             parse_layer_pattern(str(pattern), arguments["num_layers"])

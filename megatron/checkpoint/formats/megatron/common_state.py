@@ -203,7 +203,7 @@ def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     schedule = state["schedule"]
     if unknown := styles_unknown_to_megatron(schedule):
-        raise ConfigurationError(f"Megatron has no {', '.join(unknown)}; use the native format")
+        raise ConfigurationError(f"Megatron's format cannot store {', '.join(unknown)}; use the native format")
     return {
         "max_lr": schedule["max_lr"],
         "lr_warmup_steps": schedule["lr_warmup_steps"],

@@ -67,7 +67,7 @@ def expert_tensors(key: str, tensor: LazyTensor, num_experts: int | None) -> Ite
     # Both are stored as [experts, in, out].
     width_dim = 0 if found[2] == "1" else 1
     if num_experts is None or len(tensor.shape) != 2 or tensor.num_elements % (tensor.shape[width_dim] * num_experts):
-        raise CheckpointError(f"{key} {list(tensor.shape)} does not divide into {num_experts} experts")
+        raise CheckpointError(f"{key} with shape {list(tensor.shape)} is not divisible into {num_experts} experts")
     per_expert = tensor.num_elements // num_experts
     inputs = tensor.shape[0] if width_dim == 0 else per_expert // tensor.shape[1]
     outputs = per_expert // inputs
@@ -244,7 +244,7 @@ def named_tensors(state: Mapping[str, Any], where: str, num_experts: int | None 
         if name is not None:
             found[name] = value
     if unknown:
-        raise CheckpointError(f"{where} contains tensors of a different kind of model: {', '.join(sorted(unknown))}")
+        raise CheckpointError(f"{where} contains tensors of an unsupported kind of model: {', '.join(sorted(unknown))}")
     return found
 
 

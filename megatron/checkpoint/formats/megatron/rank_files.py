@@ -52,7 +52,7 @@ class RankFile:
         if numbers != set(range(len(numbers))):
             missing = min(set(range(max(numbers))) - numbers)
             raise CheckpointError(
-                f"{self.file.path} holds layer {max(numbers)} of model chunk {chunk} but not {missing}"
+                f"{self.file.path} contains layer {max(numbers)} of model chunk {chunk}, but not layer {missing}"
             )
         return len(numbers)
 
@@ -120,7 +120,7 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
     """Return every rank's folder by (TP rank, PP rank, EP rank)."""
     found = [(match, entry) for entry in sorted(folder.iterdir()) if (match := _RANK_FOLDER.fullmatch(entry.name))]
     if not found:
-        raise CheckpointError(f"{folder} holds no mp_rank_XX folder")
+        raise CheckpointError(f"{folder} contains no mp_rank_XX folder")
     has_two = any(match.group(2) for match, _ in found) and not any(match.group(3) for match, _ in found)
     # A second number is the pipeline stage, or the EP rank if there is no pipeline.
     is_expert = has_two and _has_no_stages(found[0][1])
@@ -135,7 +135,7 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
         places = expert_places(tp, ep, _expert_tensor_size(found[0][1], tp))
     missing = [rank_folder_name(t, p, pp, e, ep) for p in range(pp) for t, e in places if (t, p, e) not in paths]
     if missing:
-        raise DamagedCheckpointError(f"{folder}: {', '.join(missing)} missing")
+        raise DamagedCheckpointError(f"{folder}: {', '.join(missing)} is missing")
     return paths
 
 
@@ -161,14 +161,14 @@ def _open(folder: Path, tp_rank: int, pp_rank: int, ep_rank: int, is_copy: bool 
     file = TorchFile(folder / MODEL_FILE)
     state = file.value
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{file.path} holds no checkpoint of Megatron but a {type(state).__name__}")
+        raise CheckpointError(f"{file.path} contains a {type(state).__name__}, which is not a Megatron checkpoint")
     chunk_names = (
         ["model"]
         if "model" in state
         else sorted((str(key) for key in state if re.fullmatch(r"model\d+", str(key))), key=lambda key: int(key[5:]))
     )
     if not chunk_names or not all(isinstance(state[name], Mapping) for name in chunk_names):
-        raise CheckpointError(f"{file.path} holds no model; it has {', '.join(map(str, state))}")
+        raise CheckpointError(f"{file.path} contains no model; its keys are {', '.join(map(str, state))}")
     experts = experts_of_file(_arguments(file))
     chunks = tuple(named_tensors(state[name], f"{file.path} ({name})", experts) for name in chunk_names)
     flat = folder / OPTIMIZER_FILE

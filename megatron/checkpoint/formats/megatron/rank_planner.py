@@ -335,7 +335,7 @@ class RankPlanner:
         self.model = config_from_dict(GPTConfig, common["config"]["model"])
         self.groups_experts = groups_experts
         if flags := flags_without_argument(self.model):
-            raise ConfigurationError(f"Megatron's arguments do not know {', '.join(flags)}; use the native format")
+            raise ConfigurationError(f"Megatron has no arguments for {', '.join(flags)}; use the native format")
         self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
         self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
         self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size

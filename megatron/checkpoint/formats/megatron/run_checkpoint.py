@@ -128,7 +128,7 @@ class SourceCheckpoint:
         misfits = find_misfits(descriptions, self.index.tensors, namespaces, allow_cast)
         problems = misfits.problems(strictness)
         if problems:
-            raise CheckpointError(f"checkpoint {self.source.folder} does not fit this run: {'; '.join(problems)}")
+            raise CheckpointError(f"checkpoint {self.source.folder} does not match this run: {'; '.join(problems)}")
         present = [tensor for tensor in tensors if tensor.name in self.index.tensors]
         bytes_read = run_on_all_ranks(lambda: self._fill_all(present, progress), world)
         return LoadedTensors(bytes_read, misfits.missing, misfits.unexpected)
@@ -386,7 +386,7 @@ def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None
         needed = sum(shard.global_box.num_elements for slot in slots for shard in slot.parameter.shards)
         if written[file.path] != needed:
             return CheckpointError(
-                f"the ranks hold {written[file.path]} of the {needed} values of {file.path}; nothing was saved"
+                f"the ranks have only {written[file.path]} of the {needed} values of {file.path}; nothing was saved"
             )
     return None
 

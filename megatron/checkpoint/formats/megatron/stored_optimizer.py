@@ -125,7 +125,10 @@ def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) ->
     if not isinstance(optimizers, list):
         optimizers = [optimizers]
     elif len(optimizers) > 2:
-        raise CheckpointError(f"{rank.file.path}: {len(optimizers)} optimizers, of parts of a model, are not supported")
+        raise CheckpointError(
+            f"{rank.file.path}: it contains {len(optimizers)} optimizers for parts of a model; only one optimizer is "
+            "supported"
+        )
     flat: Any = None if rank.flat_optimizer is None else rank.flat_optimizer.value
     for number, (optimizer, own) in enumerate(zip(optimizers, optimized_apart(chunks, len(optimizers) == 2))):
         if rank.is_copy and len(optimizers) == 2 and number == 0:
@@ -217,8 +220,8 @@ def _states_by_parameter(
         groups, ordered = [g for g in groups if g], [o for o in ordered if o]
     if [len(group) for group in groups] != [len(parameters) for parameters in ordered]:
         raise CheckpointError(
-            f"{rank.file.path}: the optimizer has groups of {[len(group) for group in groups]} parameters, the model "
-            f"{[len(parameters) for parameters in ordered]} with weight decay and without"
+            f"{rank.file.path}: the optimizer has parameter groups of {[len(group) for group in groups]} parameters, "
+            f"but the model has {[len(parameters) for parameters in ordered]} parameters with and without weight decay"
         )
     for group, parameters in zip(groups, ordered):
         for number, parameter in zip(group, parameters):
@@ -237,8 +240,8 @@ def _states_by_parameter(
 def _shaped(tensor: LazyTensor, parameter: LocalParameter, rank: RankFile) -> LazyTensor:
     if tensor.shape != parameter.stored_shape:
         raise CheckpointError(
-            f"{rank.file.path}: the optimizer's state of {parameter.key} has the shape {list(tensor.shape)}, the "
-            f"parameter {list(parameter.stored_shape)}"
+            f"{rank.file.path}: the optimizer state of {parameter.key} has shape {list(tensor.shape)}, but the "
+            f"parameter has shape {list(parameter.stored_shape)}"
         )
     return stacked(tensor) if parameter.is_expert else tensor
 
@@ -247,15 +250,17 @@ def _flat_states(
     rank: RankFile, file: TorchFile, value: Any, chunks: Sequence[Sequence[LocalParameter]]
 ) -> Iterator[StoredState]:
     if not isinstance(value, Mapping) or not value.get("buckets_coalesced"):
-        raise CheckpointError(f"{file.path} was written before February 2024, in a layout that is not supported")
+        raise CheckpointError(
+            f"{file.path} has the optimizer layout that Megatron wrote before February 2024, which is not supported"
+        )
     for number, parameters in enumerate(chunks):
         if not parameters:
             continue  # no experts
         if number not in value:
-            raise CheckpointError(f"{file.path} holds no buffer {number}, of model chunk {number}")
+            raise CheckpointError(f"{file.path} does not contain buffer {number}, the buffer of model chunk {number}")
         buffers = list(value[number].values())
         if len(buffers) != 1:
-            raise CheckpointError(f"{file.path}: buffer {number} has {len(buffers)} dtypes, one is expected")
+            raise CheckpointError(f"{file.path}: buffer {number} has {len(buffers)} dtypes; one is expected")
         tensors = buffers[0]
         layout = _find_layout(rank, file, number, parameters, tensors)
         is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in rank.chunks[number].values())
@@ -285,8 +290,8 @@ def _find_layout(
             if _puts_weights_right(rank, file, number, parameters, tensors, layout, in_float8=in_float8):
                 return layout
     raise CheckpointError(
-        f"{file.path}: buffer {number} has {length} elements, which do not match Megatron's layout of the "
-        f"{sum(sizes)} parameters of {rank.file.path}"
+        f"{file.path}: buffer {number} has {length} elements, which does not match Megatron's layout of the "
+        f"{sum(sizes)} parameter elements of {rank.file.path}"
     )
 
 

@@ -111,7 +111,7 @@ class StoredMetadata:
                 for storage in file.places:
                     file.check_storage(storage)
             except DamagedCheckpointError as error:
-                raise DamagedCheckpointError(f"{error}; it holds {key}") from error
+                raise DamagedCheckpointError(f"{error}; the file contains {key}") from error
             finally:
                 file.close()
 
@@ -130,7 +130,7 @@ def read_metadata(folder: Path) -> StoredMetadata:
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise DamagedCheckpointError(f"{path}: not the metadata of a checkpoint ({error})") from error
+        raise DamagedCheckpointError(f"{path}: not valid checkpoint metadata ({error})") from error
     _check_files(metadata)
     return metadata
 
@@ -141,7 +141,7 @@ def _no_storage(description: Any) -> StorageKey:
 
 def _attributes(value: Any, *kinds: str) -> dict[str, Any]:
     if not isinstance(value, Record) or value.kind.name not in kinds:
-        raise ValueError(f"{value!r} instead of {' or '.join(kinds)}")
+        raise ValueError(f"{value!r} instead of a value of type {' or '.join(kinds)}")
     return value.attributes
 
 
@@ -201,7 +201,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 def _file_name(name: Any) -> str:
     if not isinstance(name, str) or Path(name).name != name:
-        raise ValueError(f"{name!r} instead of a file's name")
+        raise ValueError(f"{name!r} instead of a file name")
     return name
 
 
@@ -224,7 +224,9 @@ def _check_files(metadata: StoredMetadata) -> None:
             try:
                 num_bytes[segment.path] = segment.path.stat().st_size
             except OSError as error:
-                message = f"{segment.path}: {os.strerror(error.errno or 0)}; {metadata.path} says it holds {key}"
+                message = (
+                    f"{segment.path}: {os.strerror(error.errno or 0)}; according to {metadata.path} it contains {key}"
+                )
                 raise DamagedCheckpointError(message) from error
         if segment.start + segment.num_bytes > num_bytes[segment.path]:
             raise DamagedCheckpointError(f"{segment.path}: ends within {key}")
@@ -232,12 +234,13 @@ def _check_files(metadata: StoredMetadata) -> None:
         for chunk in entry.chunks:
             if chunk.box.num_elements * entry.dtype.itemsize > chunk.segment.num_bytes:
                 raise DamagedCheckpointError(
-                    f"{metadata.path}: a chunk of {key} of shape {chunk.box.shape} in {chunk.segment.num_bytes} bytes"
+                    f"{metadata.path}: a chunk of {key} has shape {chunk.box.shape}, but only "
+                    f"{chunk.segment.num_bytes} bytes"
                 )
     needed = sum(c.box.num_elements * e.dtype.itemsize for e in metadata.tensors.values() for c in e.chunks)
     if needed > sum(num_bytes.values()):
         raise DamagedCheckpointError(
-            f"{metadata.path}: tensors of {needed} bytes in files of {sum(num_bytes.values())} bytes"
+            f"{metadata.path}: the tensors need {needed} bytes, but the files have {sum(num_bytes.values())} bytes"
         )
 
 
@@ -306,7 +309,7 @@ class BoxReader:
         parts = [(part, common) for part in stored if (common := part.box.intersect(box)) is not None]
         gaps = uncovered(box, (common for _, common in parts))
         if gaps:
-            raise DamagedCheckpointError(f"no chunk holds {name}{describe_box(gaps[0])}")
+            raise DamagedCheckpointError(f"no chunk contains {name}{describe_box(gaps[0])}")
         result = torch.empty(box.shape, dtype=dtype)
         for part, common in parts:
             file = self.open(part.segment)
@@ -339,5 +342,5 @@ class BoxReader:
             tensor = tensor[field]
         end = part.start + part.frame.num_elements
         if not isinstance(tensor, LazyTensor) or tensor.dtype != dtype or tensor.num_elements < end:
-            raise DamagedCheckpointError(f"{file.path}: the entry at byte {part.segment.start} does not hold {name}")
+            raise DamagedCheckpointError(f"{file.path}: the entry at byte {part.segment.start} does not contain {name}")
         return file.view(tensor).reshape(-1)[part.start : end].view(part.frame.shape)

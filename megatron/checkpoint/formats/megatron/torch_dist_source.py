@@ -145,7 +145,7 @@ class BucketStates:
                 if states is None or states.keys() != FLAT_STATES.keys():
                     raise CheckpointError(
                         f"{self.metadata.path}: the optimizer's buffer {number} of tensor-parallel rank {tp_rank}, "
-                        f"pipeline rank {pp_rank} is missing, or a part of it is"
+                        f"pipeline rank {pp_rank} is missing or incomplete"
                     )
                 for parameter, start in self._placed(parameters, states["param"], pp_rank, number):
                     for kind, buffer in states.items():
@@ -187,7 +187,7 @@ class BucketStates:
         needed = sum(parameter.num_elements for parameter in parameters)
         raise CheckpointError(
             f"{self.metadata.path}: the optimizer's buffer {number} of pipeline rank {pp_rank} has {buffer.length} "
-            f"elements, which do not match Megatron's layout of the {needed} of its parameters"
+            f"elements, which does not match Megatron's layout of its {needed} parameter elements"
         )
 
     def _layouts(self, parameters: Sequence[LocalParameter], pp_rank: int, number: int) -> Iterator[FlatBuffer]:
@@ -266,7 +266,7 @@ class BucketStates:
         """Yield (buffer, kind, run) of the state that one rank gathered."""
         value = self._reader.open(segment).value[0]
         if not isinstance(value, Mapping) or not value.get("buckets_coalesced"):
-            raise CheckpointError(f"{segment.path}: the optimizer's state is in a layout that is not supported")
+            raise CheckpointError(f"{segment.path}: the layout of the optimizer state is not supported")
         for number in (key for key in value if isinstance(key, int)):
             ((dtypes, tensors),) = value[number].items()
             for kind in FLAT_STATES:
@@ -316,7 +316,7 @@ def read_common(folder: Path) -> dict[str, Any]:
     finally:
         file.close()
     if not isinstance(values, dict) or not isinstance(values.get("args"), Record) or values["args"].kind != NAMESPACE:
-        raise CheckpointError(f"{file.path} records no args, so the model that was saved is unknown")
+        raise CheckpointError(f"{file.path} contains no args, so the model configuration is unknown")
     return values
 
 
@@ -381,7 +381,7 @@ def read_object(metadata: StoredMetadata, key: str, complete: Complete = _with_t
     finally:
         file.close()
     if not isinstance(value, list) or len(value) != 1:
-        raise DamagedCheckpointError(f"{file.path}: the entry of {key} holds no object")
+        raise DamagedCheckpointError(f"{file.path}: the entry of {key} contains no object")
     return value[0]
 
 
@@ -480,7 +480,7 @@ class TorchDistSource:
         if unknown:
             names = f"{', '.join(sorted(unknown)[:4])}{' ...' if len(unknown) > 4 else ''}"
             raise CheckpointError(
-                f"{self.metadata.path} contains tensors of a different kind of model, or of its optimizer: {names}"
+                f"{self.metadata.path} contains tensors of an unsupported kind of model or optimizer: {names}"
             )
         return found
 
@@ -493,7 +493,7 @@ class TorchDistSource:
         whole = entry.shape if entry.original_shape is None else entry.original_shape
         shape = whole[1:] if key.is_stacked else whole
         if not shape:
-            raise CheckpointError(f"{self.metadata.path}: {key.name(0)} has the shape {list(whole)}")
+            raise CheckpointError(f"{self.metadata.path}: {key.name(0)} has the unexpected shape {list(whole)}")
         for layer, box in chunk_boxes(entry, key.is_stacked):
             name = key.name(layer)
             if key.half == 1:
@@ -513,14 +513,14 @@ class TorchDistSource:
         numbers = {int(words[3]) for words in names}
         wanted = self.config["model"].get("num_layers")
         if wanted != len(numbers) or numbers != set(range(len(numbers))):
-            raise CheckpointError(
-                f"{self.metadata.path} contains {len(numbers)} layers, but its recorded arguments say {wanted}"
-            )
+            raise CheckpointError(f"{self.metadata.path} contains {len(numbers)} layers, but its args say {wanted}")
         try:
             return config_from_dict(GPTConfig, self.config["model"])
         except ConfigurationError as error:
             problems = "; ".join(error.problems)
-            raise CheckpointError(f"{self.folder / COMMON_FILE}: args do not describe a model: {problems}") from error
+            raise CheckpointError(
+                f"{self.folder / COMMON_FILE}: args do not describe a valid model: {problems}"
+            ) from error
 
     def _check_vocabulary(self, vocab_size: int | None) -> None:
         """Reject files whose vocabulary is too small for the caller's or was padded from a different size."""
@@ -530,8 +530,9 @@ class TorchDistSource:
         is_other = vocab_size is not None and divisor is not None and expected != self.padded_vocab_size
         if is_other or expected > self.padded_vocab_size:
             raise CheckpointError(
-                f"checkpoint {self.folder} has a vocabulary of {self.padded_vocab_size} rows, padding included; "
-                f"{self.model.vocab_size} tokens are padded to {expected}: it is from a different tokenizer"
+                f"checkpoint {self.folder} has a padded vocabulary of {self.padded_vocab_size} rows, but the "
+                f"{self.model.vocab_size} tokens of this run's tokenizer are padded to {expected}; use the "
+                "checkpoint's tokenizer"
             )
 
     def _add_parameters(self) -> None:
@@ -550,15 +551,13 @@ class TorchDistSource:
         problems = [f"missing: {name}" for name in sorted(wanted.keys() - stored)]
         problems += [f"unexpected: {name}" for name in sorted(stored - wanted.keys())]
         problems += [
-            f"{name}: shape {list(self._shapes[name])} in the files, {list(shape)} by its args"
+            f"{name}: shape {list(self._shapes[name])} in the files, but {list(shape)} according to its args"
             for name, shape in wanted.items()
             if name in stored and not self._is_of_shape(name, shape)
         ]
         if problems:
             more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-            raise CheckpointError(
-                f"{self.folder} is not the model that its args describe: {'; '.join(problems[:4])}{more}"
-            )
+            raise CheckpointError(f"{self.folder} does not match its args: {'; '.join(problems[:4])}{more}")
         self._untrained = {f"model.{parameter.name}" for parameter in parameters if not parameter.is_trained}
         for name, shape in wanted.items():
             self._take_in(name, shape)
@@ -589,8 +588,11 @@ class TorchDistSource:
             for weight, info in weights.items():
                 name = f"optimizer.{kind}.{weight}"
                 if name not in self._shapes or not self._is_of_shape(name, info.global_shape):
-                    found = list(self._shapes[name]) if name in self._shapes else "not there"
-                    raise CheckpointError(f"{self.folder}: {name} is {found}, the weight {list(info.global_shape)}")
+                    found = f"has shape {list(self._shapes[name])}" if name in self._shapes else "is missing"
+                    raise CheckpointError(
+                        f"{self.folder}: the optimizer tensor {name} {found}, but its weight has shape "
+                        f"{list(info.global_shape)}"
+                    )
                 self._take_in(name, info.global_shape)
         return bool(kinds) or any(key.startswith("optimizer.") for key in self.metadata.objects)
 
@@ -601,7 +603,7 @@ class TorchDistSource:
         found = sum(stored.box.num_elements for stored in self._boxes[name])
         if found != info.num_elements:
             raise DamagedCheckpointError(
-                f"{self.folder}: {found} of the {info.num_elements} elements of {name} are there"
+                f"{self.folder}: only {found} of the {info.num_elements} elements of {name} are in the checkpoint"
             )
 
 

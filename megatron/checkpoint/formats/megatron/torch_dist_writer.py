@@ -198,7 +198,9 @@ def build_metadata(written: Sequence[WrittenEntry]) -> Metadata:
         if isinstance(found, TensorStorageMetadata):
             held = sum(chunk.sizes.numel() for chunk in found.chunks)
             if held != found.size.numel():
-                raise CheckpointError(f"the ranks hold {held} of the {found.size.numel()} values of {key}")
+                raise CheckpointError(
+                    f"the ranks have only {held} of the {found.size.numel()} values of {key}; nothing was saved"
+                )
     return Metadata(described, storage_data=storage)
 
 

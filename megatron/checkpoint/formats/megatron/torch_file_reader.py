@@ -57,7 +57,7 @@ class PickleBudget:
         """
         self.operations += 1
         if self.operations > _FREE_OPERATIONS + num_read / _BYTES_AN_OPERATION:
-            raise ValueError(f"its first {num_read} bytes are {self.operations} operations")
+            raise ValueError(f"its first {num_read} bytes have {self.operations} pickle operations")
         self.spend(num_bytes, num_read)
 
     def spend(self, num_bytes: int, num_read: int) -> None:
@@ -143,7 +143,7 @@ def check_value(value: Any, record: type[Any]) -> None:
                 raise ValueError(f"values are nested more than {_MOST_DEPTH} deep")
             inner = [part for part in parts if isinstance(part, kinds) and id(part) not in done]
             if any(id(part) in is_open for part in inner):
-                raise ValueError("a value that holds itself")
+                raise ValueError("a value that contains itself")
             left += inner
             if inner:
                 continue
@@ -153,7 +153,7 @@ def check_value(value: Any, record: type[Any]) -> None:
         if depth > _MOST_DEPTH:
             raise ValueError(f"values are nested more than {_MOST_DEPTH} deep")
         if count > _FREE_PARTS + _MOST_REPEATS * (len(done) + len(parts)):
-            raise ValueError("values repeat each other without end")
+            raise ValueError("values refer to each other in an endless cycle")
         done[id(item)] = 256 * count + depth
         is_open.discard(id(item))
         left.pop()
@@ -341,7 +341,7 @@ def storage_dtype(kind: Any, path: Path) -> torch.dtype:
         return _STORAGE_DTYPES[kind.name]
     if isinstance(kind, torch.dtype):
         return kind
-    raise CheckpointError(f"{path}: {kind} is not a kind of storage")
+    raise CheckpointError(f"{path}: {kind} is not a storage type")
 
 
 class _Interpreter:
@@ -376,15 +376,15 @@ class _Interpreter:
             elif name not in ("PROTO", "FRAME"):
                 handler = _HANDLERS.get(name)
                 if handler is None:
-                    raise CheckpointError(f"{self.path}: a checkpoint does not need the pickle operation {name}")
+                    raise CheckpointError(f"{self.path}: the pickle operation {name} is not allowed in a checkpoint")
                 handler(self, argument)
-        raise ValueError("the pickle ends before its end")
+        raise ValueError("the pickle is truncated")
 
     def refuse(self, what: object) -> CheckpointError:
         """Return the error for a name that is not allowed."""
         return CheckpointError(
-            f"{self.path}: the file requests {str(what)[:200]}, which no checkpoint needs; it was not run, and nothing "
-            "is loaded from this file"
+            f"{self.path}: the file requests {str(what)[:200]}, which is not allowed in a checkpoint; it was not run, "
+            "and nothing was loaded from this file"
         )
 
     def pop_mark(self) -> list[Any]:
@@ -457,7 +457,9 @@ class _Interpreter:
         if isinstance(target, StoredArray):
             _, shape, dtype, is_column_major, data = state
             if is_column_major and len(shape) > 1:
-                raise CheckpointError(f"{self.path}: an array is stored column by column, which is not supported")
+                raise CheckpointError(
+                    f"{self.path}: an array is stored in column-major (Fortran) order, which is not supported"
+                )
             target.shape, target.dtype, target.data = _shape(shape), _array_dtype(dtype), _of(bytes, data)
         elif isinstance(target, Record) and target.kind == _NUMPY_DTYPE:
             return  # byte order etc.: all written arrays are little-endian
@@ -510,7 +512,7 @@ class _Interpreter:
 
 def _of(kind: type[Any], value: Any) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{type(value).__name__} in the place of {kind.__name__}")
+        raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
     return value
 
 
@@ -522,10 +524,10 @@ def _make_tensor(arguments: tuple[Any, ...]) -> LazyTensor:
     if math.prod(size for size in shape if size) >= 2**63 or math.prod(shape) > max(
         storage.num_elements, _MOST_REPEATED
     ):
-        raise ValueError(f"a tensor of shape {shape} made of {storage.num_elements} stored values")
+        raise ValueError(f"a tensor of shape {shape} in a storage of {storage.num_elements} values")
     reach = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
     if reach and offset + reach > storage.num_elements:
-        raise ValueError(f"a tensor of shape {shape} reaches beyond its {storage.num_elements} stored values")
+        raise ValueError(f"a tensor of shape {shape} extends beyond its storage of {storage.num_elements} values")
     return LazyTensor(storage, storage.start + offset, shape, strides)
 
 
@@ -686,7 +688,7 @@ class TorchFile:
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
         except _NOT_THE_FORMAT as error:
-            raise DamagedCheckpointError(f"{path}: not a whole file of torch's format ({error})") from error
+            raise DamagedCheckpointError(f"{path}: not a complete torch file ({error})") from error
 
     def close(self) -> None:
         """Close the file and invalidate its views."""
@@ -706,7 +708,7 @@ class TorchFile:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides))
         if tensor.offset + reach > place.num_bytes // itemsize:
-            raise DamagedCheckpointError(f"{self.path}: a tensor reaches beyond storage {tensor.storage.key}")
+            raise DamagedCheckpointError(f"{self.path}: a tensor extends beyond storage {tensor.storage.key}")
         flat = torch.frombuffer(
             self._mapped(), dtype=tensor.dtype, count=reach, offset=place.start + tensor.offset * itemsize
         )
@@ -767,12 +769,12 @@ class TorchFile:
         with zipfile.ZipFile(cast(BinaryIO, file)) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             if "data.pkl" not in entries:
-                raise ValueError("it holds no data.pkl")
+                raise ValueError("it contains no data.pkl")
             for name, entry in entries.items():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"{name} is compressed")
                 if entry.compress_size != entry.file_size:
-                    raise ValueError(f"{name} has {entry.file_size} bytes, and {entry.compress_size} are stored")
+                    raise ValueError(f"{name} has {entry.file_size} bytes, but {entry.compress_size} are stored")
                 if entry.header_offset + entry.file_size > size:
                     raise ValueError(f"it ends within {name}")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
@@ -790,7 +792,7 @@ class TorchFile:
         """Parse the file's description of a storage: (tag, kind, key, device, number of elements)."""
         tag, kind, key, _, num_elements = description
         if tag != "storage" or not isinstance(key, (str, int)) or not _is_count(num_elements):
-            raise ValueError("a persistent object that is no storage")
+            raise ValueError("a persistent object that is not a storage")
         return StorageKey(str(key), storage_dtype(kind, self.path), num_elements)
 
     def _read_legacy(self, file: mmap.mmap) -> Any:

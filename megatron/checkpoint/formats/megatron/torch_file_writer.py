@@ -241,7 +241,7 @@ class TorchFileWriter:
             wanted = min(_CHUNK_BYTES, entry.num_bytes - entry.summed_bytes)
             data = os.pread(self._descriptor, wanted, entry.data_start + entry.summed_bytes)
             if not data:
-                raise OSError(f"{self.plan.path} is shorter than what was written")
+                raise OSError(f"{self.plan.path} is shorter than the data that was written")
             entry.checksum = zlib.crc32(data, entry.checksum)
             entry.summed_bytes += len(data)
 

@@ -163,7 +163,7 @@ class MegatronTorchSource:
                 try:
                     file.check_storage(key)
                 except DamagedCheckpointError as error:
-                    raise DamagedCheckpointError(f"{error}; it holds {name}") from error
+                    raise DamagedCheckpointError(f"{error}; the file contains {name}") from error
 
     def close(self) -> None:
         """Close the files; nothing can be read afterwards."""
@@ -178,13 +178,15 @@ class MegatronTorchSource:
         expected = padded_vocab_size(vocab_size, divisor, self.tp)
         if expected != self.padded_vocab_size:
             raise CheckpointError(
-                f"checkpoint {self.folder} has a vocabulary of {self.padded_vocab_size} rows, padding included; "
-                f"{vocab_size} tokens are padded to {expected}: it is from a different tokenizer"
+                f"checkpoint {self.folder} has a padded vocabulary of {self.padded_vocab_size} rows, but the "
+                f"{vocab_size} tokens of this run's tokenizer are padded to {expected}; use the checkpoint's tokenizer"
             )
 
     def _add_rank(self, rank: RankFile) -> None:
         if len(rank.chunks) != self.num_chunks:
-            raise CheckpointError(f"{rank.file.path} holds {len(rank.chunks)} model chunks, others {self.num_chunks}")
+            raise CheckpointError(
+                f"{rank.file.path} contains {len(rank.chunks)} model chunks, but other files contain {self.num_chunks}"
+            )
         chunks = [self._parameters(rank, chunk) for chunk in range(self.num_chunks)]
         for parameters, tensors in zip(chunks, rank.chunks):
             for parameter in parameters:
@@ -212,14 +214,15 @@ class MegatronTorchSource:
         problems = [f"missing: {key}" for key in by_key if key not in tensors]
         problems += [f"unexpected: {key}" for key in tensors if key not in by_key]
         problems += [
-            f"{key}: shape {list(tensors[key].shape)} in the file, {list(parameter.local_shape)} by its arguments"
+            f"{key}: shape {list(tensors[key].shape)} in the file, but {list(parameter.local_shape)} according to its "
+            "args"
             for key, parameter in by_key.items()
             if key in tensors and tensors[key].shape != parameter.local_shape
         ]
         if problems:
             more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
             raise CheckpointError(
-                f"{rank.file.path} is not the model that its arguments, or the flags, describe: "
+                f"{rank.file.path} does not match the model that its args, or the flags, describe: "
                 f"{'; '.join(problems[:_MOST_NAMED])}{more}"
             )
         return [by_key[key] for key in tensors]
@@ -229,7 +232,7 @@ class MegatronTorchSource:
             return
         info = self.tensors.setdefault(name, TensorInfo(parameter.global_shape, tensor.dtype))
         if info.dtype != tensor.dtype:
-            raise CheckpointError(f"{file.path}: {name} is {tensor.dtype}, on other ranks {info.dtype}")
+            raise CheckpointError(f"{file.path}: {name} has dtype {tensor.dtype}, but {info.dtype} on other ranks")
         blocks: Sequence[tuple[int, LazyTensor]] = [(0, tensor)]
         if ".linear_qkv." in parameter.key:
             blocks = native_row_blocks(tensor, self.model.kv_channels, rank.version)
@@ -239,7 +242,9 @@ class MegatronTorchSource:
         for name, info in self.tensors.items():
             found = sum(stored.box.num_elements for stored in self._boxes[name])
             if found != info.num_elements:
-                raise CheckpointError(f"{self.folder}: {found} of the {info.num_elements} elements of {name} are there")
+                raise CheckpointError(
+                    f"{self.folder}: only {found} of the {info.num_elements} elements of {name} are in the checkpoint"
+                )
 
 
 def _stored_boxes(
@@ -259,7 +264,9 @@ def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:
     try:
         return config_from_dict(GPTConfig, values)
     except ConfigurationError as error:
-        raise CheckpointError(f"{rank.file.path}: args do not describe a model: {'; '.join(error.problems)}") from error
+        raise CheckpointError(
+            f"{rank.file.path}: args do not describe a valid model: {'; '.join(error.problems)}"
+        ) from error
 
 
 _DIVISOR = "make_vocab_size_divisible_by"

@@ -201,7 +201,9 @@ def all_to_all(
 
 
 def gather_copies(rows: torch.Tensor, tp: Group) -> torch.Tensor:
-    """All-gather rows whose later use is the same on every rank. Backward: this rank's part of the gradient.
+    """All-gather rows that every TP rank then uses identically.
+
+    The backward pass takes this rank's slice of the gradient, without communication.
 
     Shapes: ``[n, h] -> [n * tp, h]``.
     """

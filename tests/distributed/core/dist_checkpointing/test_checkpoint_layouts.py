@@ -159,7 +159,7 @@ def test_a_rank_that_cannot_write_is_everyones_error_and_nothing_is_left(tmp_pat
     assert first == second
     assert first.startswith(f"cannot write {tmp_path / '.iter_0000020.saving' / 'shard_00001.safetensors'}")
     assert os.strerror(errno.EFBIG) in first
-    assert "bytes are needed for it" in first
+    assert "it needs " in first
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "iter_0000010",
         "latest_checkpointed_iteration.txt",
@@ -253,7 +253,7 @@ def plan_with_a_gap() -> str:
 
 def test_a_gap_is_every_ranks_error() -> None:
     assert set(run_distributed(4, plan_with_a_gap)) == {
-        "no rank holds model.embedding.weight[8:11,0:5]; nothing was saved"
+        "no rank has model.embedding.weight[8:11,0:5]; nothing was saved"
     }
 
 

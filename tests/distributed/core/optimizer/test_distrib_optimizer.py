@@ -312,7 +312,7 @@ def build_wide(optimizer: Options) -> None:
 
 
 def test_a_rule_that_is_not_elementwise_is_given_no_shard() -> None:
-    with pytest.raises(RankFailure, match=r"Adafactor is not elementwise.*some rank holds a shard of matrix") as caught:
+    with pytest.raises(RankFailure, match=r"Adafactor is not elementwise.*a rank has only a shard of matrix") as caught:
         run_distributed(2, with_rule, "Adafactor", build_wide)
     assert "ConfigurationError" in str(caught.value)
 

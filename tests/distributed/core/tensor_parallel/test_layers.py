@@ -390,7 +390,11 @@ def test_a_layer_without_a_bias_gives_none_for_it() -> None:
     [
         (ColumnParallelLinear, {"output_size": 7}, "7 output features are not divisible by tensor-parallel size 2;"),
         (ColumnParallelLinear, {"stride": 2}, "10 output features .* size 2 x 2 stacked tensors;"),
-        (ColumnParallelLinear, {"gather_output": True, "config": SEQUENCE_PARALLEL}, "here True and 1; drop one"),
+        (
+            ColumnParallelLinear,
+            {"gather_output": True, "config": SEQUENCE_PARALLEL},
+            ("but they are True and 1; omit one"),
+        ),
         (RowParallelLinear, {"input_size": 5}, "5 input features are not divisible by tensor-parallel size 2;"),
         (RowParallelLinear, {"input_is_parallel": False, "config": SEQUENCE_PARALLEL}, "input_is_parallel=False takes"),
     ],

@@ -134,7 +134,7 @@ def differences_in_symmetric_memory() -> list[float]:
 def test_symmetric_memory_is_called_for_both_products_and_both_gradients() -> None:
     for found in run_distributed(2, differences_in_symmetric_memory):
         assert max(found) < 1e-12, found
-    assert run_distributed(2, why_without_peers) == ["torch or the devices lack it"] * 2
+    assert run_distributed(2, why_without_peers) == ["torch or the devices do not support it"] * 2
 
 
 def why_without_peers() -> str | None:

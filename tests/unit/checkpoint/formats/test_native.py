@@ -156,7 +156,7 @@ def test_a_gap_is_refused_with_its_place(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     source = NativeSource(folder, verify=False)
     assert torch.equal(source.read("model.w", Box((0, 0), (2, 2))), values[:2])
-    with pytest.raises(DamagedCheckpointError, match=r"no shard holds model\.w\[2:4,0:2\]"):
+    with pytest.raises(DamagedCheckpointError, match=r"no shard contains model\.w\[2:4,0:2\]"):
         source.read("model.w")
     source.close()
 
@@ -177,7 +177,7 @@ def test_formats_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert detect_format(tmp_path / "hf") == "hf"
     assert detect_format(tmp_path) is None
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         open_checkpoint(tmp_path)
     for name, expected in ((".metadata", "torchtitan"), ("common.pt", "torch_dist"), ("metadata.json", None)):
         folder_of_part = tmp_path / f"only {name}"

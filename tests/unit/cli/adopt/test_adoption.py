@@ -172,7 +172,7 @@ def test_a_variable_that_the_script_does_not_read_is_told(tmp_path: Path) -> Non
     path = tmp_path / "run.sh"
     path.write_text("GPUS=1\ntorchrun --nproc_per_node $GPUS pretrain_gpt.py --mock-data\n")
     notes = adopt_file(path, [], {"GPUS": "2", "GPUZ": "4"}, CHECKS).notes
-    assert notes == ("--set GPUZ=4 has no effect: what is followed of the script never reads GPUZ",)
+    assert notes == ("--set GPUZ=4 has no effect: the parts of the script that were followed never read GPUZ",)
 
 
 def test_flags_are_renamed_left_out_or_listed() -> None:
@@ -241,7 +241,7 @@ def test_the_table_names_flags_that_exist() -> None:
     [
         (None, [], "No such file"),
         (b"\x7fELF\x00\xff\xfe", [], "is not text"),
-        (b"echo hello\nls -l\n", [], "launches no script that is known"),
+        (b"echo hello\nls -l\n", [], "launches no supported script"),
         (b"torchrun pretrain_bert.py --a\n", [], "it starts pretrain_bert.py"),
         (b"", [], "it starts nothing"),
         (b"torchrun pretrain_gpt.py", ["--set", "X"], "--set X is not NAME=VALUE"),
@@ -266,7 +266,7 @@ def test_the_command_line(tmp_path: Path, capsys) -> None:
     assert lines[1] == "torchrun --nproc_per_node 8 --nnodes 1 --master_addr localhost pretrain_gpt.py \\"
     assert "    --num-layers 4 \\" in lines
     assert "    --profile-step-start 4" in (line.removesuffix(" \\") for line in lines)
-    assert "pretrain_gpt.py takes this command (8 ranks)." in lines
+    assert "pretrain_gpt.py accepts this command (8 ranks)." in lines
     written = json.loads(data.read_text())
     assert written["would_run"] is True
     assert written["commands"][0]["world_size"] == 8
@@ -330,7 +330,7 @@ def test_other_starters_of_ranks_are_named(tmp_path: Path) -> None:
     path.write_text("accelerate launch pretrain_gpt.py --mock-data\npython pretrain_gpt.py --mock-data\n")
     adoption = adopt_file(path, (), {}, CHECKS)
     assert len(adoption.commands) == 1
-    assert adoption.notes[0].startswith("line 1 starts pretrain_gpt.py with accelerate, whose flags are not read")
+    assert adoption.notes[0].startswith("line 1 starts pretrain_gpt.py with accelerate, whose flags are not translated")
 
 
 SWITCH_THEN = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --bf16 "
@@ -379,7 +379,7 @@ torchrun --nproc_per_node <GPUS> pretrain_gpt.py {SMALL} --tokenizer-type GPT2BP
     (command,) = adopted(tmp_path, text)
     assert command.refused == ()
     assert set(command.placeholders) == {"GPUS", "Specify_path_to_file", "your_dir", "other", "seed"}
-    assert command.placeholders["your_dir"] == "<your dir> is to be replaced in the file"
+    assert command.placeholders["your_dir"] == "<your dir> must be replaced in the file"
     assert "'<Specify_path_to_file>/merges.txt'" in command.text
 
 

@@ -266,7 +266,7 @@ def test_every_unknown_has_a_reason() -> None:
     assert script.state.unknowns["A"] == "is the output of $(hostname)"
     assert "[ $1 = x ] (line 2)" in script.state.unknowns["B"]
     assert "--set C=VALUE" in script.state.unknowns["C"]
-    assert "$1 is not given" in script.state.unknowns["ARG1"]
+    assert "$1 is not set" in script.state.unknowns["ARG1"]
 
 
 def test_parameters_and_variables_are_taken_from_the_user() -> None:
@@ -279,14 +279,14 @@ def test_parameters_and_variables_are_taken_from_the_user() -> None:
 def test_a_script_without_an_end_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="does not end within"):
         followed("while true; do N=1; done")
-    with pytest.raises(ConfigurationError, match="calls itself over and over"):
+    with pytest.raises(ConfigurationError, match="calls itself endlessly"):
         followed("again() { again; }; again")
 
 
 def test_what_cannot_be_read_is_noted() -> None:
     assert followed("torchrun x\nif then fi done (\n").notes
     assert followed(". missing.sh\ntorchrun x").notes == [
-        "line 1 reads missing.sh, which is not here: what it sets is not known"
+        "line 1 reads missing.sh, which is missing here: the variables that it sets are not known"
     ]
 
 

@@ -67,7 +67,7 @@ def test_group_decides_the_part() -> None:
 
 
 def test_a_length_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ValueError, match="a sequence of 14 cannot be cut into 2 x 2 equal chunks"):
+    with pytest.raises(ValueError, match="a sequence of 14 tokens cannot be divided into 2 x 2 equal chunks"):
         cut_sequence(torch.arange(14), Group(("cp",), (0, 1), 0), dim=0)
 
 

@@ -69,7 +69,7 @@ def test_padding_is_that_of_whole_sequences_and_a_sample_need_not_have_any() -> 
     assert batch.padding_mask.sum(dim=1).tolist() == [0, LENGTH - 5, 0]
     assert not batch.padding_mask[1, :5].any()
     samples[2]["padding_mask"] = np.full(LENGTH, 2)
-    with pytest.raises(DataError, match="the padding mask has other values than 0 and 1"):
+    with pytest.raises(DataError, match="the padding mask contains values other than 0 and 1"):
         pack(layout, samples)
 
 
@@ -126,11 +126,11 @@ def test_a_batch_is_its_own_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("loss_mask", 0.5, "the loss mask has other values than 0 and 1"),
-        ("loss_mask", 2.0, "the loss mask has other values than 0 and 1"),
-        ("position_ids", 24, "position 24 is out of range in a sequence of 24"),
-        ("position_ids", -1, "position -1 is out of range in a sequence of 24"),
-        ("document_ids", 24, "document 24 is out of range in a sequence of 24"),
+        ("loss_mask", 0.5, "the loss mask contains values other than 0 and 1"),
+        ("loss_mask", 2.0, "the loss mask contains values other than 0 and 1"),
+        ("position_ids", 24, "position 24 is out of range for a sequence of 24 tokens"),
+        ("position_ids", -1, "position -1 is out of range for a sequence of 24 tokens"),
+        ("document_ids", 24, "document 24 is out of range for a sequence of 24 tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, value: float, message: str) -> None:

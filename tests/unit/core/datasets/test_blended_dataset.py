@@ -89,9 +89,9 @@ def test_parse_blend() -> None:
     assert parse_blend(["0.3", "a", "7e3", "b"]) == Blend(("a", "b"), (0.3, 7000.0))
     assert parse_blend(["1", "a"]) == Blend(("a",), (1.0,))
     for items, words in (
-        (["0.3", "a", "b", "c"], "'b' stands where a weight was expected"),
-        (["1", "a", "2"], "mix weights and plain prefixes"),
-        ([], "an empty list"),
+        (["0.3", "a", "b", "c"], "'b' is not a weight"),
+        (["1", "a", "2"], "mix entries with and without a weight"),
+        ([], "list of data paths is empty"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             parse_blend(items)
@@ -132,7 +132,7 @@ def test_configuration_reports_all_problems_at_once() -> None:
         )
     text = str(caught.value)
     assert len(caught.value.problems) == 5
-    for words in ("--seq-length", "2 sources of data", "--eod-mask-loss", "--split 'x'", "the weight of b is 0"):
+    for words in ("--seq-length", "2 data sources", "--eod-mask-loss", "--split 'x'", "the weight of b is 0"):
         assert words in text
 
 
@@ -140,7 +140,7 @@ def test_a_split_that_is_empty_names_one_that_works(tmp_path: Path) -> None:
     blend = Blend((write_text(tmp_path / "few", 7, 30),))
     text = refusal(tmp_path, (10, 2, 0), blend=blend, split="949,50,1")
     assert "2 valid samples are needed" in text
-    assert "has 7 sequences, of which --split 949,50,1 leaves none for valid" in text
+    assert "has 7 sequences, and --split 949,50,1 leaves none of them for valid" in text
     assert text.endswith("use --split 6,1,0")
     splits = build(tmp_path, (10, 2, 0), blend=blend, split="6,1,0")
     assert splits.train is not None
@@ -152,8 +152,8 @@ def test_a_test_split_without_data_is_off_and_named(tmp_path: Path) -> None:
     few, lines = Blend((write_text(tmp_path / "few", 30, 30),)), list[str]()
     assert build(tmp_path, (10, 2, 4), lines, blend=few, split="949,50,1").test is None
     assert [line for line in lines if "test" in line] == [
-        f" > no test data: 4 test samples are needed, but {tmp_path / 'few'} has 30 sequences, of which --split "
-        "949,50,1 leaves none for test; use --split 27,2,1",
+        f" > no test data: 4 test samples are needed, but {tmp_path / 'few'} has 30 sequences, and --split 949,50,1 "
+        "leaves none of them for test; use --split 27,2,1",
     ]
     short = Blend((write_text(tmp_path / "short", 10, 7),))
     lines.clear()
@@ -166,7 +166,7 @@ def test_a_test_blend_leaves_out_what_has_no_share(tmp_path: Path) -> None:
     lines: list[str] = []
     splits = build(tmp_path, (10, 0, 4), lines, blend=Blend(prefixes, (1.0, 1.0)), split="95,0,5")
     assert [line for line in lines if "test" in line] == [
-        f" > 4 test samples are needed, but {prefixes[0]} has 8 sequences, of which --split 95,0,5 leaves none for "
+        f" > 4 test samples are needed, but {prefixes[0]} has 8 sequences, and --split 95,0,5 leaves none of them for "
         "test; use --split 7,0,1"
     ]
     assert splits.test is not None
@@ -234,8 +234,8 @@ def test_a_share_of_zero_is_off_and_reported(tmp_path: Path) -> None:
     blend, lines = Blend((write_text(tmp_path / "text", 20, 30),)), list[str]()
     splits = build(tmp_path, (10, 2, 2), lines, blend=blend, split="90,10,0")
     assert splits.test is None
-    assert " > no test data: --split 90,10,0 gives it no share" in lines
-    assert "gives training no share" in refusal(tmp_path, (10, 2, 2), blend=blend, split="0,1,1")
+    assert " > no test data: --split 90,10,0 has no share for it" in lines
+    assert "has a training share of 0" in refusal(tmp_path, (10, 2, 2), blend=blend, split="0,1,1")
 
 
 def test_a_split_that_asks_for_nothing_may_be_empty(tmp_path: Path) -> None:
@@ -268,9 +268,9 @@ def test_per_split_paths(tmp_path: Path) -> None:
     assert isinstance(splits.valid, GPTDataset)
     assert (len(splits.train.sequences), len(splits.valid.sequences)) == (6, 9)
     assert splits.test is None
-    assert " > no test data: --test-data-path is not given" in lines
+    assert " > no test data: --test-data-path is not set" in lines
     text = refusal(tmp_path, (5, 6, 7), blend_per_split=(None, Blend((two,)), None))
-    assert "--train-data-path is not given" in text
+    assert "--train-data-path is not set" in text
 
 
 def test_missing_file_of_a_blend_is_named(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_missing_file_of_a_blend_is_named(tmp_path: Path) -> None:
 def test_wrong_vocabulary_is_found_before_training(tmp_path: Path) -> None:
     blend = Blend((write_text(tmp_path / "one", 6, 20), write_text(tmp_path / "two", 6, 20, first_token=95)))
     text = refusal(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=97)
-    assert text.startswith(f"{tmp_path / 'two'} holds token id 97, but the vocabulary has 97 ids (0 to 96)")
+    assert text.startswith(f"{tmp_path / 'two'} contains token id 97, but the vocabulary has 97 ids (0 to 96)")
     build(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=101)
 
 
@@ -479,7 +479,7 @@ def test_the_first_token_of_a_vocabulary_is_one_of_it(tmp_path: Path) -> None:
         builder.add_document([1, -1] * 10)
         builder.finalize()
     text = refusal(tmp_path, (1, 0, 0), blend=Blend((str(tmp_path / "negative"),)), split="1", vocab_size=3)
-    assert "holds token id -1" in text
+    assert "contains token id -1" in text
 
 
 def test_short_last_samples_of_a_validation_blend_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -97,19 +97,19 @@ def test_a_system_message_begins_another_conversation() -> None:
     ("line", "problem"),
     [
         ("{", "not a JSON line"),
-        ("[1]", "expected a JSON object, found list"),
-        ('{"text": "a"}', "the keys are text; give messages"),
-        ('{"prompt": "a"}', "the keys are prompt; give messages"),
-        ('{"instruction": "a"}', "the keys are instruction; give messages"),
-        ('{"output": "a"}', "the keys are output; give messages"),
+        ("[1]", "a JSON object is expected, but the line contains list"),
+        ('{"text": "a"}', "the keys are text; use messages"),
+        ('{"prompt": "a"}', "the keys are prompt; use messages"),
+        ('{"instruction": "a"}', "the keys are instruction; use messages"),
+        ('{"output": "a"}', "the keys are output; use messages"),
         ('{"conversations": [{"from": "gpt", "tool_calls": []}]}', "message 1 of 'conversations' has no 'value'"),
-        ('{"messages": []}', "'messages' is no list of messages"),
+        ('{"messages": []}', "'messages' is not a list of messages"),
         ('{"messages": [{"content": "a"}]}', "message 1 of 'messages' has no 'role'"),
         ('{"messages": [{"role": "user"}]}', "message 1 of 'messages' has no 'content'"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant (roles: user)"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "the first message is the assistant's"),
-        ('{"conversations": [{"from": "bot", "value": "a"}]}', "a message is from 'bot'; known are human"),
-        ('{"prompt": 1, "completion": "a"}', "'prompt' holds int, expected text"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role assistant (roles: user)"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "the first message has the role assistant"),
+        ('{"conversations": [{"from": "bot", "value": "a"}]}', "a message has the role 'bot'; known roles are human"),
+        ('{"prompt": 1, "completion": "a"}', "'prompt' contains int; a string is expected"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_refused(line: str, problem: str) -> None:
@@ -124,8 +124,8 @@ def test_a_line_that_is_no_conversation_is_refused(line: str, problem: str) -> N
         ("a\n\n{{ raise_exception('no system') }}", "mine, line 3: no system"),
         ("a\n{{ messages[0].name + 1 }}", "mine, line 2: UndefinedError: "),
         ("{{ messages[0].__class__.__mro__ }}\n{{ messages.append(1) }}", "SecurityError"),
-        ('{{ "text" * 10 ** 13 }}', "4 x 10000000000000 characters or items are more than"),
-        ('{{ 10 ** 10 * ["item"] }}', "1 x 10000000000 characters or items are more than"),
+        ('{{ "text" * 10 ** 13 }}', "4 x 10000000000000 characters or items exceed the limit of"),
+        ('{{ 10 ** 10 * ["item"] }}', "1 x 10000000000 characters or items exceed the limit of"),
         ("{{ 10 ** (10 ** 9) }}", "a power of 1000000000 is too large"),
         (
             "{% if add_generation_prompt %}X{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -236,9 +236,11 @@ def test_a_message_with_a_reserved_character_is_rejected(character: str) -> None
     message = {"role": "user", "content": f"a{character}b"}
     conversation = read_conversations(json.dumps({"messages": [message, TURNS[2]]}).encode())
     for template in (TEMPLATE, MARKED):
-        with pytest.raises(DataError, match="a message holds one of the noncharacters U\\+FDD0, U\\+FDD1 and U\\+FDD2"):
+        with pytest.raises(
+            DataError, match=("a message contains one of the noncharacters U\\+FDD0, U\\+FDD1 and U\\+FDD2")
+        ):
             ChatTemplate(template, "mine", {}).render(*conversation)
-        with pytest.raises(DataError, match="a message holds one of the noncharacters"):
+        with pytest.raises(DataError, match="a message contains one of the noncharacters"):
             ChatTemplate(template, "mine", {}).render_prompt([message])
 
 
@@ -304,7 +306,7 @@ def test_a_template_sees_the_special_tokens_of_the_files_alone(tmp_path: Path) -
         ("{{ 'x' * 60 }}{{ 'y' * 40 }}", 100, None),
         ("{{ 'x' * 60 }}{{ 'y' * 41 }}", 0, "the text of one conversation is longer than 100 characters"),
         ("{{ 'xy' * 50 }}", 100, None),
-        ("{{ ('xy' * 51) | length }}", 0, "2 x 51 characters or items are more than 100"),
+        ("{{ ('xy' * 51) | length }}", 0, "2 x 51 characters or items exceed the limit of 100"),
         ("{{ (50 * 'xy') | length }}", 3, None),
         ("{{ 3 ** 50 }}", 24, None),
         ("{{ 3 ** 51 }}", 0, "a power of 51 is too large"),

@@ -106,7 +106,7 @@ def test_a_long_conversation_is_cut_at_its_end(tmp_path: Path, longest: int | No
     text = [*range(40, 40 + LENGTH)]
     assert sample["labels"].tolist()[: kept - 1] == text[: kept - 1]
     assert sample["loss_mask"].sum() == 0  # its answer was behind the cut
-    assert dataset.packed.describe().endswith(f"; 1 longer than {kept} tokens are cut at their end")
+    assert dataset.packed.describe().endswith(f"; 1 conversations are longer than {kept} tokens and are truncated")
 
 
 def test_the_loss_of_a_document_end_can_be_left_out(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_damaged_index_is_reported_and_built_again_and_a_whole_one_is_read(tmp
         np.save(path, damage(np.load(path)))
         again, (warning,) = tokens()
         assert again == first[0]
-        assert "it does not hold these conversations" in warning
+        assert "it does not contain these conversations" in warning
 
 
 def firsts(sample: GPTSample) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ def test_a_run_that_packs_otherwise_begins_the_data_anew(tmp_path: Path) -> None
         build(config_of(blend, tmp_path, **options), 8, position, lines.append)
     changes = [line for line in lines if "the training data changes" in line]
     assert len(changes) == 2
-    assert all("after 3 samples" in line and f"{prefix} 1 -> left out" in line for line in changes)
+    assert all("after 3 samples" in line and f"{prefix} 1 -> removed" in line for line in changes)
 
 
 def test_token_files_without_masks_are_refused(tmp_path: Path) -> None:
@@ -218,12 +218,12 @@ def test_token_files_without_masks_are_refused(tmp_path: Path) -> None:
     ConversationFile(prefix)
     for suffix in (".bin", ".idx"):
         Path(mask_prefix(other) + suffix).replace(mask_prefix(prefix) + suffix)
-    with pytest.raises(DataError, match="does not hold the loss masks of"):
+    with pytest.raises(DataError, match="does not match the data set"):
         ConversationFile(prefix)
     with pytest.raises(DataError, match=r"other has no loss masks: .* python tools/preprocess_data\.py --sft"):
         build(config_of(Blend((other,)), tmp_path), 1)
     (tmp_path / "raw.jsonl").touch()
-    with pytest.raises(DataError, match=r"raw is not a data set; .*raw\.jsonl, use"):
+    with pytest.raises(DataError, match=r"raw is not a data set; .*raw\.jsonl, pass"):
         build(config_of(Blend((str(tmp_path / "raw"),)), tmp_path), 1)
 
 
@@ -234,18 +234,18 @@ def test_jsonl_is_packed_once_and_a_bad_line_is_named(tmp_path: Path, monkeypatc
     config = config_of(Blend((str(file),)), tmp_path)
     (sample,) = build(config, 1, report=lines.append).train
     assert sample["loss_mask"].sum() == 5
-    kept = f"kept in {tmp_path / 'cache'}"
-    assert lines[0] == f" > tokenizing {file} with the template plain, once: it is {kept}"
+    kept = f"cached in {tmp_path / 'cache'}"
+    assert lines[0] == f" > tokenizing {file} with the template plain, once: the result is {kept}"
     assert lines[1] == " > tokenized 2 conversations, 8 tokens"
     monkeypatch.setattr(IndexedDatasetBuilder, "finalize", None)  # nothing is written again
     (again,) = build(config, 1).train
     assert again["tokens"].tolist() == sample["tokens"].tolist()
     monkeypatch.undo()
     file.write_text('{"prompt": "1 2 ", "completion": "7"}\n\n{"prompt": "3 "}\n')
-    with pytest.raises(DataError, match=r"talk\.jsonl:3: no conversation: the keys are prompt; give messages"):
+    with pytest.raises(DataError, match=r"talk\.jsonl:3: not a conversation: the keys are prompt; use messages"):
         build(config, 1)
     file.write_text("\n")
-    with pytest.raises(DataError, match=r"talk\.jsonl holds no conversation"):
+    with pytest.raises(DataError, match=r"talk\.jsonl contains no conversation"):
         build(config, 1)
     assert not list((tmp_path / "cache").glob("*tmp*"))
 

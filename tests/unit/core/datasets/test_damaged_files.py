@@ -274,7 +274,7 @@ def test_a_cut_is_seen_before_the_next_read(num_bytes: int, mapped: bool, prefix
     dataset = IndexedDataset(prefix, mmap_bin_files=mapped)
     assert dataset.get(0, 8190).tolist() == [8190, 8191]
     os.truncate(f"{prefix}.bin", num_bytes)
-    with pytest.raises(DataError, match=r"data\.bin became shorter than the 32768 bytes that it had$"):
+    with pytest.raises(DataError, match=r"data\.bin shrank below its 32768 bytes while it was in use; write it again$"):
         dataset.get(0, 8190)
 
 

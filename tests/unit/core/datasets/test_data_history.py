@@ -160,9 +160,9 @@ def test_new_weights_go_on_where_each_data_set_was_left(texts: tuple[str, ...], 
     run.train(Blend((c, b, a), (0.5, 0.3, 0.2)), 60, 44)
     assert run.counts() == {"a": 17 + 4, "b": 7 + 6, "c": 10}
     assert run.lines[-1].startswith(f" > the training data changes after 24 samples: {c} new, 0.5; {b} 0.3 -> 0.3")
-    assert f"{a} 0.7 -> 0.2, going on after 17 samples" in run.lines[-1]
+    assert f"{a} 0.7 -> 0.2, continuing after 17 samples" in run.lines[-1]
     run.train(Blend((d, a), (1.0, 1.0)), 60, 50)
-    assert f"{b} 0.3 -> left out" in run.lines[-1]
+    assert f"{b} 0.3 -> removed" in run.lines[-1]
     run.train(Blend((a, b), (0.7, 0.3)), 60)
     assert_read_in_order(run)
     assert run.history is not None
@@ -287,10 +287,10 @@ def test_what_cannot_go_on_is_refused(texts: tuple[str, ...], tmp_path: Path) ->
     with pytest.raises(DataError, match="used --dataloader-type single: with cyclic this run would repeat samples"):
         single.build(blend, 50)
     cyclic = Run(tmp_path, "cyclic").train(blend, 50, 30)
-    with pytest.raises(DataError, match="cyclic permuted all samples of the old blend together; use the --data-path"):
+    with pytest.raises(DataError, match="cyclic shuffled all samples of the old blend together; use the --data-path"):
         cyclic.build(Blend(texts[:2], (0.5, 0.5)), 50)
     cyclic.seed = 6
-    with pytest.raises(DataError, match=r"has --seed 5, .* use --seed 5, or --finetune"):
+    with pytest.raises(DataError, match=r"used --seed 5, .* use --seed 5, or --finetune"):
         cyclic.build(blend, 50)
     single = Run(tmp_path).train(blend, 50, 30)
     single.consumed = 29
@@ -418,10 +418,10 @@ def test_what_becomes_of_each_data_set_is_described(texts: tuple[str, ...], tmp_
     run = Run(tmp_path).train(Blend((a, b), (0.9, 0.1)), 60, 1)
     assert run.counts() == {"a": 1, "b": 0}
     run.train(Blend((b, c), (0.5, 0.5)), 60, 7)
-    assert f"{b} 0.1 -> 0.5, going on after 0 samples; {c} new, 0.5; {a} 0.9 -> left out" in run.lines[-1]
+    assert f"{b} 0.1 -> 0.5, continuing after 0 samples; {c} new, 0.5; {a} 0.9 -> removed" in run.lines[-1]
     run.train(Blend((a, c), (0.5, 0.5)), 60)
     changes = [line for line in run.lines if "the training data changes" in line]
-    assert f"{a} left out -> 0.5, going on after 1 samples" in changes[-1]
+    assert f"{a} left out -> 0.5, continuing after 1 samples" in changes[-1]
 
 
 def test_the_largest_seed_is_followed_by_0(texts: tuple[str, ...], tmp_path: Path) -> None:

@@ -99,9 +99,12 @@ def test_a_permutation_is_drawn_once_although_reading_is_ahead_of_the_step(monke
 
 def test_no_samples_left_is_refused_with_the_values() -> None:
     order = SampleOrder("single", 23)
-    with pytest.raises(DataError, match=r"20 samples are consumed of the 23 .* 3 are left, 6 are needed"):
+    with pytest.raises(
+        DataError,
+        match=r"20 of the data set's 23 samples are consumed: 3 are left, but one micro-batch on every rank needs 6",
+    ):
         MicroBatchSampler(order, 20, 2, 0, 3)
-    with pytest.raises(DataError, match="without samples"):
+    with pytest.raises(DataError, match="has no samples"):
         SampleOrder("cyclic", 0)
 
 

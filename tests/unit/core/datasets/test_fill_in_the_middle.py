@@ -91,7 +91,7 @@ def test_fragments_and_beginnings_that_stay(tokenizer: HuggingFaceTokenizer) -> 
 
 
 def test_a_token_that_is_not_one_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
-    with pytest.raises(TokenizerError, match=r"--fim-prefix-token <PRE>: the tokenizer reads it as 5 tokens"):
+    with pytest.raises(TokenizerError, match=r"--fim-prefix-token <PRE>: the tokenizer encodes it as 5 tokens"):
         special_token_id(tokenizer, "<PRE>", "--fim-prefix-token")
 
 

@@ -190,7 +190,7 @@ def test_mock_data_walks_through_at_most_1024_words(vocab_size: int | None, num_
 
 
 def test_a_vocabulary_of_one_end_token_makes_no_data() -> None:
-    with pytest.raises(DataError, match="a vocabulary of 1 ids leaves no tokens to make data of"):
+    with pytest.raises(DataError, match="a vocabulary of 1 ids has no tokens for mock data"):
         MockGPTDataset(1, "train", GPTDatasetConfig(sequence_length=4, mock=True, vocab_size=1, eod_token_id=0))
 
 
@@ -236,10 +236,10 @@ def test_a_description_without_a_problem(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"mock": True, "random_seed": -1}, "the seed is -1; give --seed a value from 0 to 4294967295"),
+        ({"mock": True, "random_seed": -1}, "the seed is -1; set --seed to a value from 0 to 4294967295"),
         ({"mock": True, "random_seed": 2**32}, "the seed is 4294967296"),
-        ({}, "0 sources of data are given"),
-        ({"blend": Blend((), None), "split": "1"}, "a blend without data sets is given"),
+        ({}, "0 data sources are set"),
+        ({"blend": Blend((), None), "split": "1"}, "a blend has no data sets"),
         ({"blend": Blend(("a", "b"), (1.0,)), "split": "1"}, "a blend has 2 data sets and 1 weights"),
         ({"blend_per_split": (Blend(("a",), (float("inf"),)), None, None)}, "the weight of a is inf"),
     ],

@@ -300,7 +300,7 @@ def test_a_blend_of_more_data_sets_than_can_be_numbered_is_rejected(num_data_set
             builder.exhaustive_blending_indices(np.ones(num_data_sets, np.int64))
         with pytest.raises(DataError, match=f"a blend of {num_data_sets} data sets cannot be indexed"):
             builder.blending_indices(np.ones(num_data_sets), 1)
-        with pytest.raises(DataError, match=r"has the share 1\.5"):
+        with pytest.raises(DataError, match=r"has the weight 1\.5"):
             builder.blending_indices(np.array([0.5, 1.5]), 1)
 
 

@@ -279,7 +279,7 @@ def test_a_blend_whose_counts_are_damaged_is_built_again(tmp_path: Path) -> None
     whole = path.read_bytes()
     np.save(path, np.load(path) + 1)
     BlendedDatasetBuilder(config, (30, 0, 0), lines.append).build()
-    assert [line for line in lines if "samples_taken are not 30 in all" in line]
+    assert [line for line in lines if "samples_taken do not sum to 30" in line]
     assert path.read_bytes() == whole
 
 

@@ -112,11 +112,11 @@ def test_no_hidden_file_is_left_of_a_writer_that_cannot_publish_its_index(tmp_pa
 
 def test_builder_refuses_what_it_cannot_store(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
-        with pytest.raises(DataError, match="token 65536 does not fit uint16"):
+        with pytest.raises(DataError, match="token 65536 does not fit in uint16"):
             builder.add_document([3, 65536], [2])
         with pytest.raises(DataError, match="token -1 does not fit"):
             builder.add_document([3, -1], [2])
-        with pytest.raises(DataError, match="lengths sum to 3, the document has 2"):
+        with pytest.raises(DataError, match="lengths sum to 3, but the document has 2"):
             builder.add_document([3, 4], [3])
     with pytest.raises(DataError, match="complex"):
         IndexedDatasetBuilder(tmp_path / "data", "c16")
@@ -168,7 +168,7 @@ def test_longer_bin_does_not_belong_to_its_index(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data")
     with open(tmp_path / "data.bin", "ab") as file:
         file.write(b"\0\0")
-    with pytest.raises(DataError, match=r"does not belong to its \.idx: it has 18 bytes, its index describes 16"):
+    with pytest.raises(DataError, match=r"does not belong to its \.idx: it has 18 bytes, but its index describes 16"):
         IndexedDataset(prefix)
 
 
@@ -229,7 +229,7 @@ def test_header_has_the_documented_layout(tmp_path: Path) -> None:
 def test_raw_text_is_named_with_the_command_that_tokenizes_it(given: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
     command = (
-        "python tools/preprocess_data.py --input .*/corpus.jsonl --output-prefix corpus .* give corpus_text_document"
+        "python tools/preprocess_data.py --input .*/corpus.jsonl --output-prefix corpus .* pass corpus_text_document"
     )
     with pytest.raises(
         DataError, match=f"corpus.jsonl is raw text, not a tokenized data set; tokenize it first: {command}"
@@ -265,7 +265,7 @@ def test_documents_that_do_not_rise_from_0_are_named(place: int, value: int, tmp
     start = len(index) - 8 * (3 - place)
     index[start : start + 8] = value.to_bytes(8, "little")
     path.write_bytes(index)
-    with pytest.raises(DataError, match="its document indices do not rise from 0"):
+    with pytest.raises(DataError, match="its document indices do not increase from 0"):
         IndexedDataset(tmp_path / "data").verify_structure()
 
 

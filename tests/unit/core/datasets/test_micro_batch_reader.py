@@ -86,7 +86,7 @@ def test_token_ids_beyond_the_vocabulary_name_the_sample_and_the_file(tmp_path: 
         read(dataset, [low, high], 300)
     text = str(caught.value)
     assert text.startswith(f"sample {high} from {tmp_path / 'high'}: ")
-    assert f"holds token id {largest}, but the vocabulary has 300 ids" in text
+    assert f"contains token id {largest}, but the vocabulary has 300 ids" in text
     assert "--tokenizer-type" in text
     assert "\n" not in text
     assert read(dataset, [low, high]).shape == (2, LENGTH)
@@ -122,7 +122,9 @@ def test_a_file_that_was_cut_short_since_it_was_opened_is_named(num_bytes_left: 
     sample = max(of_file(dataset, "high"), key=lambda number: int(dataset[number]["tokens"][0]))
     os.truncate(tmp_path / "high.bin", num_bytes_left)
     prefix = tmp_path / "high"
-    reason = f"^sample {sample} from {prefix}: {prefix}.bin became shorter than the 400 bytes that it had$"
+    reason = (
+        f"^sample {sample} from {prefix}: {prefix}.bin shrank below its 400 bytes while it was in use; write it again$"
+    )
     with pytest.raises(DataError, match=reason):
         read(dataset, [of_file(dataset, "low")[0], sample])
 
@@ -187,7 +189,9 @@ def test_micro_batches_come_in_the_callers_order_and_the_run_says_where_they_end
         tokens = next(batches).tokens
         assert tokens is not None
         assert tokens[:, 0].tolist() == [first, first + 2]
-    with pytest.raises(DataError, match=r"^the caller makes 2 micro-batches for this rank, and the run reads more$"):
+    with pytest.raises(
+        DataError, match=r"^the caller's iterator ended after 2 micro-batches on this rank, but the run needs more$"
+    ):
         next(batches)
 
 
@@ -204,32 +208,35 @@ def test_samples_may_have_positions_and_documents_where_the_run_resets_them() ->
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (made_sample(VOCABULARY - EXTERNAL_LENGTH + 1), "it holds token id 90, but the vocabulary has 90 ids"),
-        (made_sample(-1), "it holds token id -1, but the vocabulary has 90 ids"),
-        (made_sample(loss_mask=np.full(EXTERNAL_LENGTH, 0.25)), "the loss mask has other values than 0 and 1"),
+        (made_sample(VOCABULARY - EXTERNAL_LENGTH + 1), "it contains token id 90, but the vocabulary has 90 ids"),
+        (made_sample(-1), "it contains token id -1, but the vocabulary has 90 ids"),
+        (made_sample(loss_mask=np.full(EXTERNAL_LENGTH, 0.25)), "the loss mask contains values other than 0 and 1"),
         (made_sample(labels=None, loss_mask=None), "it has no labels, loss_mask$"),
-        (made_sample(tokens=np.arange(17)), r"its tokens have the shape \(17,\), not \(16,\)$"),
-        (made_sample(position_ids=np.arange(1, 17)), "its position_ids are not 0, 1, ...; others need --reset-posi"),
+        (made_sample(tokens=np.arange(17)), r"its tokens have shape \(17,\), not \(16,\)$"),
+        (
+            made_sample(position_ids=np.arange(1, 17)),
+            ("its position_ids are not 0, 1, ...; other values require --reset-posi"),
+        ),
         (
             made_sample(document_ids=np.zeros(EXTERNAL_LENGTH, int)),
-            "it has document_ids, which need --reset-attention-mask$",
+            "it has document_ids, which require --reset-attention-mask$",
         ),
     ],
 )
 def test_samples_are_named_by_their_place(wrong: GPTSample, reason: str) -> None:
     batches = read_external(iter([[made_sample(), made_sample()], [made_sample(), wrong]]))
     next(batches)
-    with pytest.raises(DataError, match=f"^sample 1 of micro-batch 1 that the caller makes: {reason}"):
+    with pytest.raises(DataError, match=f"^sample 1 of the caller's micro-batch 1: {reason}"):
         next(batches)
 
 
 def test_documents_that_the_run_attends_inside_must_be_there() -> None:
-    with pytest.raises(DataError, match=r"^sample 0 of micro-batch 0 that the caller makes: it has no document_ids$"):
+    with pytest.raises(DataError, match=r"^sample 0 of the caller's micro-batch 0: it has no document_ids$"):
         next(read_external(iter([[made_sample(), made_sample()]]), resets=True))
 
 
 def test_micro_batches_of_another_size_are_refused() -> None:
-    reason = "^micro-batch 0 that the caller makes has 1 samples; --micro-batch-size is 2$"
+    reason = "^the caller's micro-batch 0 has 1 samples, but --micro-batch-size is 2$"
     with pytest.raises(DataError, match=reason):
         next(read_external(iter([[made_sample()]])))
 
@@ -241,6 +248,6 @@ def test_errors_of_the_callers_program_are_named_in_one_line() -> None:
 
     batches = read_external(make())
     next(batches)
-    reason = "^micro-batch 1 that the caller makes: reading it failed with KeyError: 'no such shard' .*, line "
+    reason = "^the caller's micro-batch 1: reading it failed with KeyError: 'no such shard' .*, line "
     with pytest.raises(DataError, match=reason):
         next(batches)

@@ -90,7 +90,7 @@ def test_a_data_set_that_is_not_there_or_not_whole_is_told(monkeypatch) -> None:
     bin_path(PREFIX).write_bytes(bin_path(PREFIX).read_bytes()[:-2])
     with pytest.raises(DataError, match=r"memory://data/text\.bin is truncated"):
         IndexedDataset(PREFIX)
-    with pytest.raises(StorageError, match="hdfs:// is not a store"):
+    with pytest.raises(StorageError, match="hdfs:// is not a supported object store"):
         IndexedDataset("hdfs://host/text")
 
 

@@ -111,13 +111,15 @@ def test_an_error_says_the_reason_and_what_is_needed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: usage._replace(free=7))
     path = tmp_path / "f"
     assert str(write_error(path, full, 5)) == (
-        f"cannot write {path}: No space left on device; 5 bytes are needed for it, 7 are free"
+        f"cannot write {path}: No space left on device; it needs 5 bytes, but 7 bytes are free"
     )
-    assert str(write_error(path, full)) == f"cannot write {path}: No space left on device, 7 are free"
-    assert str(write_error(path, OSError("it is shorter"))) == f"cannot write {path}: it is shorter, 7 are free"
+    assert str(write_error(path, full)) == f"cannot write {path}: No space left on device, but 7 bytes are free"
+    assert (
+        str(write_error(path, OSError("it is shorter"))) == f"cannot write {path}: it is shorter, but 7 bytes are free"
+    )
     away = read_error("f", OSError(errno.ESTALE, os.strerror(errno.ESTALE)), "; lost: a")
     assert isinstance(away, StorageError)
-    assert str(away) == "f: Stale file handle; start again when the file system answers"
+    assert str(away) == "f: Stale file handle; restart when the file system is available"
     damaged = read_error("f", OSError(errno.EIO, os.strerror(errno.EIO)), "; lost: a")
     assert isinstance(damaged, DamagedCheckpointError)
     assert str(damaged) == "f: Input/output error; lost: a"
@@ -236,6 +238,4 @@ def test_a_file_system_without_direct_writes_gets_ordinary_ones(
 
 def test_free_space_is_omitted_if_it_is_unknown(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "f"
-    assert str(write_error(path, OSError(errno.EIO, "broken"), 5)) == (
-        f"cannot write {path}: broken; 5 bytes are needed for it"
-    )
+    assert str(write_error(path, OSError(errno.EIO, "broken"), 5)) == (f"cannot write {path}: broken; it needs 5 bytes")

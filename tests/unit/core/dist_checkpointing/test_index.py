@@ -179,12 +179,12 @@ def with_piece(**changes: Any) -> CheckpointIndex:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"offset": (2,), "shape": (12,)}, "has 1 dims, and the tensor 2"),
-        ({"offset": (2,)}, "has 2 dims, and the tensor 2"),
+        ({"offset": (2,), "shape": (12,)}, "has 1 dimensions, but the tensor has 2"),
+        ({"offset": (2,)}, "has 2 dimensions, but the tensor has 2"),
         ({"offset": (1, 2)}, "is outside of"),
         ({"offset": (0, 3)}, "is outside of"),
-        ({"num_bytes": 44}, "of shape \\(3, 4\\) in 44 bytes"),
-        ({"dtype": "float64"}, "of shape \\(3, 4\\) in 48 bytes"),
+        ({"num_bytes": 44}, "with shape \\(3, 4\\) has 44 bytes"),
+        ({"dtype": "float64"}, "with shape \\(3, 4\\) has 48 bytes"),
         ({"dtype": "float31"}, "has the dtype float31"),
         ({"start": 97}, "at byte 97 of shard_00000.safetensors, beyond its end"),
         ({"file": "shard_00001.safetensors"}, "at byte 96 of shard_00001.safetensors, beyond its end"),
@@ -202,7 +202,7 @@ def test_tensors_that_share_bytes_are_damage() -> None:
     several = {name: replace(index.tensors["a"], name=name) for name in "abcd"}
     three = {name: several[name] for name in "abc"}
     check_geometry(Path("folder"), replace(index, tensors=three))
-    with pytest.raises(DamagedCheckpointError, match="shards of 192 bytes in files of 144 bytes"):
+    with pytest.raises(DamagedCheckpointError, match="the shards need 192 bytes, but the files have 144 bytes"):
         check_geometry(Path("folder"), replace(index, tensors=several))
 
 
@@ -260,4 +260,4 @@ def test_values_that_no_run_records_are_damage(name: str, value: object) -> None
 def test_a_long_value_is_cut_in_the_message(length: int, shown: str) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         check_run_state(Path("folder"), RUN_STATE | {"layout": "x" * length})
-    assert f"layout is {shown}, which is not a value that a run writes" in str(caught.value)
+    assert f"layout has the invalid value {shown}" in str(caught.value)

@@ -131,12 +131,12 @@ def test_every_misfit_is_listed_by_name(tmp_path: Path) -> None:
     ]
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, wanted)
-    _, _, problems = str(caught.value).partition(" does not fit this run: ")
+    _, _, problems = str(caught.value).partition(" does not match this run: ")
     assert problems.split("; ") == [
         "missing in the checkpoint: model.new",
         "unexpected in the checkpoint: model.d",
-        "model.b: shape [4, 3] in the checkpoint, [5, 3] in this run, "
-        "model.c: dtype float32 in the checkpoint, bfloat16 in this run",
+        "model.b: shape [4, 3] in the checkpoint, but [5, 3] in this run, model.c: dtype float32 in the "
+        "checkpoint, but bfloat16 in this run",
     ]
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert not wanted[0].data.any()

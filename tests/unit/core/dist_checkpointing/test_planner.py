@@ -91,21 +91,21 @@ def test_copies_that_are_not_owners_write_nothing() -> None:
 
 def test_saving_with_a_gap_is_refused_by_name() -> None:
     held = [describe("a", (4, 2), Box((0, 0), (3, 2)))]
-    with pytest.raises(CheckpointError, match=r"no rank holds a\[3:4,0:2\]"):
+    with pytest.raises(CheckpointError, match=r"no rank has a\[3:4,0:2\]"):
         check_writes(plan_writes([held], (0,)))
 
 
 def test_parts_that_overlap_are_refused_by_name() -> None:
     held = [[describe("a", (4, 2), Box((0, 0), (4, 2)))], [describe("a", (4, 2), Box((0, 0), (1, 2)))]]
-    with pytest.raises(CheckpointError, match=r"no replicas of each other own the same part of a$"):
+    with pytest.raises(CheckpointError, match=r"not replicas of each other own the same part of a$"):
         check_writes(held)
 
 
 def test_ranks_that_disagree_are_named() -> None:
     held = [[describe("a", (4,), Box((0,), (4,)))], [describe("a", (5,), Box((0,), (5,)))]]
-    with pytest.raises(CheckpointError, match=r"disagree on a: float32 \[4\] and, on rank 6, float32 \[5\]"):
+    with pytest.raises(CheckpointError, match=r"disagree on a: it is float32 \[4\], but float32 \[5\] on rank 6"):
         plan_writes(held, (2, 6))
-    with pytest.raises(CheckpointError, match=r"disagree on a: float32 \[4\] and, on rank 1, float32 \[5\]"):
+    with pytest.raises(CheckpointError, match=r"disagree on a: it is float32 \[4\], but float32 \[5\] on rank 1"):
         check_writes(held)
 
 

@@ -143,7 +143,10 @@ def compared(monkeypatch: pytest.MonkeyPatch, changed: dict[int, int], num_tenso
             "9 of 10 parameters differ * w0, w1, w2, w3, w4, w5, w6, w7 and 1 more; rank 11 differs from the others",
         ),
         # As many agree on one value as on another.
-        ({1: 1, 2: 1, 3: 1, 4: 1}, "1 of 10 parameters differ * w0; no majority tells which of them is wrong"),
+        (
+            {1: 1, 2: 1, 3: 1, 4: 1},
+            ("1 of 10 parameters differ * w0; there is no majority that identifies the wrong rank"),
+        ),
     ],
 )
 def test_the_ranks_that_are_not_among_most_are_named(

@@ -131,8 +131,8 @@ BEAM_END = StopRule(end_tokens=frozenset((3,)))
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"beams": BeamConfig(num_beams=0)}, "num_beams 0 cannot be: 101 of the model's tokens .* use 1..101"),
-        ({"beams": BeamConfig(num_beams=101), "stop": BEAM_END}, "num_beams 101 cannot be: 100 .* use 1..100"),
+        ({"beams": BeamConfig(num_beams=0)}, "num_beams 0 .* 101 of the model's tokens .* use 1..101"),
+        ({"beams": BeamConfig(num_beams=101), "stop": BEAM_END}, "num_beams 101 is too large: only 100 .* use 1..100"),
         ({"beams": BeamConfig(num_beams=2, length_penalty=float("nan"))}, "length_penalty nan is not finite"),
         ({"beams": BeamConfig(num_beams=2, early_stopping="soon")}, "early_stopping 'soon' is not"),  # type: ignore[arg-type]
         ({"sampling": SamplingConfig(top_k=3)}, "beam search does not sample: omit temperature, top_k and top_p"),
@@ -176,7 +176,8 @@ def test_a_bias_is_of_a_token_that_the_model_knows() -> None:
     check(100)
     for token in (-1, 101):
         with pytest.raises(
-            InputError, match=rf"the logit bias has token {token}, outside the model's vocabulary 0\.\.100"
+            InputError,
+            match=rf"the logit bias contains token {token}, which is outside the model's vocabulary 0\.\.100",
         ):
             check(token)
 
@@ -195,7 +196,7 @@ def test_a_vocabulary_that_is_used_up_is_an_error_in_the_input(beams: BeamConfig
     engine = InferenceEngine(build(odd_config(vocab_size=5, make_vocab_size_divisible_by=1), STATE.tp), STATE)
     sampling = SamplingConfig(no_repeat_ngram_size=1)
     request = GenerationRequest(prompts=((1, 2),), max_new_tokens=4, sampling=sampling, beams=beams)
-    with pytest.raises(InputError, match=r"no_repeat_ngram_size 1 leaves no (token|text) to choose"):
+    with pytest.raises(InputError, match=r"no_repeat_ngram_size 1 excludes every (token|continuation)"):
         engine.generate(request)
 
 

@@ -390,7 +390,7 @@ def test_a_row_without_a_token_to_choose_fails_alone(monkeypatch: pytest.MonkeyP
     continuous.add(1, GenerationRequest(prompts=((1, 2, 3, 4),), max_new_tokens=1, sampling=used_up))
     news = continuous.step()
     (failed,) = [happened for job, happened in news if job == 0 and isinstance(happened, PromptFailed)]
-    assert str(failed.error).startswith("no_repeat_ngram_size 1 leaves no token to choose at token 1")
+    assert str(failed.error).startswith("no_repeat_ngram_size 1 excludes every token at position 1")
     assert [happened.token for job, happened in news if job == 1 and isinstance(happened, NewToken)] == [0]
 
     def fail(*given: object) -> torch.Tensor:
@@ -399,5 +399,5 @@ def test_a_row_without_a_token_to_choose_fails_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(running_batch, "choose_tokens", fail)
     continuous.add(2, GenerationRequest(prompts=((1, 2),), max_new_tokens=4))
     (failed,) = [happened for _, happened in continuous.step() if isinstance(happened, PromptFailed)]
-    assert str(failed.error) == "no token can be chosen at token 1"
+    assert str(failed.error) == "no token can be selected at position 1"
     assert not continuous.is_busy

@@ -175,7 +175,9 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
     with pytest.raises(InputError) as caught:
         generate(make_model("odd"), [[2], [1] * 30], 8, GREEDY, None, STATE)
     message = str(caught.value)
-    assert message.startswith("prompt 2 of 2 has 30 tokens: with 8 to generate that is 38, and the model has 37")
+    assert message.startswith(
+        "prompt 2 of 2 has 30 tokens; with 8 tokens to generate the length is 38, but the model has 37"
+    )
 
 
 def test_rotary_positions_go_on() -> None:
@@ -188,8 +190,8 @@ def test_rotary_positions_go_on() -> None:
     ("prompts", "count", "message"),
     [
         ([[1], []], 3, "prompt 2 of 2 has no tokens"),
-        ([[1, 101]], 3, "prompt 1 of 1 has token 101, outside the model's vocabulary 0..100"),
-        ([[-1]], 3, "prompt 1 of 1 has token -1"),
+        ([[1, 101]], 3, "prompt 1 of 1 contains token 101, which is outside the model's vocabulary 0..100"),
+        ([[-1]], 3, "prompt 1 of 1 contains token -1"),
         ([[1]], 0, "0 tokens to generate is not positive"),
         ([[1]], -1, "-1 tokens to generate is not positive"),
     ],
@@ -213,7 +215,7 @@ def test_a_model_with_sequence_parallelism_is_refused() -> None:
 
 @pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(cp=2)])
 def test_data_and_context_parallel_ranks_are_rejected(sizes: ParallelSizes) -> None:
-    with pytest.raises(ConfigurationError, match="generation runs over tensor- and pipeline-parallel processes"):
+    with pytest.raises(ConfigurationError, match="generation supports only tensor and pipeline parallelism"):
         generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, sizes))
 
 
@@ -491,7 +493,7 @@ def test_an_error_of_the_choice_reaches_every_stage(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("probability tensor contains inf")
 
     monkeypatch.setattr(prompt_batch, "choose_tokens", fail)
-    with pytest.raises(RuntimeError, match="no token can be chosen at token 1") as caught:
+    with pytest.raises(RuntimeError, match="no token can be selected at position 1") as caught:
         InferenceEngine(make_model("odd"), STATE).generate(request())
     assert str(caught.value.__cause__) == "probability tensor contains inf"
 
@@ -503,7 +505,7 @@ def test_a_model_of_another_stage_is_rejected(rank: int, holds_embedding: bool, 
     contents = StageContents((0, 1), has_embedding=holds_embedding, has_loss=holds_loss)
     model = build(odd_config(), single_rank_group(), contents=contents)
     links: Any = SimpleNamespace(activations_in=None, activations_out=None)
-    with pytest.raises(ConfigurationError, match=rf"stage {rank} of pipeline\(2\) is not what the model holds"):
+    with pytest.raises(ConfigurationError, match=rf"stage {rank} of pipeline\(2\) does not match the model's modules"):
         StagedModel(model, describe_parallel_state(rank, 2, ParallelSizes(pp=2)), links)
 
 
@@ -653,9 +655,9 @@ def test_scores_are_those_of_a_whole_forward_pass(at_once: int, monkeypatch) -> 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (ScoredRow((3,), 1), "1 of 1 tokens cannot be scored"),
-        (ScoredRow((3, 4), 0), "0 of 2 tokens cannot be scored"),
-        (ScoredRow((3, 101, 5), 1), "prompt 1 of 1 has token 101"),
+        (ScoredRow((3,), 1), "cannot score 1 of 1 tokens"),
+        (ScoredRow((3, 4), 0), "cannot score 0 of 2 tokens"),
+        (ScoredRow((3, 101, 5), 1), "prompt 1 of 1 contains token 101"),
         (ScoredRow((1,) * 39, 1), "has 37 learned positions"),
     ],
 )
@@ -668,7 +670,7 @@ def test_what_cannot_be_scored_is_refused(row: ScoredRow, message: str) -> None:
 def test_a_target_outside_the_vocabulary_is_refused() -> None:
     engine = InferenceEngine(build(odd_config(), single_rank_group()), STATE)
     for token in (101, -1):
-        with pytest.raises(InputError, match=rf"token {token} cannot be scored: the model knows 0\.\.100"):
+        with pytest.raises(InputError, match=rf"token {token} cannot be scored: the model's vocabulary is 0\.\.100"):
             engine.score([ScoredRow((3, 4, token), 1)])
     assert len(engine.score([ScoredRow((3, 4, 0), 1), ScoredRow((3, 4, 100), 1)])) == 2
 

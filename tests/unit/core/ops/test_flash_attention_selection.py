@@ -104,7 +104,7 @@ def test_one_line_says_why_it_is_not_used_where_it_was_asked_for(
         num_layers=2, hidden_size=12, num_attention_heads=3, attention_backend=backend, params_dtype=dtype
     )
     line = describe_missing_flash(config.attention_backend, config.params_dtype, device_type)
-    assert line == (expected and f"flash-attn is not used, since {expected}: torch's own attention takes its place")
+    assert line == (expected and f"flash-attn is not used, because {expected}; torch's attention is used instead")
 
 
 def test_nothing_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_packages_give_the_same_bits_again_where_that_is_asked_for(
     )
     assert select_attention_core("auto", "cuda").kernels[0].name == SDPA
     assert describe_missing_flash("flash", "bfloat16", "cuda") == (
-        "flash-attn is not used, since --deterministic-mode needs flash-attn 2.4.1 or newer, of version 2: torch's own "
-        "attention takes its place"
+        "flash-attn is not used, because --deterministic-mode needs flash-attn 2.4.1 or newer, of version 2; torch's "
+        "attention is used instead"
     )
 
 

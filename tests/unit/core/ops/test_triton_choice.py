@@ -72,7 +72,7 @@ def test_a_failing_package_means_one_warning_and_torch(monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match="triton") as caught:
         results = [gated_activation(x, "swiglu") for _ in range(5)]
     assert [str(warning.message) for warning in caught] == [
-        f"triton is installed but cannot be used, torch's own operations are taken: {error}"
+        f"triton is installed but cannot be used, so torch's operations are used: {error}"
     ]
     assert torch.equal(results[4], torch.nn.functional.silu(x[:, :5]) * x[:, 5:])
 

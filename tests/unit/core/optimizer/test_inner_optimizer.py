@@ -89,8 +89,8 @@ def test_the_state_of_a_built_in_rule_exists_from_the_start() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("lr_mult=2", "no pattern"),
-        (":lr_mult=2", "no pattern"),
+        ("lr_mult=2", "not a pattern"),
+        (":lr_mult=2", "not a pattern"),
         ("a:lr=2", "'lr=2' is neither"),
         ("a:lr_mult=x", "'x' of lr_mult is not a number"),
         ("a:wd_mult=-1", "wd_mult=-1 must be 0 or more"),
@@ -325,7 +325,7 @@ def test_creating_state_leaves_parameters_and_gradients(use: Any) -> None:
 
 def test_a_rule_that_is_not_elementwise_needs_whole_parameters(use: Any) -> None:
     name = use(torch.optim.Adafactor)
-    with pytest.raises(ConfigurationError, match="Adafactor is not elementwise, and --use-precision-aware-optimizer"):
+    with pytest.raises(ConfigurationError, match="Adafactor is not elementwise, but --use-precision-aware-optimizer"):
         build(torch.bfloat16, optimizer=name, use_precision_aware_optimizer=True)
-    with pytest.raises(ConfigurationError, match="some rank holds a shard of"):
+    with pytest.raises(ConfigurationError, match="a rank has only a shard of"):
         build(torch.float32, optimizer=name, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)

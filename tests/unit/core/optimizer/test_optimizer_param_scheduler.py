@@ -227,9 +227,9 @@ def test_a_decay_over_one_sample_starts_at_the_largest_rate(style: str) -> None:
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("lr_decay_style", r"--lr-decay-style quadratic is unknown; possible: constant, .*cosine"),
-        ("lr_wsd_decay_style", r"--lr-wsd-decay-style quadratic is unknown; possible: linear, "),
-        ("wd_incr_style", r"--weight-decay-incr-style quadratic is unknown; possible: constant, linear, cosine"),
+        ("lr_decay_style", r"--lr-decay-style quadratic is unknown; possible values: constant, .*cosine"),
+        ("lr_wsd_decay_style", r"--lr-wsd-decay-style quadratic is unknown; possible values: linear, "),
+        ("wd_incr_style", r"--weight-decay-incr-style quadratic is unknown; possible values: constant, linear, cosine"),
     ],
 )
 def test_a_style_of_another_program_is_rejected_by_name(field: str, message: str) -> None:
@@ -244,14 +244,18 @@ def test_megatrons_files_reject_a_schedule_that_megatron_does_not_have() -> None
     assert stored_schedule(scheduler.state_dict())["lr_decay_style"] == "linear"
     # The shapes of the last part of WSD are no decay styles of their own in Megatron.
     scheduler = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0, lr_decay_style="minus_sqrt"))
-    with pytest.raises(ConfigurationError, match="Megatron has no --lr-decay-style minus_sqrt; use the native format"):
+    with pytest.raises(
+        ConfigurationError, match=("Megatron's format cannot store --lr-decay-style minus_sqrt; use the native format")
+    ):
         stored_schedule(scheduler.state_dict())
 
 
 def test_a_schedule_of_megatrons_files_that_is_not_known_is_rejected_by_name() -> None:
     stored = {"max_lr": 1.0, "lr_decay_steps": 40, "num_steps": 8}
     assert schedule_state(stored, {})["schedule"]["lr_decay_style"] == "linear"
-    with pytest.raises(CheckpointError, match="opt_param_scheduler: --lr-decay-style quadratic is unknown; possible: "):
+    with pytest.raises(
+        CheckpointError, match=("opt_param_scheduler: --lr-decay-style quadratic is unknown; possible values: ")
+    ):
         schedule_state({**stored, "lr_decay_style": "quadratic"}, {})
 
 

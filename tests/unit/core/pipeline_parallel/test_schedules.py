@@ -283,7 +283,7 @@ def test_receives_that_are_posted_ahead_hang_at_the_first_use_of_a_link(name: st
     places = [StagePlace(4, rank) for rank in range(4)]
     logs = [as_log(actions, ahead(actions, place), place) for actions, place in zip(schedule, places)]
     (problem,) = communication_problems(logs)
-    assert problem.startswith("4 of 4 ranks wait for ever: rank 0 in call 1 of 16, receive with rank 1")
+    assert problem.startswith("4 of 4 ranks wait forever: rank 0 in call 1 of 16, receive with rank 1")
 
 
 def test_an_order_is_worked_out_once_for_each_list_of_actions() -> None:

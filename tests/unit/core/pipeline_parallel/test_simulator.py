@@ -42,14 +42,14 @@ def test_ranks_that_wait_in_a_circle_are_named() -> None:
 def test_different_orders_on_two_ranks_are_found() -> None:
     schedule = [[forward(0), forward(1), backward(0), backward(1)], [forward(1), backward(1), forward(0), backward(0)]]
     with pytest.raises(
-        ScheduleError, match="rank 1: forward of micro-batch 1, chunk 0 is sent the message for micro-b"
+        ScheduleError, match="rank 1: forward of micro-batch 1, chunk 0 receives the message for micro-b"
     ):
         simulate(schedule)
 
 
 @pytest.mark.parametrize("actions", [[backward(0), forward(0)], [forward(0), backward(0), backward(0)]])
 def test_a_backward_pass_without_its_forward_pass_is_found(actions: list[Action]) -> None:
-    with pytest.raises(ScheduleError, match="before the pass that it follows, or a second time"):
+    with pytest.raises(ScheduleError, match="is out of order or is repeated"):
         simulate([actions])
 
 
@@ -170,14 +170,14 @@ def test_deferred_weight_gradients_hide_behind_other_ranks() -> None:
 
 
 def test_an_output_weight_without_its_backward_pass_is_found() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 0: output weight of micro-batch 1, chunk 0 comes before"):
+    with pytest.raises(ScheduleError, match=r"rank 0: output weight of micro-batch 1, chunk 0 is out of order"):
         simulate([[Action(Pass.FORWARD, 1), Action(Pass.OUTPUT_WEIGHT, 1), Action(Pass.BACKWARD, 1)]])
 
 
 def test_an_output_weight_comes_once() -> None:
     late = Action(Pass.OUTPUT_WEIGHT, 0)
     simulate([[forward(0), backward(0), late]])
-    with pytest.raises(ScheduleError, match="output weight of micro-batch 0, chunk 0 comes before"):
+    with pytest.raises(ScheduleError, match="output weight of micro-batch 0, chunk 0 is out of order"):
         simulate([[forward(0), backward(0), late, late]])
 
 

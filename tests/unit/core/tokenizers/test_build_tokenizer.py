@@ -56,14 +56,17 @@ def test_gpt2_is_the_default(gpt2_files: tuple[Path, Path]) -> None:
     ("keywords", "message"),
     [
         ({"tokenizer_type": "GPT2BPETokeniser"}, "did you mean GPT2BPETokenizer"),
-        ({"tokenizer_type": "xyz"}, "choose one of GPT2BPETokenizer, .*NullTokenizer"),
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "extra_vocab_size": 3}, "larger --vocab-size"),
+        ({"tokenizer_type": "xyz"}, "use one of GPT2BPETokenizer, .*NullTokenizer"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "extra_vocab_size": 3}, "increase --vocab-size"),
         ({"extra_vocab_size": -1}, "--extra-vocab-size -1 is negative"),
         ({"vocab_extra_ids": -1}, "--vocab-extra-ids -1 is negative"),
-        ({"vocab_extra_ids": 5}, "only SentencePieceTokenizer"),
-        ({"padded_vocab_size": 699}, "699 is less than the 700 ids of the tokenizer; give 700 or more"),
-        ({"tokenizer_type": "NullTokenizer", "padded_vocab_size": 128}, "give NullTokenizer --vocab-size 127"),
-        ({"vocab_size": 701}, "--vocab-size 701: GPT2BPETokenizer has 700 ids"),
+        ({"vocab_extra_ids": 5}, "only with --tokenizer-type SentencePieceTokenizer"),
+        ({"padded_vocab_size": 699}, "699 is less than the 700 ids of the tokenizer; use 700 or more"),
+        (
+            {"tokenizer_type": "NullTokenizer", "padded_vocab_size": 128},
+            ("not supported with NullTokenizer; use --vocab-size 127"),
+        ),
+        ({"vocab_size": 701}, "--vocab-size 701 does not match the 700 ids of GPT2BPETokenizer"),
     ],
 )
 def test_settings_that_cannot_be(gpt2_files: tuple[Path, Path], keywords: dict[str, Any], message: str) -> None:
@@ -176,7 +179,9 @@ def test_rows_are_those_of_the_published_model(kind: str, base: int, own: int, e
 
 
 def test_added_tokens_without_a_row_are_refused_with_the_number_that_works() -> None:
-    with pytest.raises(TokenizerError, match=r"vocabulary of 151643, .* ids up to 151664; give --extra-vocab-size 22 "):
+    with pytest.raises(
+        TokenizerError, match=r"vocabulary of 151643 ids, .* ids up to 151664; use --extra-vocab-size 22 "
+    ):
         patched_vocab_size("Qwen2Tokenizer", 151643, 151665, 0)
     assert patched_vocab_size("Qwen2Tokenizer", 151643, 151665, 22) == 151665
 
@@ -204,7 +209,7 @@ def test_rows_in_all_may_be_given_in_place_of_further_ones(hugging_face_folder: 
     assert [build(rows) for rows in (702, 768)] == [702, 768]
     with pytest.raises(TokenizerError, match="--padded-vocab-size 701 is less than the 702 ids"):
         build(701)
-    with pytest.raises(TokenizerError, match="give NullTokenizer --vocab-size 127"):
+    with pytest.raises(TokenizerError, match="not supported with NullTokenizer; use --vocab-size 127"):
         build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=99, padded_vocab_size=128)
 
 
@@ -230,7 +235,7 @@ def test_a_tokenizer_that_is_code_is_named_as_such(hugging_face_folder: Path) ->
     (hugging_face_folder / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}})
     )
-    with pytest.raises(TokenizerError, match=r"Python code of the model's author, which is never run; save a fast"):
+    with pytest.raises(TokenizerError, match=r"custom Python code, which is never run; save a fast"):
         HuggingFaceTokenizer(hugging_face_folder)
 
 

@@ -219,10 +219,12 @@ def test_damaged_vocabulary(gpt2_files: tuple[Path, Path], content: str, message
 def test_damaged_merges(gpt2_files: tuple[Path, Path]) -> None:
     vocab_file, merge_file = gpt2_files
     merge_file.write_text("#version: 0.2\nt h\nthree words here\n", encoding="utf-8")
-    with pytest.raises(TokenizerError, match=r"merges.txt:3: expected two tokens, found 'three words here'"):
+    with pytest.raises(
+        TokenizerError, match=r"merges.txt:3: two tokens are expected, but the line is 'three words here'"
+    ):
         GPT2BPETokenizer(vocab_file, merge_file)
     merge_file.write_text("#version: 0.2\nq zz\n", encoding="utf-8")
-    with pytest.raises(TokenizerError, match="do not fit"):
+    with pytest.raises(TokenizerError, match="do not match"):
         GPT2BPETokenizer(vocab_file, merge_file)
 
 
@@ -232,7 +234,9 @@ def test_merges_that_are_cut_short_are_named(gpt2_files: tuple[Path, Path]) -> N
     lines = merge_file.read_text(encoding="utf-8").splitlines(keepends=True)
     last = "".join(lines[-1].split())
     merge_file.write_text("".join(lines[:-1]), encoding="utf-8")
-    needed = f"merges.txt has 442 merges, but the 700 tokens of .*vocab.json need 443: none makes '{re.escape(last)}'"
+    needed = (
+        f"merges.txt has 442 merges, but the 700 tokens of .*vocab.json need 443: no merge produces '{re.escape(last)}'"
+    )
     with pytest.raises(TokenizerError, match=needed):
         GPT2BPETokenizer(vocab_file, merge_file)
 
@@ -250,7 +254,9 @@ def test_tokens_that_no_two_others_make_were_added(gpt2_files: tuple[Path, Path]
     lines = gpt2_files[1].read_text(encoding="utf-8").splitlines(keepends=True)
     gpt2_files[1].write_text("".join(lines[:-1]), encoding="utf-8")
     with pytest.raises(
-        TokenizerError, match=r"443: none makes .* it is truncated, .* list such tokens in added_tokens"
+        TokenizerError,
+        match=r"443: no merge produces .* it is truncated .* list tokens that were added to the vocabulary in "
+        r"added_tokens",
     ):
         GPT2BPETokenizer(*gpt2_files)
 
@@ -268,7 +274,7 @@ def test_tokens_that_a_file_beside_lists_were_added(
     gpt2_files: tuple[Path, Path], name: str, content: dict[str, Any]
 ) -> None:
     with_tokens(gpt2_files[0], "qq")
-    with pytest.raises(TokenizerError, match="none makes 'qq'"):
+    with pytest.raises(TokenizerError, match="no merge produces 'qq'"):
         GPT2BPETokenizer(*gpt2_files)
     (gpt2_files[0].parent / name).write_text(json.dumps(content))
     assert GPT2BPETokenizer(*gpt2_files).vocab_size == 701
@@ -287,7 +293,7 @@ def test_vocabulary_that_is_of_another_model_is_named(gpt2_files: tuple[Path, Pa
 
 def test_exchanged_files_are_named(gpt2_files: tuple[Path, Path]) -> None:
     vocab_file, merge_file = gpt2_files
-    with pytest.raises(TokenizerError, match=r"merges.txt holds merges, not a vocabulary; exchange"):
+    with pytest.raises(TokenizerError, match=r"merges.txt contains merges, not a vocabulary; exchange"):
         GPT2BPETokenizer(merge_file, vocab_file)
-    with pytest.raises(TokenizerError, match=r"vocab.json holds JSON, not merges"):
+    with pytest.raises(TokenizerError, match=r"vocab.json contains JSON, not merges"):
         GPT2BPETokenizer(vocab_file, vocab_file)

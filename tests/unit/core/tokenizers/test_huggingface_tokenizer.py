@@ -69,7 +69,7 @@ def test_end_of_document(hugging_face_folder: Path, name: str, content: object, 
 
 def test_unknown_end_of_document(hugging_face_folder: Path) -> None:
     (hugging_face_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|stop|>"}))
-    with pytest.raises(TokenizerError, match=r"eos_token '<\|stop\|>', which tokenizer.json"):
+    with pytest.raises(TokenizerError, match=r"eos_token to '<\|stop\|>', but tokenizer.json"):
         HuggingFaceTokenizer(hugging_face_folder)
 
 
@@ -92,7 +92,9 @@ def test_merges_that_are_cut_short_are_named(hugging_face_folder: Path) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     last = "".join(content["model"]["merges"].pop())
     path.write_text(json.dumps(content), encoding="utf-8")
-    message = rf"tokenizer.json has 442 merges, but the 699 tokens of .* need 443: none makes '{re.escape(last)}'"
+    message = (
+        rf"tokenizer.json has 442 merges, but the 699 tokens of .* need 443: no merge produces '{re.escape(last)}'"
+    )
     with pytest.raises(TokenizerError, match=message):
         HuggingFaceTokenizer(hugging_face_folder)
     content["model"]["ignore_merges"] = True  # such a model finds whole words in its vocabulary

@@ -130,10 +130,10 @@ def test_cuts() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"normalizer": {"type": "Prepend", "prepend": "x"}}, "it normalizes texts"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "its words do not begin at spaces"),
-        ({"pre_tokenizer": SPLIT_ALONE}, "its words do not begin at spaces"),
-        ({"pre_tokenizer": BYTES_ALONE}, "its words do not begin at spaces"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x"}}, "it normalizes text"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "its words do not start at spaces"),
+        ({"pre_tokenizer": SPLIT_ALONE}, "its words do not start at spaces"),
+        ({"pre_tokenizer": BYTES_ALONE}, "its words do not start at spaces"),
     ],
 )
 def test_tokenizers_that_do_not_cut_there_are_refused(
@@ -151,7 +151,7 @@ def test_added_tokens_that_take_spaces_are_refused(hugging_face_folder: Path, rs
     description["added_tokens"][-1] |= {"rstrip": rstrip, "content": content}
     path.write_text(json.dumps(description))
     tokenizer = HuggingFaceTokenizer(hugging_face_folder)
-    with pytest.raises(ValueError, match="takes spaces in"):
+    with pytest.raises(ValueError, match="strips adjacent spaces"):
         WordEncoder(tokenizer, tokenizer.tokenizer_json())
 
 
@@ -267,9 +267,9 @@ def test_an_engine_that_differs_on_the_input_is_not_used(
     reports: list[str] = []
     assert choose_encoder(gpt2, "auto", ["a plain text", "an odd text"], reports.append).name == "reference"
     assert reports == [
-        "the engine gigatoken is not used with GPT2BPETokenizer: it gives other ids, for 'an odd text' first"
+        "the engine gigatoken is not used with GPT2BPETokenizer: it produces different ids, first for 'an odd text'"
     ]
-    with pytest.raises(TokenizerError, match="it gives other ids"):
+    with pytest.raises(TokenizerError, match="it produces different ids"):
         choose_encoder(gpt2, "gigatoken", ["an odd text"], no_report)
 
 

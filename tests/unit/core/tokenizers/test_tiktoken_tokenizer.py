@@ -88,9 +88,9 @@ def test_lines_of_base64(tiktoken_ranks: list[bytes], tiktoken_file: Path, tmp_p
         ({"pattern": None}, "needs --tiktoken-pattern v1 or v2, found None"),
         ({"vocab_size": 270}, "vocabulary size 270 is not between 20 special tokens"),
         ({"vocab_size": 300}, r"20 \+ 269 entries"),
-        ({"special_tokens": ["<unk>", "<s>"]}, "special tokens lack </s>"),
-        ({"special_tokens": ["<unk>", "<s>", "</s>", "<s>"]}, "special tokens repeat"),
-        ({"num_special_tokens": 4}, "--tiktoken-num-special-tokens 4 is too few for 7 tokens"),
+        ({"special_tokens": ["<unk>", "<s>"]}, "required special tokens are missing: </s>"),
+        ({"special_tokens": ["<unk>", "<s>", "</s>", "<s>"]}, "special tokens are repeated"),
+        ({"num_special_tokens": 4}, "--tiktoken-num-special-tokens 4 is less than the number of special tokens, 7"),
     ],
 )
 def test_settings_that_cannot_be(tiktoken_file: Path, keywords: dict[str, Any], message: str) -> None:
@@ -115,7 +115,7 @@ def test_damaged_files(tiktoken_file: Path, tmp_path: Path) -> None:
             TikTokenizer(path, pattern="v1")
     path = tmp_path / "damaged.tiktoken"
     path.write_text("AA== 0\nAQ==\n")
-    with pytest.raises(TokenizerError, match=r"damaged\.tiktoken:2: expected a token and its rank"):
+    with pytest.raises(TokenizerError, match=r"damaged\.tiktoken:2: a token and its rank are expected"):
         TikTokenizer(path, pattern="v1")
 
 

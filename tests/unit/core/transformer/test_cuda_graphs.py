@@ -112,5 +112,5 @@ def test_attention_that_changes_from_one_micro_batch_to_the_next_is_rejected(pat
     block = make_model(single_rank_group(), num_layers=2).decoder
     block.graphs = GraphedLayers(Launches(), 0)
     block.graphs.begin_step()
-    with pytest.raises(ConfigurationError, match="attention follows documents or a mask"):
+    with pytest.raises(ConfigurationError, match="attention depends on document boundaries or a mask"):
         block(torch.randn(8, 3, 28, requires_grad=True), pattern, None)

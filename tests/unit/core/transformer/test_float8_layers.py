@@ -111,15 +111,15 @@ def test_they_are_in_fp8_where_the_last_layers_are_not() -> None:
     assert found == {1, 3, 4}
     line = describe_float8(model.config, "cpu")
     assert line is not None
-    assert "layers 2 to 2 of 3, and those of MTP modules" in line
+    assert "layers 2 to 2 of 3, and the layers of MTP modules" in line
 
 
 @pytest.mark.parametrize(
     ("device", "has_products", "by"),
     [
-        ("cpu", True, "float32 products of the quantized operands"),
-        ("cuda", False, "float32 products of the quantized operands"),
-        ("cuda", True, "torch's scaled products"),
+        ("cpu", True, "float32 GEMMs of the quantized operands"),
+        ("cuda", False, "float32 GEMMs of the quantized operands"),
+        ("cuda", True, "torch's FP8 GEMMs"),
     ],
 )
 def test_the_line_says_what_computes_the_products(

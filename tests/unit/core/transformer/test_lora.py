@@ -97,7 +97,11 @@ def test_names_and_what_is_wrong_with_them() -> None:
         ("linear_qkv", "linear_proj", "linear_fc2"), ("all",)
     )
     assert adapted_parts(("v_proj", "q_proj", "q_proj"), is_gated=True) == {"linear_qkv": ("q", "v")}
-    with pytest.raises(ValueError, match=r"^c_fc is no linear layer of this model; those are linear_qkv .* down_proj$"):
+    with pytest.raises(
+        ValueError, match=r"^c_fc is not a linear layer of this model; its linear layers are linear_qkv .* down_proj$"
+    ):
         adapted_parts(("c_fc",), is_gated=True)
-    with pytest.raises(ValueError, match=r"the adapter of linear_fc1 already covers gate_proj up_proj; keep one$"):
+    with pytest.raises(
+        ValueError, match=r"the adapter of linear_fc1 already covers gate_proj up_proj; omit one of them$"
+    ):
         adapted_parts(("up_proj", "linear_fc1", "gate_proj"), is_gated=True)

@@ -206,7 +206,7 @@ def test_a_gpu_without_such_products_is_refused(capsys: pytest.CaptureFixture[st
     flags = [*EIGHT_BILLION, *FP8, "--world-size", "8", "--gpu", "a100-80gb"]
     assert simulate.main(flags) == 2
     answer = capsys.readouterr().err
-    assert re.search(r"--gpu a100-80gb has no products in fp8; use one of b200, b300, h100, ", answer)
+    assert re.search(r"--gpu a100-80gb does not support FP8 GEMMs; use one of b200, b300, h100, ", answer)
     assert len(answer.splitlines()) == 1
 
 

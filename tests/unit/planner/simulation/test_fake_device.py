@@ -59,7 +59,7 @@ def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: py
 def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda.load_fake_cuda.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", sys)
-    with pytest.raises(ConfigurationError, match="torch is imported already"):
+    with pytest.raises(ConfigurationError, match="torch is already imported"):
         fake_cuda.load_fake_cuda()
 
 

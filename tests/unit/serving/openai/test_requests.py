@@ -40,21 +40,21 @@ def test_every_form_of_a_prompt_is_taken() -> None:
     ("fields", "message"),
     [
         ({"max_token": 1}, "max_token is not a known field; did you mean max_tokens?"),
-        ({"temperature": -1}, "temperature must be a number between 0 and 100, and is -1"),
+        ({"temperature": -1}, "temperature must be a number between 0 and 100, but is -1"),
         ({"temperature": 1e-300}, "temperature must be 0, or at least 1.17549e-38"),
-        ({"n": True}, "n must be a whole number between 1 and 128, and is True"),
-        ({"stop": ["a", ""]}, "stop must be a string, or a list of at most 16, of 1 to 1000 characters each"),
-        ({"logprobs": 21}, "logprobs must be a whole number between 0 and 20, and is 21"),
+        ({"n": True}, "n must be an integer between 1 and 128, but is True"),
+        ({"stop": ["a", ""]}, "stop must be a string or a list of at most 16 strings of 1 to 1000 characters each"),
+        ({"logprobs": 21}, "logprobs must be an integer between 0 and 20, but is 21"),
         ({"logit_bias": {"x": 1}}, "logit_bias must be an object of at most 1024 token ids"),
-        ({"suffix": "b"}, "suffix is not supported here; leave it out"),
-        ({"best_of": 3}, "best_of 3 is not n 1: choices are not ranked"),
-        ({"max_tokens": 0}, "max_tokens 0 is of use with echo and logprobs only"),
-        ({"num_beams": 2, "temperature": 0.5}, "num_beams draws nothing and gives whole texts: leave out temperature"),
-        ({"length_penalty": 0.5}, "length_penalty and early_stopping need num_beams 2 or more"),
-        ({"prompt": []}, "prompt must be a string, token ids, or a list of either, and is []"),
-        ({"prompt": ["a"] * 65, "n": 2}, "prompts x choices are 130; at most 128 are taken"),
-        ({"prompt": "\ud800"}, "prompt holds half of a surrogate pair"),
-        ({"stream_options": {"include_usage": True}}, "stream_options needs stream true"),
+        ({"suffix": "b"}, "suffix is not supported here; omit it"),
+        ({"best_of": 3}, "best_of 3 must equal n 1, because choices are not ranked"),
+        ({"max_tokens": 0}, "max_tokens 0 requires echo and logprobs"),
+        ({"num_beams": 2, "temperature": 0.5}, "num_beams does not sample and does not stream; omit temperature"),
+        ({"length_penalty": 0.5}, "length_penalty and early_stopping require num_beams of 2 or more"),
+        ({"prompt": []}, "prompt must be a string, token ids, or a list of either, but is []"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompts x choices is 130; at most 128 is accepted"),
+        ({"prompt": "\ud800"}, "prompt contains half of a surrogate pair"),
+        ({"stream_options": {"include_usage": True}}, "stream_options requires stream: true"),
     ],
 )
 def test_what_cannot_be_is_named_with_its_value(fields: dict[str, Any], message: str) -> None:
@@ -70,10 +70,10 @@ def test_what_cannot_be_is_named_with_its_value(fields: dict[str, Any], message:
     [
         ({"messages": None}, "messages must be a list of one or more objects with role and content"),
         ({"messages": [{"role": "user"}]}, "messages must be objects whose content is a string"),
-        ({"top_logprobs": 2}, "top_logprobs needs logprobs true"),
+        ({"top_logprobs": 2}, "top_logprobs requires logprobs: true"),
         ({"tools": [{"type": "function"}]}, "tools is not supported here"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported here"),
-        ({"echo": True}, "echo is of /v1/completions"),
+        ({"echo": True}, "echo is supported only in /v1/completions"),
         ({"prompt": "a"}, "prompt is not a known field"),
     ],
 )
@@ -228,7 +228,7 @@ def test_the_command_line_warns_of_a_text_beyond_the_context() -> None:
     assert describe_long_text(config, GenerationRequest(prompts=((1, 2), (3,) * 5), max_new_tokens=4)) is None
     warning = describe_long_text(config, GenerationRequest(prompts=((1, 2), (3,) * 6), max_new_tokens=4))
     assert warning is not None
-    assert warning.startswith("WARNING: a prompt of 6 tokens and --tokens-to-generate 4 are 10 tokens, and the model")
+    assert warning.startswith("WARNING: a prompt of 6 tokens and --tokens-to-generate 4 are 10 tokens, but the model")
 
 
 class Bytes:

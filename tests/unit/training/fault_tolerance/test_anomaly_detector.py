@@ -44,8 +44,8 @@ def test_limits_are_standard_deviations_of_the_window_alone() -> None:
     assert watch.limits == pytest.approx((4.0 + 3.0, math.e ** (1.0 + 3.0)))
     assert watch.describe(6.9, 54.0) == ""
     assert watch.describe(7.1, 55.0) == (
-        "the loss 7.1 is a spike: up to 7 would follow those before; "
-        "the gradient norm 55 is a spike: up to 54.5982 would follow those before"
+        "the loss 7.1 is a spike: the limit from the previous losses is 7; the gradient norm 55 is a spike: the limit "
+        "from the previous norms is 54.5982"
     )
 
 

@@ -106,7 +106,7 @@ def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
     early = Rendezvous(store, 0, 4, "a", Limits(patience_s=2.0), ticking())
     store.set("megatron/restart/rank/2", '[0, "c"]')
-    with pytest.raises(RestartError, match=r"^ranks 1, 3 did not come within 2 s.*--inprocess-barrier-timeout$"):
+    with pytest.raises(RestartError, match=r"^ranks 1, 3 did not join within 2 s.*--inprocess-barrier-timeout$"):
         early.join()
 
 

@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_said_with_its_parts() -> None:
     line = measured(10).line(3.5)
     assert line is not None
     assert "may need 10.5 s (7.0 s until it looks for signals, 3.5 s for a checkpoint)" in line
-    assert "--preemption-grace-seconds 10 is less" in line
+    assert "--preemption-grace-seconds is only 10" in line
 
 
 def test_beside_training_a_save_under_way_comes_first() -> None:
@@ -205,7 +205,7 @@ def test_beside_training_a_save_under_way_comes_first() -> None:
     line = measured(13, is_async=True).line(3.5)
     assert line is not None
     assert "may need 14.0 s" in line
-    assert "3.5 s for a checkpoint, one under way and one more)" in line
+    assert "3.5 s for a checkpoint, including a save in progress)" in line
 
 
 def test_it_is_said_again_when_it_is_much_worse() -> None:

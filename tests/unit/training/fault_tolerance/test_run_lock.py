@@ -107,7 +107,7 @@ def test_an_owner_on_another_machine_is_followed_when_it_no_longer_renews(tmp_pa
     own_folder(tmp_path, "feed", "a training run", lines.append, times=QUICK).check()
     (line,) = lines
     assert line.startswith(f"waiting for a training run on node7, process 4321, which owns --save {tmp_path}: ")
-    assert line.endswith("has not renewed its record for 5 s")
+    assert line.endswith("has not renewed its lock for 5 s")
 
 
 def test_an_owner_on_another_machine_that_renews_is_alive(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_record_that_cannot_be_read_counts_until_it_is_old(text: str, tmp_path
     path.write_text(text)
     renewal = threading.Timer(0.5, lambda: os.utime(path))
     renewal.start()
-    with pytest.raises(FolderInUseError, match="a run whose record cannot be read"):
+    with pytest.raises(FolderInUseError, match="a run whose lock cannot be read"):
         own(tmp_path)
     renewal.join()
 

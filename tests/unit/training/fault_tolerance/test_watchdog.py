@@ -145,7 +145,7 @@ def test_a_device_that_does_not_come_to_a_communication_is_named_where_hosts_wai
     assert waiting.endswith("rank 1")
     last = said[-1]
     assert last.startswith(f"HANG: rank 1 on {this_process().host} (pid {os.getpid()}) is in phase forward at ")
-    assert ", with a device that is at work before all_reduce #3 of tp[0,1], 96 bytes (" in last
+    assert ", with a device that is still running work before all_reduce #3 of tp[0,1], 96 bytes (" in last
     assert ", and has not entered all_reduce #3 of tp[0,1], 96 bytes (" in last
     assert last.endswith(", where rank 0 waits")
     (path,) = ranks.folder.glob("hang-*.json")
@@ -201,7 +201,7 @@ def test_nothing_is_watched_only_with_a_warning(
         monkeypatch.delenv("MASTER_PORT", raising=False)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-        reason = "MASTER_ADDR and MASTER_PORT do not give the address of the processes' store"
+        reason = "MASTER_ADDR and MASTER_PORT are not set to the address of the processes' store"
     else:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
         monkeypatch.setattr("megatron.training.fault_tolerance.watchdog.StackFile", UnlinkedStackFile)
@@ -210,9 +210,9 @@ def test_nothing_is_watched_only_with_a_warning(
     with watching(recorder, describe_parallel_state(0, 1), MarkedDevice("cpu"), 60):
         assert recorder.mark is None
     line = capsys.readouterr().err
-    assert line.startswith("WARNING: no hang is watched for or reported: rank 0: ")
+    assert line.startswith("WARNING: hangs are neither detected nor reported: rank 0: ")
     assert reason in line
-    assert line.endswith("; only --distributed-timeout-minutes ends one\n")
+    assert line.endswith("; only --distributed-timeout-minutes ends a hang\n")
 
 
 class UnlinkedStackFile:
@@ -232,7 +232,7 @@ def test_a_watchdog_that_loses_the_store_says_so(ranks: Ranks, monkeypatch, caps
     ranks.watchdogs[0]._board._store = LostStore()
     ranks.move(1, 0.5)
     said = capsys.readouterr().err.splitlines()
-    lost = "WARNING: rank 0 no longer watches for hangs: Connection reset by peer"
+    lost = "WARNING: rank 0 no longer monitors for hangs: Connection reset by peer"
     assert said[0].startswith(lost)
 
 

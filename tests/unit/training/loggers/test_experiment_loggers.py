@@ -107,7 +107,7 @@ def test_a_run_that_starts_again_in_its_folder_goes_on_in_wandb(wandb: SimpleNam
     file = tmp_path / "one" / "wandb_run.json"
     for text in ("{", '["p"]', '{"p": 3}'):
         file.write_text(text)
-        with pytest.raises(ConfigurationError, match="remove it to begin a new run of W&B"):
+        with pytest.raises(ConfigurationError, match="remove it to start a new W&B run"):
             begin("--wandb-project", "p", *one)
 
 
@@ -168,7 +168,7 @@ def test_a_logger_that_fails_is_left_and_the_others_go_on(
         metrics.scalars({"lm loss": 2.5}, 1)
         metrics.scalars({"lm loss": 1.5}, 2)
     printed = capsys.readouterr().out
-    assert printed.count("WARNING: cannot write to W&B: the service is gone; it gets no more figures") == 1
+    assert printed.count("WARNING: cannot write to W&B: the service is gone; it gets no more metrics") == 1
     assert [point.value for point in events_in(tmp_path).Scalars("lm loss")] == [2.5, 1.5]
 
 

@@ -27,7 +27,9 @@ from megatron.training.loggers.metrics import MetricsWriter, set_superseded_line
 def test_a_file_that_is_no_text_is_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigurationError, match=re.escape(f"--metrics-jsonl {path} holds no text; give the name of")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape(f"--metrics-jsonl {path} is not a text file; use a different file name")
+    ):
         set_superseded_lines_aside(path, 0)
     assert path.read_bytes() == b"\xff\xfe\x00"
 

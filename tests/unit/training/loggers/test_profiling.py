@@ -121,7 +121,7 @@ def test_a_run_that_has_none_of_the_iterations_says_so_once() -> None:
     profiling.close()
     profiling.close()
     assert device.told == []
-    assert lines == ["--profile: nothing was profiled, the run had none of the iterations 8 to 9"]
+    assert lines == ["--profile: nothing was profiled: the run did not reach iterations 8 to 9"]
 
 
 def test_the_history_of_memory_is_written_once_at_the_end(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_without_a_folder_a_cpu_run_is_refused() -> None:
     [
         (("--profile", "--use-pytorch-profiler"), "--profile has no folder"),
         (("--profile", "--profile-step-start", "12"), "the range of iterations 13 to 12 is empty"),
-        (("--profile-ranks", "0", "4"), "--profile-ranks 4: the run has the ranks 0 to 0"),
+        (("--profile-ranks", "0", "4"), "--profile-ranks 4: the run has ranks 0 to 0"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(flags: tuple[str, ...], problem: str) -> None:

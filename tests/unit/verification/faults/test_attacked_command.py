@@ -60,13 +60,15 @@ def test_the_seed_draws_the_rank() -> None:
 
 
 def test_a_rank_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--kill 2: there is no rank 2 here; change it to one of: 0, 1"):
+    with pytest.raises(ConfigurationError, match="--kill 2: there is no rank 2 in this run; use one of: 0, 1"):
         Fault("kill", "2").rank([0, 1], random.Random(1))
 
 
 @pytest.mark.parametrize("kind", ["stop", "partition"])
 def test_a_rank_alone_is_neither_stopped_nor_cut_off(kind: Kind) -> None:
-    with pytest.raises(ConfigurationError, match="no rank waits for the only rank of this run; use two or more"):
+    with pytest.raises(
+        ConfigurationError, match=("no other rank waits for the only rank of this run; use two or more ranks")
+    ):
         Fault(kind, "any").rank([0], random.Random(1))
 
 

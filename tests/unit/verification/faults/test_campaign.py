@@ -65,7 +65,7 @@ def test_a_tolerance_is_of_the_last_loss(tmp_path: Path) -> None:
 
 def test_a_process_that_stays_is_found_and_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(campaign, "LEFT_AFTER_S", 0.5)
-    with pytest.raises(campaign.LaunchError, match=r"processes \[\d+\] of .* still ran 0.5 s after it"):
+    with pytest.raises(campaign.LaunchError, match=r"processes \[\d+\] of .* were still running 0.5 s after its end"):
         attack(tmp_path, wrong="leaves", rounds=1)
 
 

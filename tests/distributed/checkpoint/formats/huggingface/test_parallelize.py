@@ -220,9 +220,12 @@ def test_what_cannot_be_parallelized_is_refused_in_one_line(expected: Any) -> No
         parallelize(folder, num_gpus=0)
     with pytest.raises(ConfigurationError, match=r"attention heads are not divisible by tensor-parallel size 5; .*"):
         parallelize(folder, num_gpus=5)
-    with pytest.raises(ConfigurationError, match=r'^fp16=True and params_dtype="bfloat16" are two precisions'):
+    with pytest.raises(ConfigurationError, match=r'^fp16=True and params_dtype="bfloat16" contradict each other'):
         parallelize(folder, fp16=True, params_dtype="bfloat16")
-    with pytest.raises(ConfigurationError, match=r"^a int is neither a model folder nor a model of transformers$"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^a int is neither the path of a model folder nor a transformers model; pass one of these$",
+    ):
         parallelize(3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"has no values \(it is on the meta device\); load the model's weights$"):
         parallelize(make_model("gpt2").to("meta"))
@@ -338,8 +341,8 @@ def test_of_several_end_tokens_a_text_has_the_one_that_ended_it(
     ("text", "said"),
     [
         ('{"eos_token_id": 7', "is not valid JSON"),
-        ("[7]", "holds a JSON list, not an object"),
-        ('{"eos_token_id": "7"}', "eos_token_id is '7'; a token's number or a list of such is expected"),
+        ("[7]", "contains a JSON list; an object is expected"),
+        ('{"eos_token_id": "7"}', "eos_token_id is '7'; a token id or a list of token ids is expected"),
     ],
 )
 def test_settings_without_end_tokens_are_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
@@ -365,9 +368,11 @@ def test_wrong_requests_are_refused_and_others_go_on(pair: tuple[Any, SpawnedMod
         ours.generate(ids + 10**6, max_new_tokens=2)
     with pytest.raises(ConfigurationError, match=r"^-1 tokens to generate is not positive"):
         ours.generate(ids, max_length=8)
-    with pytest.raises(ConfigurationError, match=r"^do_sample=True and num_beams are two ways"):
+    with pytest.raises(ConfigurationError, match=r"^do_sample=True and num_beams exclude each other"):
         ours.generate(ids, do_sample=True, num_beams=2)
-    with pytest.raises(ConfigurationError, match=r"input_ids of shape \[9\] and attention_mask of \[9\]; both must be"):
+    with pytest.raises(
+        ConfigurationError, match=r"input_ids has shape \[9\] and attention_mask has shape \[9\]; both must be"
+    ):
         ours.generate(ids[0])
     assert ours.generate(ids, max_new_tokens=2).shape == (1, 11)
 

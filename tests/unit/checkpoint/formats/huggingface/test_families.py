@@ -59,9 +59,9 @@ def test_gpt_neo_has_windows_unscaled_scores_and_no_biases_of_queries(tmp_path: 
     assert (config.score_scalar, config.has_qkv_bias, config.add_bias_linear) == (1, False, True)
     assert config.activation == "gelu_tanh"
     for values, problem in (
-        ({"num_layers": 4}, "does not make global or local of 4 layers"),
-        ({"attention_types": [[["global", "axial"], 1], [["global"], 1]]}, "does not make global or local of 3"),
-        ({"embed_dropout": 0.1}, "embed_dropout 0.1 is not resid_dropout 0.0"),
+        ({"num_layers": 4}, "does not describe 4 layers of the kinds global"),
+        ({"attention_types": [[["global", "axial"], 1], [["global"], 1]]}, "does not describe 3"),
+        ({"embed_dropout": 0.1}, "embed_dropout 0.1 and resid_dropout 0.0 differ"),
     ):
         with pytest.raises(ConfigurationError, match=problem):
             config_of(tmp_path, NEO | values)
@@ -129,7 +129,7 @@ def test_smollm3_has_layers_without_positions_and_windows_in_them(tmp_path: Path
     used = {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [0, 1, 1, 1, 0]}
     assert config_of(tmp_path, SMOLLM3 | used).layer_windows == (9, None, None, None, 9)
     for values in ([1, 1, 1, 1], [1, 1, 1, 1, 2], "4"):
-        with pytest.raises(ConfigurationError, match="a 1 or 0 for each of 5 layers is expected"):
+        with pytest.raises(ConfigurationError, match="a list of 1 and 0 for each of the 5 layers is expected"):
             config_of(tmp_path, SMOLLM3 | {"no_rope_layers": values})
 
 
@@ -257,7 +257,7 @@ def test_scores_that_grow_beside_plain_positions_have_no_folder(tmp_path: Path) 
     assert plain.rope.rope_type == "rope"
     assert family_for(with_fields(plain, rotary_scaling_factor=4.0)).model_type == "deepseek_v3"
     grown = with_fields(plain, rotary_scaling_factor=4.0, mscale_all_dim=1.0)
-    with pytest.raises(ConfigurationError, match=r"DeepseekV3ForCausalLM, cannot express mscale_all_dim 1\.0$"):
+    with pytest.raises(ConfigurationError, match=r"DeepseekV3ForCausalLM, cannot represent mscale_all_dim 1\.0$"):
         family_for(grown)
 
 
@@ -299,18 +299,22 @@ REFUSED = [
     (LLAMA, {"num_key_value_heads": 4}, "num_attention_heads 6 is not divisible by num_key_value_heads 4"),
     (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
     (LLAMA, {"hidden_size": "48"}, "hidden_size is '48'"),
-    (LLAMA, {"head_dim": 7}, "heads are 7 channels wide"),
+    (LLAMA, {"head_dim": 7}, "head_dim is 7; rotary"),
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
     (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
     (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
-    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has x; supported are full_"),
-    (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, but there are 3"),
+    (
+        QWEN,
+        {"layer_types": ["full_attention", "sliding_attention", "x"]},
+        ("layer_types contains x; supported values are full_"),
+    ),
+    (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries, but the model has 3 layers"),
     (QWEN, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
     (NEOX, {"attention_bias": False}, "attention_bias is false"),
     (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
     (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
-    (NEOX, {"head_dim": 16}, "head_dim is 16, supported is 8, hidden_size / num_attention_heads"),
-    (MISTRAL, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "for a Ministral"),
+    (NEOX, {"head_dim": 16}, "head_dim is 16, but only 8 (hidden_size / num_attention_heads) is supported"),
+    (MISTRAL, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "as a Ministral"),
     (
         QWEN3,
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -323,13 +327,13 @@ REFUSED = [
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
         "rope_type 'longrope' is not supported in phi3",
     ),
-    (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, supported is 0.0"),
+    (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, but only 0.0 is supported"),
     (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
     (GEMMA2, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
     (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
     (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
-    (GEMMA3, {"rope_local_base_freq": 10.5}, "the rope_theta of layers with a window is 10.5"),
+    (GEMMA3, {"rope_local_base_freq": 10.5}, "it is the rope_theta of sliding-window layers"),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
     (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),
@@ -338,9 +342,9 @@ REFUSED = [
     (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
     (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
     (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
-    (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
+    (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but the model has 4 experts"),
     (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0"),
-    (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
+    (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but the model has 6 experts"),
     (QWEN3_MOE, {"mlp_only_layers": 2}, "mlp_only_layers is 2; a list of layer numbers"),
     (
         QWEN3_MOE,
@@ -348,22 +352,26 @@ REFUSED = [
         "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
     ),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
-    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA has one for each of 6"),
+    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
     (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
-    (DEEPSEEK, {"n_group": 3}, "n_group 3 and topk_group 2 do not divide 16 experts"),
-    (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 is not 2"),
-    (DEEPSEEK, {"first_k_dense_replace": 3}, "none of 3 layers has experts; up to 2 works"),
+    (DEEPSEEK, {"n_group": 3}, "n_group 3 must divide the 16 experts"),
+    (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 must be 2"),
+    (DEEPSEEK, {"first_k_dense_replace": 3}, "none of the 3 layers has experts; use 2 or less"),
     (
         DEEPSEEK,
         {"num_experts_per_tok": 1, "n_group": 1},
-        "norm_topk_prob is true, supported is false: the score of a single expert is its weight",
+        "norm_topk_prob is true, but only false is supported: the score of a single expert is its weight",
     ),
-    (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob is false, supported is true"),
+    (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob is false, but only true is supported"),
     (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
     (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
-    (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is given without mscale"),
-    (DEEPSEEK, {"rope_scaling": YARN | {"factor": 1.0}}, "factor is 1.0; more than 1"),
-    (DEEPSEEK, {"rope_scaling": YARN | {"type": "linear"}}, "rope_type 'linear' is not supported in this family"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is set without mscale"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"factor": 1.0}}, "factor is 1.0; a number above 1"),
+    (
+        DEEPSEEK,
+        {"rope_scaling": YARN | {"type": "linear"}},
+        ("rope_type 'linear' is not supported for this architecture"),
+    ),
     (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
     (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported (the most similar name is "),
@@ -394,7 +402,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 3
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "a JSON list, not an object")])
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "a JSON list; an object is expected")])
 def test_a_damaged_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
@@ -413,6 +421,6 @@ def test_a_model_that_no_family_expresses_is_rejected_with_what_the_nearest_lack
     with pytest.raises(ConfigurationError) as caught:
         family_for(config)
     assert str(caught.value) == (
-        "no supported Hugging Face architecture can express this model; the nearest, MixtralForCausalLM, cannot "
-        "express moe_expert_capacity_factor 2.0"
+        "no supported Hugging Face architecture can represent this model; the most similar, MixtralForCausalLM, "
+        "cannot represent moe_expert_capacity_factor 2.0"
     )

@@ -147,7 +147,7 @@ def test_factors_that_are_missing_or_too_few_are_named(own: Path) -> None:
     quantize(own)
     name = "model.layers.0.self_attn.kv_b_proj.weight"
     rewrite(own, lambda values: values.update({f"{name}_scale_inv": torch.ones(2, 2)}))
-    with pytest.raises(CheckpointError, match=r"kv_b_proj\.weight_scale_inv has the shape \[2, 2\]; .* \[7, 2\]"):
+    with pytest.raises(CheckpointError, match=r"kv_b_proj\.weight_scale_inv has shape \[2, 2\], but .* \[7, 2\]"):
         HuggingFaceSource(own)
     rewrite(own, lambda values: values.pop(f"{name}_scale_inv"))
     with pytest.raises(CheckpointError, match=r"in FP8, but its scales .*kv_b_proj\.weight_scale_inv are missing"):
@@ -178,13 +178,13 @@ def test_settings_that_are_left_out_are_those_of_the_configuration_class(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"attention_bias": False}, "attention_bias is false, supported is true"),
-        ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, supported is 1.702"),
+        ({"attention_bias": False}, "attention_bias is false, but only true is supported"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, but only 1.702 is supported"),
         ({"swiglu_limit": None}, "swiglu_limit is null"),
-        ({"rope_scaling": None}, "rope_scaling is null, which releases of transformers read differently"),
-        ({"sliding_window": None}, "sliding_window is None; its layers need a positive whole number"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
-        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", supported is "silu"'),
+        ({"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),
+        ({"sliding_window": None}, "sliding_window is None; a positive integer is expected"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but the model has 8 experts"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", but only "silu" is supported'),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
     ],
 )
@@ -312,9 +312,15 @@ def test_blocks_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     spoiled: list[tuple[dict[str, torch.Tensor | None], str]] = [
         ({f"{name}_scales": None}, r"in MXFP4, but its scales .*down_proj_scales are missing"),
-        ({f"{name}_scales": torch.zeros(3, 64, 2, dtype=torch.uint8)}, r"down_proj_scales has the shape \[3, 64, 2\]"),
-        ({f"{name}_scales": torch.zeros(3, 64, 1)}, r"down_proj_scales is torch\.float32; torch\.uint8 is expected"),
-        ({f"{name}_blocks": torch.zeros(3, 64, 1, 8, dtype=torch.uint8)}, "four dims are expected, the last of 16"),
+        ({f"{name}_scales": torch.zeros(3, 64, 2, dtype=torch.uint8)}, r"down_proj_scales has shape \[3, 64, 2\]"),
+        (
+            {(f"{name}_scales"): torch.zeros(3, 64, 1)},
+            r"down_proj_scales has dtype torch\.float32; torch\.uint8 is expected",
+        ),
+        (
+            {f"{name}_blocks": torch.zeros(3, 64, 1, 8, dtype=torch.uint8)},
+            ("four dimensions are expected, the last of size 16"),
+        ),
         ({f"{name}_blocks": None, f"{name}_scales": None}, r"missing: .*experts\.down_proj"),
     ]
     for changes, problem in spoiled:
@@ -343,12 +349,12 @@ def test_only_layers_without_a_window_are_scaled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rope_theta": 10000.0}, "give rope_parameters with a rope_theta for sliding_attention"),
+        ({"rope_theta": 10000.0}, "set rope_parameters with a rope_theta for sliding_attention"),
         ({"rope_parameters": PLAIN}, "it has neither full_attention nor sliding_attention"),
         ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": SCALED}}, 'rope_type is "yarn"'),
-        ({"attention_bias": True}, "attention has no biases"),
+        ({"attention_bias": True}, "attention biases are not supported"),
         ({"sliding_window": None}, "sliding_window is None"),
-        ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 layers, but there are 5"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 entries, but the model has 5 layers"),
     ],
 )
 def test_settings_that_mean_another_model_are_refused_of_olmo3(

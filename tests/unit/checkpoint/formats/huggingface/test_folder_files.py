@@ -82,7 +82,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None
 def test_a_tensor_that_the_index_misplaces_is_named(tmp_path: Path) -> None:
     weight_map = save_two_files(tmp_path)
     write_index(tmp_path, weight_map | {"d": weight_map["a"]})
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors lacks d"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors does not contain d"):
         WeightFiles(tmp_path)
     save_file({"b": VALUES["b"], "e": VALUES["a"]}, tmp_path / weight_map["b"])
     write_index(tmp_path, weight_map)
@@ -128,7 +128,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
 
 def test_pickled_weights_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: pickles can run code") as caught:
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: pickle files can run code") as caught:
         WeightFiles(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -166,7 +166,7 @@ def test_missing_and_unexpected_tensors_and_shapes_are_named(own: Any) -> None:
     message = str(caught.value)
     assert "missing: model.layers.1.mlp.up_proj.weight" in message
     assert "unexpected: model.layers.0.self_attn.q_norm.weight" in message
-    assert "model.norm.weight has the shape [47], config.json makes it [48]" in message
+    assert "model.norm.weight has shape [47], but config.json requires [48]" in message
 
 
 def test_parts_of_one_tensor_must_share_a_dtype(own: Any) -> None:

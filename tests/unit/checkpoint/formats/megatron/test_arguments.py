@@ -93,7 +93,7 @@ def test_a_window_is_one_of_causal_attention(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"args\.window_size is \(128, 4\); \(N, 0\) is expected"):
         MegatronTorchSource(write_changed(tmp_path / "other", SMALL, window_size=(128, 4)))
     changes: dict[str, Any] = {"window_size": (128, 0), "window_attn_skip_freq": [1, 0]}
-    with pytest.raises(CheckpointError, match=r"args\.window_attn_skip_freq is \[1, 0\]: the list has 2 layers"):
+    with pytest.raises(CheckpointError, match=r"args\.window_attn_skip_freq is \[1, 0\]: the list has 2 entries"):
         MegatronTorchSource(write_changed(tmp_path / "short", SMALL, **changes))
 
 
@@ -103,7 +103,7 @@ def test_layers_without_rotary_positions_are_a_number_or_a_list(tmp_path: Path) 
         source = MegatronTorchSource(write_changed(tmp_path / str(value), rotary, no_rope_freq=value))
         assert source.model == dataclasses.replace(rotary, no_rope_freq=str(value))
         source.close()
-    with pytest.raises(CheckpointError, match=r"args\.no_rope_freq is \[1, 0\]: the list has 2 layers"):
+    with pytest.raises(CheckpointError, match=r"args\.no_rope_freq is \[1, 0\]: the list has 2 entries"):
         MegatronTorchSource(write_changed(tmp_path / "short", rotary, no_rope_freq=[1, 0]))
 
 

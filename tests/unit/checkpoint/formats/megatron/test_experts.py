@@ -234,7 +234,7 @@ def test_a_missing_rank_and_other_experts_are_named(tmp_path: Path) -> None:
     _, folder = write(dataclasses.replace(EXPERTS, **LAYOUTS["tp2-pp2-ep4"]), tmp_path / "a")
     (folder / "mp_rank_01_000_002" / "model_optim_rng.pt").unlink()
     (folder / "mp_rank_01_000_002").rmdir()
-    with pytest.raises(DamagedCheckpointError, match="mp_rank_01_000_002 missing"):
+    with pytest.raises(DamagedCheckpointError, match="mp_rank_01_000_002 is missing"):
         MegatronTorchSource(folder)
 
     def jitter(state: dict[str, Any], arguments: Any) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_files_without_the_size_take_it_from_the_record_beside_them(tmp_path: Pa
 def test_a_model_that_arguments_cannot_describe_is_refused(tmp_path: Path) -> None:
     source = MemorySource(dataclasses.replace(SMALL, use_parallel_residual=True), has_optimizer=False)
     with pytest.raises(
-        ConfigurationError, match="arguments do not know --use-parallel-residual; use the native format"
+        ConfigurationError, match="Megatron has no arguments for --use-parallel-residual; use the native format"
     ):
         write_megatron_torch(source, tmp_path, 12)
     assert not list(tmp_path.glob("*/*/*.pt"))

@@ -248,7 +248,7 @@ def test_a_tensor_beyond_its_storage_is_refused() -> None:
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(X\x01\x00\x00\x00sQK\x00K\x02\x85K\x01\x85\x89"
         b"ccollections\nOrderedDict\n)RtR."
     )
-    with pytest.raises(ValueError, match=re.escape("reaches beyond its 1 stored values")):
+    with pytest.raises(ValueError, match=re.escape("extends beyond its storage of 1 values")):
         read(program)
 
 
@@ -294,16 +294,16 @@ HOSTILE = {
     "tuples doubled in a set": (DOUBLED_IN_SET, "a key of more than 64 parts"),
     "tuples doubled as a key": (DOUBLED_AS_KEY, "a key of more than 64 parts"),
     "tuples doubled as a key of an ordered dictionary": (DOUBLED_IN_ORDER, "a key of more than 64 parts"),
-    "lists doubled": (DOUBLED_LISTS, "repeat each other without end"),
-    "a list in itself": (IN_ITSELF, "a value that holds itself"),
+    "lists doubled": (DOUBLED_LISTS, "refer to each other in an endless cycle"),
+    "a list in itself": (IN_ITSELF, "a value that contains itself"),
     "deep lists": (DEEP, "nested more than 100 deep"),
     "a million sets": (SETS, " operations"),
     "400,000 objects": (OBJECTS, " operations"),
     "a text copied 3000 times": (COPIES, "bytes of memory"),
     "a shape beyond 64 bits": (LARGE_SHAPE % (HUGE + HUGE), "a tensor of shape"),
     "a shape of 2^62 and 0": (LARGE_SHAPE % (HUGE + b"K\x02"), "a tensor of shape"),
-    "a bytes object of 8 EiB": (b"\x8e" + b"\xff" * 7 + b"\x7f.", "not a whole file"),
-    "a number that is a text of 5000 digits": (b"I" + b"9" * 5000 + b"\n.", "not a whole file"),
+    "a bytes object of 8 EiB": (b"\x8e" + b"\xff" * 7 + b"\x7f.", "not a complete torch file"),
+    "a number that is a text of 5000 digits": (b"I" + b"9" * 5000 + b"\n.", "not a complete torch file"),
 }
 
 

@@ -118,7 +118,7 @@ def test_layers_with_experts_are_every_nth_or_those_of_a_list() -> None:
     assert moe_layers(MoEConfig(num_experts=2), 3) == (True, True, True)
     assert moe_layers(MoEConfig(num_experts=2, moe_layer_freq="2"), 5) == (True, False, True, False, True)
     assert moe_layers(MoEConfig(num_experts=2, moe_layer_freq="([0]+[1]*2)"), 3) == (False, True, True)
-    with pytest.raises(ValueError, match="a list of 4 works"):
+    with pytest.raises(ValueError, match="use a list of 4"):
         moe_layers(MoEConfig(num_experts=2, moe_layer_freq="[0,1]"), 4)
     with pytest.raises(ValueError, match="greater than 0"):
         moe_layers(MoEConfig(num_experts=2, moe_layer_freq="0"), 4)
