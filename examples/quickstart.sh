@@ -28,8 +28,8 @@ step() {
     {
         seconds=0
         # The sleep that is left behind must not keep a pipe open.
-        while sleep 5 </dev/null >/dev/null 2>&1; do
-            seconds=$((seconds + 5))
+        while sleep 10 </dev/null >/dev/null 2>&1; do
+            seconds=$((seconds + 10))
             size=
             if [ $# -gt 1 ] && [ -d "$2" ]; then size=", $(du -sm "$2" 2>/dev/null | cut -f 1) MB in $2"; fi
             printf '   ... %d s%s\n' "$seconds" "$size"
@@ -63,9 +63,10 @@ step "3/6 tokens: tools/preprocess_data.py"
 "$python" tools/preprocess_data.py --input "$run/quickstart.jsonl" --output-prefix "$run/quickstart" \
     "${tokenizer[@]}" --append-eod --workers 2
 
-# Run the training command. Its whole output goes to training.log, the main lines to the terminal.
+# Run the training command. Its whole output goes to training.log, the main columns of the main lines to the terminal.
 train() {
-    local shown='^ \[.*iteration|loss at iteration|number of parameters|successfully|^ sample at'
+    local shown='^ \[.*iteration|loss at iteration|^ > number of parameters|successfully|^ sample at'
+    local left_out='consumed samples|elapsed time per iteration|global batch size|loss scale|number of [a-z]+ iterations'
     torchrun pretrain_gpt.py \
         --tensor-model-parallel-size "$tensor" --distributed-backend "$backend" \
         --num-layers 4 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 4 \
@@ -75,10 +76,11 @@ train() {
         --micro-batch-size $((16 * tensor / processes)) --global-batch-size 16 --train-iters "$iterations" \
         --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 \
         --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 \
-        --log-interval 20 --eval-interval 100 --eval-iters 5 \
+        --log-interval 50 --eval-interval 100 --eval-iters 5 \
         --generate-interval 100 --generate-prompts "$prompt" --sample-tokens 24 \
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
-        "$@" 2>&1 | tee -a "$run/training.log" | grep --line-buffered -E "$shown" || {
+        "$@" 2>&1 | tee -a "$run/training.log" | grep --line-buffered -E "$shown" |
+        sed -u -E "s/^ \\[[^]]*\\]//; s/ ($left_out)[^|]*\\|//g" || {
         echo "training failed; the end of $run/training.log:" >&2
         tail -n 40 "$run/training.log" >&2
         exit 1

@@ -168,8 +168,11 @@ def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | 
     )
 
 
-def warn_of_random_weights(directory: Path, log: Log) -> None:
-    """Log a warning that a run starts from random weights."""
+def warn_of_random_weights(directory: Path, log: Log, *, is_brief: bool) -> None:
+    """Log a warning that a run starts from random weights; with ``is_brief``, a plain line instead of Megatron's."""
+    if is_brief:
+        log(f" > {directory} has no checkpoint yet: the run starts from random weights")
+        return
     log(f"WARNING: could not find the metadata file {directory / TRACKER_FILE}")
     log("    will not load any checkpoints and will start from random")
 
@@ -358,6 +361,8 @@ def load_checkpoint(
     log: Log,
     check_schedule: ScheduleCheck = lambda state, recorded: None,
     told: Progress = ignore_progress,
+    *,
+    is_brief: bool = False,
 ) -> LoadedCheckpoint | None:
     """Fill a run's tensors in place from the newest complete checkpoint, to which the tracker file points.
 
@@ -365,7 +370,7 @@ def load_checkpoint(
     ``options.ckpt_step`` names the damaged one. Returns None, after a warning, if there is no checkpoint and the run
     may start from random weights. ``config`` is the run's own configuration; differences are logged. ``check_schedule``
     is called with the scheduler's state and the checkpoint's configuration before any tensor is read, and may reject
-    them. ``told`` is called with the reading progress.
+    them. ``told`` is called with the reading progress. ``is_brief`` shortens the warning.
 
     Raises:
         CheckpointError: there is no checkpoint and random weights are not accepted; the checkpoint holds another model;
@@ -375,7 +380,7 @@ def load_checkpoint(
     folders = agree_on_candidates(directory, options.ckpt_step, state, log)
     if not folders:
         refuse_random_weights(directory, options, state)
-        warn_of_random_weights(directory, log)
+        warn_of_random_weights(directory, log, is_brief=is_brief)
         return None
 
     filled: set[str] = set()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
+from megatron.core.console import waiting
 from megatron.core.errors import InputError
 from megatron.training import (
     LaunchEnvironment,
@@ -19,14 +20,14 @@ from megatron.training import (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command with ``argv`` and return its exit status."""
+def main(argv: Sequence[str], *, is_train_command: bool = False) -> int:
+    """Run the command with ``argv`` and return its exit status; ``megatron train`` sets ``is_train_command``."""
     launch = launch_environment_or_exit()
     if "--explain" in argv:
         from megatron.cli import explain
 
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
-    config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+    config = parse_arguments_or_exit(argv, launch.world_size, launch.rank, is_train_command=is_train_command)
     # Imported late, so that --help and a wrong command line do not wait for the import of torch.
     if config.data.train_data:
         config = _with_tokenized_text_or_exit(config, launch)
@@ -34,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
     from megatron.training.fault_tolerance import keep_rank
 
     kept = keep_rank(config, launch)
-    tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
-    from megatron.training.pretrain import pretrain
+    with waiting("preparing the data and loading torch", is_on=launch.rank == 0, prints=config.logging.brief_log):
+        tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
+        from megatron.training.pretrain import pretrain
 
     return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step, kept)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.console import print_line
+from megatron.core.console import print_line, waiting
 from megatron.core.errors import ConfigurationError
 from megatron.training import OWN_RUN_ID
 
@@ -88,22 +88,24 @@ def launch(script: Path, words: Sequence[str], place: Place) -> int:
     Raises:
         ConfigurationError: the ranks cannot rendezvous at the given address.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-    logging.disable(logging.ERROR)  # the library logs every process that it ends
-    store = _open_store(place)
-    if store is not None:
-        place = Place(place.nproc, place.nnodes, place.node_rank, place.master_addr, store.port)
-    run_id = OWN_RUN_ID + uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="megatron-train-") as folder:
-        ranks = range(place.nproc)
-        context = start_processes(
-            name="rank",
-            entrypoint=sys.executable,
-            args={rank: ("-u", str(script), *words) for rank in ranks},
-            envs={rank: _environment(place, rank, run_id) for rank in ranks},
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
+        # Importing torch takes some seconds.
+        with waiting(f"starting {place.nproc} process{'es' if place.nproc > 1 else ''}", prints=True):
+            from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+            logging.disable(logging.ERROR)  # the library logs every process that it ends
+            store = _open_store(place)
+            if store is not None:
+                place = Place(place.nproc, place.nnodes, place.node_rank, place.master_addr, store.port)
+            run_id = OWN_RUN_ID + uuid.uuid4().hex
+            ranks = range(place.nproc)
+            context = start_processes(
+                name="rank",
+                entrypoint=sys.executable,
+                args={rank: ("-u", str(script), *words) for rank in ranks},
+                envs={rank: _environment(place, rank, run_id) for rank in ranks},
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+            )
         return _watch(context, place)
 
 
@@ -176,9 +178,7 @@ def _open_store(place: Place) -> Any:
 def _environment(place: Place, local_rank: int, run_id: str) -> dict[str, str]:
     """Return the environment variables of a rank, with torchrun's names."""
     rank = place.node_rank * place.nproc + local_rank
-    threads = {} if place.nproc == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     return {
-        **threads,
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(place.node_rank),

@@ -131,23 +131,21 @@ def _train(argv: Sequence[str]) -> int:
         if any(word in HELP_FLAGS for word in words):
             with reader_may_leave():
                 print(build_parser().format_help())
-        parse_arguments(words, place.world_size)
+        parse_arguments(words, place.world_size, is_train_command=True)
     script = training_script()
     if "script" in own:
         script = Path(own["script"])
         if not script.is_file():
             raise ConfigurationError(f"--script {script} does not exist; pass a Python training script")
     elif "--explain" not in words:
-        resolve_arguments(words, place.world_size)  # report invalid flags before any rank is started
-    if sys.stderr.isatty():
-        # Importing torch takes some seconds before the run prints its first line.
-        print_line(f"starting {place.nproc} process{'es' if place.nproc > 1 else ''} ...", sys.stderr)
+        # Report invalid flags before any rank is started.
+        resolve_arguments(words, place.world_size, is_train_command=True)
     if place.world_size > 1 or "script" in own:
         return launch(script, words, place)
     from megatron.cli.pretrain import main as pretrain
 
     was_interrupted = _end_on_interrupt()
-    status = pretrain(words)
+    status = pretrain(words, is_train_command=True)
     return INTERRUPTED if status == 0 and was_interrupted() else status
 
 

@@ -54,18 +54,21 @@ class ParsedArguments:
     notes: tuple[str, ...]
 
 
-def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+def parse_arguments(
+    argv: Sequence[str], world_size: int = 1, rank: int = 0, *, is_train_command: bool = False
+) -> RunConfig:
     """Parse a command line into a resolved and checked configuration.
 
-    Rank 0 prints one line for each flag that has no effect. With ``--print-config`` (and ``--help``) rank 0
-    prints the requested text and the program exits with status 0.
+    ``is_train_command`` selects the defaults of ``megatron train``, see `resolve_arguments`. Rank 0 prints one line for
+    each flag that has no effect. With ``--print-config`` (and ``--help``) rank 0 prints the requested text and the
+    program exits with status 0.
 
     Raises:
         ConfigurationError: with every problem of the command line.
     """
     if rank != 0 and any(word in HELP_FLAGS for word in argv):
         sys.exit(0)
-    parsed = resolve_arguments(argv, world_size)
+    parsed = resolve_arguments(argv, world_size, is_train_command=is_train_command)
     if parsed.config.logging.explain:
         raise ConfigurationError("--explain is not supported by this script; run tools/explain.py or pretrain_gpt.py")
     print_config = parsed.config.logging.print_config
@@ -82,11 +85,14 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
     return parsed.config
 
 
-def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> ParsedArguments:
+def resolve_arguments(
+    argv: Sequence[str], world_size: int, *, needs_files: bool = True, is_train_command: bool = False
+) -> ParsedArguments:
     """Parse a command line into a configuration, without side effects.
 
     Without ``needs_files``, the data and tokenizer files need not exist, and no flag for the length of the run is
-    required.
+    required. With ``is_train_command``, the log is brief unless --log-megatron-lines is given, and the run chooses its
+    log interval unless --log-interval is given.
 
     Raises:
         ConfigurationError: with every problem of the command line.
@@ -122,7 +128,19 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     if problems:
         raise ConfigurationError(problems)
     notes += packing_notes(given, config)
+    if is_train_command:
+        config = _with_brief_log(config, given)
     return ParsedArguments(config, (*notes, *resolution.notes))
+
+
+def _with_brief_log(config: RunConfig, given: Collection[str]) -> RunConfig:
+    logging = dataclasses.replace(
+        config.logging,
+        brief_log=not config.logging.log_megatron_lines,
+        given_arguments=tuple(spec.name for spec, _ in config.flags() if spec.name in given),
+        log_interval=config.logging.log_interval if "log_interval" in given else 0,
+    )
+    return dataclasses.replace(config, logging=logging)
 
 
 def all_flags() -> dict[str, str]:

@@ -11,6 +11,9 @@ from megatron.config.run_config import RunConfig, config_parts
 from megatron.core.config_base import FieldSpec, field_docs, field_specs, field_value
 
 _DOTS_END = 48
+_NO_BREAK = "\0"
+_MOST_CHARACTERS = 80
+"""A brief log cuts longer values of arguments."""
 
 
 def format_arguments(config: RunConfig) -> str:
@@ -26,22 +29,48 @@ def format_arguments(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def summarize(config: RunConfig) -> str:
-    """Return the summary that a terminal shows instead of the full list."""
+def summarize(config: RunConfig, record: str | None = None) -> str:
+    """Return the summary of a brief log: the run in a few lines, and the arguments that differ from their defaults.
+
+    ``record`` is the file with all arguments, or None if there is none.
+    """
     model, training, checkpoint = config.model, config.training, config.checkpoint
     saved = "nowhere" if checkpoint.save is None else checkpoint.save
     if checkpoint.save is not None and checkpoint.save_interval is not None:
         saved += f", every {checkpoint.save_interval:,} iterations"
+    sizes = [f"{axis.upper()} {size}" for axis, size in config.parallel_sizes.grid.items() if size > 1]
+    processes = f", {config.world_size} processes ({', '.join(sizes)})" if sizes else ""
+    listed = "--log-arguments prints all" if record is None else f"all are in {record}"
+    # A flag and its value stay on one line.
+    words = " ".join(word.replace(" ", _NO_BREAK) for word in given_arguments(config))
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(words, _WIDTH, initial_indent="     ", subsequent_indent="     ", **options)
     return "\n".join(
         [
             f" > model: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
-            f"sequences of {config.data.seq_length:,} tokens",
+            f"sequences of {config.data.seq_length:,} tokens, {model.params_dtype}",
             f" > run: {config.train_iters:,} iterations of {training.global_batch_size:,} samples in micro-batches of "
-            f"{training.micro_batch_size}, learning rate {config.optimizer.lr:g} ({config.scheduler.lr_decay_style})",
+            f"{training.micro_batch_size}{processes}",
             f" > checkpoints: {saved}",
-            f" > {len(argument_values(config))} arguments; --log-arguments prints them all",
+            f" > arguments that differ from their defaults ({listed}):",
+            *(line.replace(_NO_BREAK, " ") for line in lines),
         ]
     )
+
+
+def given_arguments(config: RunConfig) -> list[str]:
+    """Return each given flag whose value differs from its default, as typed; long values are cut.
+
+    Values that are derived from others are left out.
+    """
+    found = []
+    for spec, value in config.flags():
+        is_default = value is None or (value == spec.default and not spec.is_required)
+        if is_default or spec.name not in config.logging.given_arguments or spec.name in _NEVER:
+            continue
+        text = " ".join(" ".join(map(str, value if isinstance(value, tuple) else (value,))).split())
+        found.append(spec.typed(text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"))
+    return found
 
 
 def argument_values(config: RunConfig) -> dict[str, Any]:

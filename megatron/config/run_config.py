@@ -283,22 +283,33 @@ class InitializationConfig(Config, role="run"):
     uses --distributed-timeout-minutes instead. Loading, saving and first iterations get more time."""
     local_rank: int | None = flag(None, aliases=("--local_rank",), bounds=NOT_NEGATIVE)
     """Device of this process on its node, unless LOCAL_RANK is set."""
+    num_threads: int | None = flag(None, bounds=POSITIVE, most=2**15)
+    """CPU threads of each process; by default OMP_NUM_THREADS if it is set, and else chosen from the cores of the node
+    that are free."""
+    used_threads: int | None = flag(None, cli=False, role="output")
+    """Number of CPU threads that the run computes with, which a resumed run uses again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Config, role="output"):
     """Interval and contents of the log, and destinations of metrics."""
 
-    log_interval: int = flag(100, bounds=POSITIVE)
-    """Iterations between log lines."""
+    log_interval: int = flag(100, bounds=NOT_NEGATIVE)
+    """Iterations between log lines; 0, the default of megatron train, chooses them from the length of the run and its
+    step time."""
+    brief_log: bool = flag(False, cli=False)
+    """Print the short log of megatron train instead of Megatron's lines."""
+    given_arguments: tuple[str, ...] = flag((), cli=False)
+    """Fields that the command line, a file or a preset sets; a short log lists those that are not at their defaults."""
     log_arguments: bool = False
-    """Print all arguments on a terminal too, not a summary; files and pipes always get all."""
+    """Under megatron train, print all arguments, not only those that differ from their defaults."""
     log_throughput: bool = False
     """Log the throughput in TFLOP/s per GPU."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
     log_megatron_lines: bool = False
-    """Print Megatron's long start-up lines too: gradient buckets, data sets of a blend, index files, compilation."""
+    """Print Megatron's long start-up lines too: gradient buckets, data sets of a blend, index files, compilation; under
+    megatron train, print all of Megatron's lines."""
     log_layer_norms: int | None = flag(None, bounds=POSITIVE)
     """Log norms of each layer's parameters and gradients every N iterations, also to TensorBoard."""
     log_max_attention_logit: bool = False

@@ -37,7 +37,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory | None:
     if "MemAvailable:" not in figures:
         return None
     installed = figures["MemTotal:"] * 1024
-    limits = [each for folder in _groups(root) for each in _limits(folder)]
+    limits = [each for folder in cgroup_folders("memory", root) for each in _limits(folder)]
     available = max(0, min([figures["MemAvailable:"] * 1024, *(left for _, left in limits)]))
     # Version 1 writes a number near 2**63 for a group without a limit.
     granted = [limit for limit, _ in limits if limit < installed]
@@ -50,12 +50,15 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return None if memory is None else memory.available
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Yield the visible folders of the cgroups of this process, each followed by its parents."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the visible folders of the cgroups (version 1 or 2) of this process, each followed by its parents.
+
+    ``controller`` is the cgroup controller whose limits are of interest, such as ``memory`` or ``cpu``.
+    """
+    for line in system_text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        if controllers == "" or controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
             group = PurePosixPath(name)
             yield from (top / str(each).lstrip("/") for each in (group, *group.parents))
 
@@ -66,18 +69,18 @@ def _limits(group: Path) -> Iterator[tuple[int, int]]:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = _text(group / limit_name).strip(), _text(group / used_name).strip()
+        limit, used = system_text(group / limit_name).strip(), system_text(group / used_name).strip()
         if limit.isdecimal() and used.isdecimal():
             yield int(limit), int(limit) - int(used) + _figures(group / "memory.stat").get(cached_name, 0)
 
 
 def _figures(path: Path) -> dict[str, int]:
     """Parse a system file of ``name number`` lines into a dictionary."""
-    lines = (line.split() for line in _text(path).splitlines())
+    lines = (line.split() for line in system_text(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
-def _text(path: Path) -> str:
+def system_text(path: Path) -> str:
     """Return the text of a system file, or an empty string if the file cannot be read."""
     try:
         return path.read_text()

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Final, TextIO
 
 Log = Callable[[str], None]
 """Prints a line; in a run, only on rank 0."""
@@ -30,6 +30,8 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 _BAR_WIDTH = 24
 _REDRAW_S = 0.1
 _WAITING_REDRAW_S = 0.5
+SIGN_OF_LIFE_S: Final = 10.0
+"""Seconds without a line after which a brief log prints what a run is doing."""
 
 
 class ProgressBar:
@@ -91,10 +93,11 @@ class CountedBar:
 
 
 @contextlib.contextmanager
-def waiting(text: str, *, is_on: bool = True) -> Iterator[Callable[[int, int], None]]:
+def waiting(text: str, *, is_on: bool = True, prints: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show a text with the elapsed time until the context exits.
 
-    The context yields a function of (done, total); calling it adds a progress bar to the line.
+    The context yields a function of (done, total); calling it adds a progress bar to the line. If standard error is no
+    terminal, nothing is shown, or with ``prints`` a line on standard output every `SIGN_OF_LIFE_S` seconds.
     """
     bar, ending, since = ProgressBar(), threading.Event(), time.monotonic()
     drawn = [text]
@@ -103,10 +106,14 @@ def waiting(text: str, *, is_on: bool = True) -> Iterator[Callable[[int, int], N
         drawn[0] = f"{text} {format_bar(done, total)}"
 
     def draw() -> None:
-        while not ending.wait(_WAITING_REDRAW_S):
-            bar.tell(f"{drawn[0]} {format_duration(time.monotonic() - since)}")
+        while not ending.wait(_WAITING_REDRAW_S if bar.is_on else SIGN_OF_LIFE_S):
+            line = f"{drawn[0]} {format_duration(time.monotonic() - since)}"
+            if bar.is_on:
+                bar.tell(line)
+            else:
+                print_line(f" ... {line}")
 
-    if not (bar.is_on and is_on):
+    if not (is_on and (bar.is_on or prints)):
         yield told
         return
     thread = threading.Thread(target=draw, name="waiting line", daemon=True)

@@ -9,7 +9,7 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.training.batch_source import BatchSource, batch_layout
     from megatron.training.checkpointing import RunCheckpoints
-    from megatron.training.data_plan import dataset_config
+    from megatron.training.data_plan import SampleTargets, dataset_config
     from megatron.training.evaluation import EvaluationRecord, EvaluationSets, evaluate
     from megatron.training.exit_reason import (
         OWN_RUN_ID,
@@ -65,7 +65,7 @@ __getattr__ = lazy_exports(
     {
         "batch_source": "BatchSource batch_layout",
         "checkpointing": "RunCheckpoints",
-        "data_plan": "dataset_config",
+        "data_plan": "SampleTargets dataset_config",
         "evaluation": "EvaluationRecord EvaluationSets evaluate",
         "exit_reason": (
             "OWN_RUN_ID launch_environment_or_exit parse_arguments_or_exit reasons_of refuse refuse_in_run run_program"

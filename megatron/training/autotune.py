@@ -1,18 +1,19 @@
-"""Autotuning at start-up: choose the CPU GEMM backend and the chunks of --tp-comm-overlap by measuring."""
+"""Autotuning at start-up: choose the CPU threads, the CPU GEMM backend and the chunks of --tp-comm-overlap."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron.checkpoint import candidate_folders, is_release
 from megatron.config import RunConfig, recorded_config
+from megatron.core.available_cores import count_cores, measure_idle_cores, threads_per_process
 from megatron.core.collectives import all_reduce, any_rank, broadcast_object
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.main_grad import MainGrad
@@ -28,7 +29,7 @@ from megatron.core.tensor_parallel import (
     tensor_parallel_linear,
     why_no_symmetric_memory,
 )
-from megatron.training.initialize import Runtime
+from megatron.training.initialize import LaunchEnvironment, Runtime, omp_num_threads
 
 AUTO = "auto"
 
@@ -38,23 +39,81 @@ def recorded_choice(config: RunConfig, runtime: Runtime, field: str) -> str | No
 
     It is ``auto`` if the checkpoint does not record the field, and None if the run does not resume.
     """
-    load, world = config.checkpoint.load, runtime.state.world
-    if load is None or config.checkpoint.finetune:
-        return None
-    found = _field_of(as_path(load), config.checkpoint.ckpt_step, field) if world.is_first else None
-    agreed: str | None = broadcast_object(found, world)
+    world = runtime.state.world
+    record = _recorded(config) if world.is_first else None
+    agreed: str | None = broadcast_object(
+        None if record is None else str(_part(record, "model").get(field, AUTO)), world
+    )
     return agreed
 
 
-def _field_of(directory: Path, ckpt_step: int | None, field: str) -> str | None:
+def _recorded(config: RunConfig) -> Mapping[str, Any] | None:
+    """Read the configuration in the checkpoint that the run resumes from; None if the run does not resume."""
+    if config.checkpoint.load is None or config.checkpoint.finetune:
+        return None
     try:
-        folders = candidate_folders(directory, ckpt_step)
-        if not folders or is_release(folders[0]):
-            return None
-        recorded = recorded_config(folders[0])["model"].get(field, AUTO)
+        folders = candidate_folders(as_path(config.checkpoint.load), config.checkpoint.ckpt_step)
+        return None if not folders or is_release(folders[0]) else recorded_config(folders[0])
     except (InputError, LookupError, TypeError, ValueError):
-        return AUTO  # loading the checkpoint reports what is wrong with it
-    return str(recorded)
+        return {}  # loading the checkpoint reports what is wrong with it
+
+
+def _part(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = record.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def choose_num_threads(
+    config: RunConfig, runtime: Runtime, launch: LaunchEnvironment, log: Callable[[str], None]
+) -> RunConfig:
+    """Set the number of CPU threads of this process, the same on every rank, and log why; collective.
+
+    ``--num-threads`` comes first. On a CPU it is followed by ``OMP_NUM_THREADS``, by the number in the checkpoint that
+    the run resumes from on as many processes, since the number changes how operations round, and by the share of each
+    process in the idle cores of its node. On CUDA each of several processes has one thread, as under torchrun.
+    """
+    number = config.initialization.num_threads
+    if number is not None:
+        torch.set_num_threads(number)
+        why = "--num-threads"
+    elif runtime.device.is_cuda:
+        if launch.local_world_size > 1 and not omp_num_threads():
+            torch.set_num_threads(1)
+        return config
+    elif omp_num_threads():
+        number, why = torch.get_num_threads(), "OMP_NUM_THREADS"
+    else:
+        number, why = _free_threads(config, runtime, launch.local_world_size)
+        torch.set_num_threads(number)
+    log(f" > CPU threads per process: {number} ({why})")
+    return dataclasses.replace(config, initialization=dataclasses.replace(config.initialization, used_threads=number))
+
+
+def _free_threads(config: RunConfig, runtime: Runtime, num_processes: int) -> tuple[int, str]:
+    """Return the threads of each of a node's processes, and the reason; --deterministic-mode ignores the load."""
+    world = runtime.state.world
+    recorded = broadcast_object(_recorded_threads(config) if world.is_first else None, world)
+    cores, most = count_cores(), torch.get_num_threads()
+    idle = None if config.initialization.deterministic_mode else measure_idle_cores()
+    limits = [threads_per_process(most, cores, idle, num_processes), max(1, cores // num_processes)]
+    agreed = torch.tensor(limits)
+    all_reduce(agreed, world, "min")
+    number, limit = agreed.tolist()
+    load = f"{cores} cores" + ("" if idle is None else f", {max(cores - idle, 0.0):.1f} of them busy")
+    if num_processes > 1:
+        load += f", {num_processes} processes"
+    if recorded is None or recorded > limit:
+        return number, load
+    if recorded == number:
+        return number, f"as in the checkpoint; {load}"
+    return recorded, f"as in the checkpoint; {load}: --num-threads {number} may be faster, and rounds differently"
+
+
+def _recorded_threads(config: RunConfig) -> int | None:
+    """Return the number of threads in the checkpoint that the run resumes from, if it had as many processes."""
+    record = _recorded(config) or {}
+    number = _part(record, "initialization").get("used_threads")
+    return number if record.get("world_size") == config.world_size and type(number) is int and number > 0 else None
 
 
 _LIBRARIES = ("onednn", "mkl")

@@ -40,15 +40,18 @@ from megatron.training.data_plan import DatasetSplitsBuilder, SampleTargets
 from megatron.training.initialize import Runtime
 
 
-def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtime: Runtime) -> DatasetSplits:
+def build_datasets(
+    builder: DatasetSplitsBuilder, targets: SampleTargets, runtime: Runtime, *, is_brief: bool = False
+) -> DatasetSplits:
     """Build the data sets: first on rank 0, then on one process per node, so that the others find the index cache.
 
-    Nodes need not share a file system: each may have its own copy of the data and its own cache.
+    ``is_brief`` omits Megatron's lines with the numbers of samples. Nodes need not share a file system: each may have
+    its own copy of the data and its own cache.
 
     Raises:
         DataError: some rank cannot build them. Every rank raises it.
     """
-    if runtime.is_reporter:
+    if runtime.is_reporter and not is_brief:
         print_line(" > datasets target sizes (minimum size):")
         print_line(f"    train:      {targets.train}")
         print_line(f"    validation: {'all' if targets.valid is None else targets.valid}")

@@ -453,6 +453,7 @@ class RunCheckpoints:
             self.log,
             self._check_schedule,
             self.told,
+            is_brief=self.config.logging.brief_log,
         )
         if loaded is None:
             return TrainState()
@@ -546,7 +547,8 @@ class RunCheckpoints:
     def _check_schedule(self, state: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
         check_schedule(state, recorded, self.config)
         is_extended = extends_decay(state, recorded, self.config)
-        self.log(describe_schedule_values(state, self.config, is_extended))
+        if not self.config.logging.brief_log:
+            self.log(describe_schedule_values(state, self.config, is_extended))
 
     def tensors(self) -> CheckpointState:
         """Collect the tensors of a checkpoint of the current state."""

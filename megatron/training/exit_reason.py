@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -27,7 +28,7 @@ from megatron.training.initialize import (
 )
 
 OWN_RUN_ID = "megatron-"
-"""Prefix of the torchrun run id of runs that ``megatron train`` starts, which prints the exit reason itself."""
+"""Prefix of the torchrun run id of runs that ``megatron train`` starts, before 32 hexadecimal digits."""
 
 # torchrun prints its report of a failed process at its very end. The exit reason is printed when torchrun has released
 # its memory, which is after its report and before a parent that waits for torchrun continues.
@@ -48,9 +49,14 @@ _LATEST_S = 10.0
 """Maximum wait for the end of a torchrun that itself waits for other ranks."""
 
 
+def is_own_rank() -> bool:
+    """Return whether ``megatron train`` started this process as a rank."""
+    return re.fullmatch(OWN_RUN_ID + "[0-9a-f]{32}", elastic_run_id()) is not None
+
+
 def is_own_launcher() -> bool:
     """Return whether ``megatron train`` started this process, and will print why it ended."""
-    return elastic_run_id().startswith(OWN_RUN_ID) and bool(launcher_error_file())
+    return is_own_rank() and bool(launcher_error_file())
 
 
 def leave_reason(reason: str) -> bool:
@@ -147,13 +153,16 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     return status
 
 
-def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+def parse_arguments_or_exit(
+    argv: Sequence[str], world_size: int = 1, rank: int = 0, *, is_train_command: bool = False
+) -> RunConfig:
     """Call `parse_arguments`, and end the program with status 2 if the command line is wrong.
 
-    Every rank ends; only rank 0 prints the problems, one line each.
+    Every rank ends; only rank 0 prints the problems, one line each. ``is_train_command`` is also assumed in processes
+    that ``megatron train`` started.
     """
     try:
-        return parse_arguments(argv, world_size, rank)
+        return parse_arguments(argv, world_size, rank, is_train_command=is_train_command or is_own_rank())
     except ConfigurationError as error:
         sys.exit(refuse(error.problems, rank))
 

@@ -142,6 +142,11 @@ def scheduler_job_id() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
 
 
+def omp_num_threads() -> str:
+    """Return the value of OMP_NUM_THREADS, or an empty string if it is not set."""
+    return os.environ.get("OMP_NUM_THREADS", "")
+
+
 def elastic_run_id() -> str:
     """Return torchrun's run id, or an empty string if torchrun did not start the process."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -320,15 +325,16 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
         device.keep_float32_sums()
     runtime = make_runtime(config, device, launch.local_rank or 0)
     if runtime.is_reporter:
-        if warning is not None:
+        if warning is not None and not config.logging.brief_log:
             print_line(warning)
         if device.is_cuda and settings is not None:
             print_line(settings.line)
         for line in machine_notes(config, device.is_cuda, "LOCAL_RANK" in os.environ):
             print_line(line)
-        print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")
-        print_line(f"> initialized pipeline model parallel with size {runtime.state.pp.size}")
-        print_line(f"> setting random seeds to {config.initialization.seed} ...")
+        if not config.logging.brief_log:
+            print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")
+            print_line(f"> initialized pipeline model parallel with size {runtime.state.pp.size}")
+            print_line(f"> setting random seeds to {config.initialization.seed} ...")
     return runtime
 
 

@@ -61,7 +61,7 @@ from megatron.core.transformer import MLP, GraphedLayers, Norm, TransformerConfi
 from megatron.core.transformer.moe import ExpertLoads, loads_of
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
-from megatron.training.theoretical_memory_usage import activation_bytes
+from megatron.training.theoretical_memory_usage import activation_bytes, model_size
 
 _FAILURES = (RuntimeError, ImportError, OSError, AttributeError, subprocess.SubprocessError)
 """Errors of torch.compile if the compiler is missing or fails; torch.compile's own errors are RuntimeErrors."""
@@ -287,11 +287,12 @@ def build_model_and_optimizer(
     """Build the model chunks and the optimizer, and log the parameter count of every model-parallel rank."""
     layout = config.stage_layout
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
-    for line in describe_parameter_counts(chunks, runtime):
+    for line in describe_parameter_counts(config, chunks, runtime):
         log(line)
     device = runtime.device.torch_device
     has_documents = config.data.reset_attention_mask
-    log(describe_attention(chunks[0].config, device, config.data.seq_length, has_documents=has_documents))
+    if not config.logging.brief_log:
+        log(describe_attention(chunks[0].config, device, config.data.seq_length, has_documents=has_documents))
     # With packed documents the reason was already logged with the command line.
     without_flash = describe_missing_flash(
         config.model.attention_backend, config.model.params_dtype, device, has_sinks=config.model.has_sinks
@@ -459,11 +460,18 @@ def schedule_of(config: RunConfig) -> ScheduleConfig:
     )
 
 
-def describe_parameter_counts(chunks: tuple[Model, ...], runtime: Runtime) -> list[str]:
-    """Return one line per model-parallel rank, in order, with the padding of the vocabulary included."""
+def describe_parameter_counts(config: RunConfig, chunks: tuple[Model, ...], runtime: Runtime) -> list[str]:
+    """Return one line per model-parallel rank, in order, with the padding of the vocabulary included; collective.
+
+    A brief log has one line for the whole model if it is a GPT.
+    """
     count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     state = runtime.state
     counts = all_gather_objects((state.pp.rank, state.tp.rank, count), state.model_parallel)
+    if config.logging.brief_log:
+        size = model_size(config)
+        if all(rank_count == size.shards[pp_rank] for pp_rank, _, rank_count in counts):
+            return [f" > parameters: {size.block + size.embedding:,}"]
     return [
         f" > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {rank_count}"
         for pp_rank, tp_rank, rank_count in sorted(counts)

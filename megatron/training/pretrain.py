@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.checkpoint import TrainState
 from megatron.config import RunConfig
 from megatron.core.available_host_memory import HostRoom, available_bytes
-from megatron.core.console import Log, print_line
+from megatron.core.console import Log, print_line, waiting
 from megatron.core.datasets import (
     BlendedDatasetBuilder,
     DatasetSplits,
@@ -24,7 +24,7 @@ from megatron.core.datasets import (
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import Tokenizer
-from megatron.training.autotune import choose_library, choose_tp_overlap
+from megatron.training.autotune import choose_library, choose_num_threads, choose_tp_overlap
 from megatron.training.batch_source import BatchSource, build_datasets, sample_order
 from megatron.training.callbacks import (
     Callback,
@@ -63,6 +63,7 @@ from megatron.training.initialize import (
     shut_down,
 )
 from megatron.training.loggers import (
+    LogInterval,
     RunRecord,
     check_packages,
     check_services,
@@ -71,6 +72,7 @@ from megatron.training.loggers import (
     describe_datasets,
     describe_initialized,
     describe_precision,
+    describe_samples,
     format_datetime,
     format_evaluation,
     format_training_finished,
@@ -100,11 +102,17 @@ class Program:
     forward_step: ForwardStep
     callbacks: Sequence[Callback]
     start_time: float
+    is_brief: bool = False
 
     def log(self, text: str) -> None:
         """Print a line on the first rank."""
         if self.launch.rank == 0:
             print_line(text)
+
+    def log_detail(self, text: str) -> None:
+        """Print a line on the first rank, unless the log is brief."""
+        if not self.is_brief:
+            self.log(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +163,7 @@ def pretrain(
     """
     start_time = process_start_time() if kept is None else kept.started
     providers = (model_provider, datasets_provider, forward_step)
-    program = Program(launch, tokenizer, *providers, callbacks, start_time)
+    program = Program(launch, tokenizer, *providers, callbacks, start_time, config.logging.brief_log)
     try:
         _check_offload(config, program)
     except ConfigurationError as error:
@@ -202,10 +210,10 @@ def _describe(config: RunConfig, program: Program) -> RunConfig:
     check_packages(config)
     if program.launch.rank == 0:
         check_services(config)
-    program.log(f"{_describe_world(config)}\n{describe_precision(config)}")
+    program.log_detail(f"{_describe_world(config)}\n{describe_precision(config)}")
     log_arguments(config, program.log)
-    program.log(describe_batch_and_tokenizer(config))
-    return with_vocabulary(config, program.tokenizer, program.log)
+    program.log_detail(describe_batch_and_tokenizer(config))
+    return with_vocabulary(config, program.tokenizer, program.log_detail)
 
 
 def _describe_world(config: RunConfig) -> str:
@@ -223,8 +231,10 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
 
 def _connect(config: RunConfig, program: Program, member: RendezvousMember | None) -> Runtime:
     """Initialize the process groups."""
-    program.log("> initializing torch distributed ...")
-    runtime = initialize_runtime(config, program.launch, None if member is None else member.store)
+    program.log_detail("> initializing torch distributed ...")
+    is_first = program.launch.rank == 0
+    with waiting("connecting the processes", is_on=is_first, prints=program.is_brief):
+        runtime = initialize_runtime(config, program.launch, None if member is None else member.store)
     if member is not None:
         member.links.are_made(runtime.flight)
     return runtime
@@ -244,10 +254,11 @@ def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: Rend
     continuation = None
     if member is not None:
         config, continuation = find_continuation(config, runtime, program.launch, member)
-    config = choose_library(config, runtime, program.log)
+    config = choose_num_threads(config, runtime, program.launch, program.log)
+    config = choose_library(config, runtime, program.log_detail)
     config = choose_tp_overlap(config, runtime, program.log)
     config = with_transformer_impl(config, runtime, program.log)
-    program.log(describe_initialized(config, program.start_time))
+    program.log_detail(describe_initialized(config, program.start_time))
     return RunSetup(config, runtime, program, continuation)
 
 
@@ -277,14 +288,14 @@ def _run(setup: RunSetup) -> None:
 
 def _set_up(setup: RunSetup, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build the objects of a run, and restore them from its checkpoint."""
-    config, runtime, log = setup.config, setup.runtime, setup.program.log
+    config, runtime = setup.config, setup.runtime
     live = kept_open.enter_context(LiveLine(config, runtime.flight, runtime.is_reporter))
     clock = PartsClock(runtime.flight, runtime.device.torch_device) if config.logging.log_straggler else None
     timers = _make_timers(config, runtime, clock)
     parts = _build_model(setup, timers)
     checkpoints, train_state = _resume(setup, parts, timers, live, kept_open)
     datasets = _build_datasets(setup, train_state, timers, live)
-    log(f"done with setup ...\n{timers.report(runtime.state)}")
+    setup.program.log_detail(f"done with setup ...\n{timers.report(runtime.state)}")
     evaluation_sets = plan_evaluation(config, datasets, train_state, setup.source)
     counter = _read_counter(config, datasets)
     metrics = open_metrics(config, runtime, train_state.iteration, blend_names(datasets.train))
@@ -323,6 +334,9 @@ def _set_up(setup: RunSetup, profiling: Profiling, kept_open: ExitStack) -> tupl
         callbacks=callbacks,
         step_timers=profiling.timers(timers),
         action_clock=recorder.action_clock(profiling.action_clock),
+        log_interval=LogInterval(
+            config.logging.log_interval, config.train_iters - train_state.iteration, config.train_iters
+        ),
         guard=guard,
         show_progress=live.show,
     )
@@ -339,14 +353,14 @@ def _make_timers(config: RunConfig, runtime: Runtime, clock: PartsClock | None) 
 
 
 def _build_model(setup: RunSetup, timers: Timers) -> ModelAndOptimizer:
-    config, runtime, log = setup.config, setup.runtime, setup.program.log
-    log(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
+    config, runtime, program = setup.config, setup.runtime, setup.program
+    program.log_detail(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
-        parts = build_model_and_optimizer(config, runtime, setup.program.model_provider, log)
+        parts = build_model_and_optimizer(config, runtime, program.model_provider, program.log)
     buckets = describe_buckets(parts.ddp_chunks, runtime.state, config.logging.log_megatron_lines)
-    if buckets is not None:
+    if buckets is not None and not program.is_brief:
         print_line(buckets)
-    log(f"> learning rate decay style: {config.scheduler.lr_decay_style}")
+    program.log_detail(f"> learning rate decay style: {config.scheduler.lr_decay_style}")
     return parts
 
 
@@ -368,22 +382,24 @@ def _resume(
     if runtime.is_reporter and config.checkpoint.save is not None:
         record = RunRecord(config, program.launch, train_state.iteration, program.log)
         kept_open.push(lambda kind, error, trace: record.end(runtime.flight.iteration, error))
-    program.log(timers.report(runtime.state, ["load-checkpoint"]))
-    program.log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
+    program.log_detail(timers.report(runtime.state, ["load-checkpoint"]))
+    program.log_detail(format_datetime("after model, optimizer, and learning rate scheduler are built"))
     return checkpoints, train_state
 
 
 def _build_datasets(setup: RunSetup, train_state: TrainState, timers: Timers, live: LiveLine) -> DatasetSplits:
     config, program = setup.config, setup.program
-    program.log("> building train, validation, and test datasets ...")
+    program.log_detail("> building train, validation, and test datasets ...")
     with timers("train/valid/test-data-iterators-setup"):
         targets = sample_targets(config, train_state)
         builder = program.datasets_provider(config, program.tokenizer, targets, program.log)
         if isinstance(builder, BlendedDatasetBuilder):
             builder.told = live.show_index
-        datasets = build_datasets(builder, targets, setup.runtime)
-    program.log(describe_datasets(datasets, config.logging.log_megatron_lines))
-    program.log(format_datetime("after dataloaders are built"))
+        datasets = build_datasets(builder, targets, setup.runtime, is_brief=program.is_brief)
+    if program.is_brief:
+        program.log(describe_samples(datasets, targets))
+    program.log_detail(describe_datasets(datasets, config.logging.log_megatron_lines))
+    program.log_detail(format_datetime("after dataloaders are built"))
     return datasets
 
 
@@ -416,16 +432,16 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
     for name, title in (("validation", "val"), ("test", "test")):
         evaluate_and_report(run, left[name], is_verbose=True)
         if is_training and name in record.losses:
-            run.log(format_evaluation(f"the end of training for {title} data", record.losses[name]))
+            run.log_detail(format_evaluation(f"the end of training for {title} data", record.losses[name]))
     return True
 
 
 def _train_finished(run: TrainingRun) -> None:
     """Print Megatron's lines of a training without iterations, and save."""
     run.log("training ...")
-    run.log(format_datetime("before the start of training step"))
+    run.log_detail(format_datetime("before the start of training step"))
     run.log(f"all {run.config.train_iters} iterations are done; a larger --train-iters continues the run")
-    run.log(format_datetime("after training is done"))
+    run.log_detail(format_datetime("after training is done"))
     save_finished(run)
 
 
@@ -482,10 +498,10 @@ def _read_counter(config: RunConfig, datasets: DatasetSplits) -> ReadCounter | N
 def _train(run: TrainingRun, train_source: BatchSource, start_time: float) -> str | None:
     exit_request = ExitRequest(run.config.training, start_time, has_run_failed)
     run.log("training ...")
-    run.log(format_datetime("before the start of training step"))
+    run.log_detail(format_datetime("before the start of training step"))
     try:
         reason = train(run, train_source, exit_request)
     finally:
         exit_request.close()
-    run.log(format_datetime("after training is done"))
+    run.log_detail(format_datetime("after training is done"))
     return reason

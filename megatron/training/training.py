@@ -15,8 +15,8 @@ from megatron.training.evaluation import EvaluationSet, evaluate_weights
 from megatron.training.loggers import (
     IntervalAverage,
     StepReport,
+    format_brief_step,
     format_evaluation,
-    format_first_step,
     format_memory,
     format_step,
     pinned_memory_told,
@@ -133,20 +133,31 @@ class _StepLog:
         run, options = self._run, self._run.config.logging
         self._average.add(report)
         with_memory = is_due(options.log_memory_interval, report.iteration)
-        if is_due(options.log_interval, report.iteration):
-            with_memory |= self._is_first
-            run.log(format_step(report, self._average, run.config.train_iters, options.log_throughput))
-            if with_memory and run.runtime.is_reporter:
+        if run.log_interval.is_due(report.iteration):
+            with_sizes = self._is_first and not options.brief_log
+            with_memory |= with_sizes
+            run.log(self._line(report, self._average))
+            if with_memory and run.runtime.is_reporter and not options.brief_log:
                 _log_model_size(run)
             if with_memory:
                 _log_memory(run)
             run.callbacks.on_log(run, report, self._average)
+            run.log_interval.adapt(self._average, run.runtime.state.world)
             self._average, self._is_first = IntervalAverage(), False
         else:
             if run.runtime.flight.iterations_done == 1:
-                run.log(format_first_step(report, run.config.train_iters, options.log_throughput))
+                # The line of a first iteration without a line of its own; the next averages include the iteration.
+                alone = IntervalAverage()
+                alone.add(report)
+                run.log(self._line(report, alone))
             if with_memory:
                 _log_memory(run)
+
+    def _line(self, report: StepReport, average: IntervalAverage) -> str:
+        options, train_iters = self._run.config.logging, self._run.config.train_iters
+        if options.brief_log:
+            return format_brief_step(report, average, train_iters, options.log_throughput)
+        return format_step(report, average, train_iters, options.log_throughput)
 
 
 def _evaluate(run: TrainingRun, agreement: StepReduction) -> None:
@@ -173,7 +184,8 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
         run.train_state.consumed_valid_samples += chosen.num_advanced
         run.evaluations.losses[chosen.name] = losses[0][-1]
         for suffix, which, lm_loss in losses:
-            run.log(format_evaluation(f"iteration {iteration} on {chosen.title}{which}", lm_loss))
+            heading = f"iteration {iteration} on {chosen.title}{which}"
+            run.log(format_evaluation(heading, lm_loss, is_brief=run.config.logging.brief_log))
             run.callbacks.after_evaluation(run, chosen.name + suffix, lm_loss)
 
 
@@ -188,6 +200,7 @@ def _evaluation_counter(run: TrainingRun, chosen: EvaluationSet, is_verbose: boo
     """
     training, num_microbatches = run.config.training, chosen.num_microbatches
     per_iteration = training.global_batch_size // (training.micro_batch_size * run.config.data_parallel_size)
+    is_verbose &= not run.config.logging.brief_log
     if is_verbose:
         run.log(f"Evaluating on {chosen.num_samples} samples")
 
@@ -213,7 +226,7 @@ def _save(run: TrainingRun) -> None:
 
 def _report_time(run: TrainingRun, name: str) -> None:
     """Print the time of an operation outside of the iterations; every rank must call this."""
-    run.log(run.timers.report(run.runtime.state, [name]))
+    run.log_detail(run.timers.report(run.runtime.state, [name]))
 
 
 def _log_memory(run: TrainingRun) -> None:

@@ -115,6 +115,7 @@ DURING = {
 }
 # What this project says beside.
 OWN = {
+    "threads": r" > CPU threads per process: \d+ \(.+\)",
     "kernels": "attention kernels?: .+",
     "note": r"--[\w-]+.* (has|have) no effect.*",
     "warning": r"WARNING: --.+",

@@ -322,8 +322,10 @@ def test_it_shows_that_it_works_and_ends_with_text(tmp_path: Path) -> None:
     steps = re.split(r"\n== (?=\d/6|done)", done.stdout)[1:]
     assert [step.split()[0] for step in steps] == ["1/6", "2/6", "3/6", "4/6", "5/6", "6/6", "done"]
     # Two calls of pip are twelve silent seconds.
-    assert re.search(r"\n   \.\.\. 5 s, \d+ MB in ", steps[0])
-    assert "iteration      100/     100" in steps[4]
+    assert re.search(r"\n   \.\.\. 10 s, \d+ MB in ", steps[0])
+    (last,) = re.findall(r"^ iteration      100/     100 .*$", steps[4], re.M)
+    assert [part.split(":")[0] for part in last.split(" | ")[1:]] == ["learning rate", "lm loss", "grad norm"]
+    assert " | consumed samples: " in (tmp_path / "run" / "training.log").read_text()
     assert "Return the number of" in steps[5]
     assert "training loss: " in steps[6]
     assert str(tmp_path / "run") in steps[6]

@@ -46,11 +46,13 @@ def test_a_printed_configuration_is_the_same_run_and_its_record_goes_on_with_it(
 
     record = ours / "checkpoints" / "run_record"
     assert sorted(path.name for path in record.iterdir()) == [
-        *("config.toml", "continue.toml", "data.json", "end.json", "environment.json", "starts.jsonl"),
+        *("arguments.txt", "config.toml", "continue.toml", "data.json", "end.json", "environment.json"),
+        "starts.jsonl",
     ]
     end = json.loads((record / "end.json").read_text())
     assert (end["iteration"], end["error"]) == (6, None)
     assert read_status(ours / "checkpoints").state == "finished"
+    assert (record / "arguments.txt").read_text() in first.stdout
     environment = json.loads((record / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
     assert (environment["processes_per_machine"], environment["folder"]) == (1, os.getcwd())
@@ -187,7 +189,7 @@ def test_a_run_in_an_object_store_has_its_record_there(tmp_path: Path) -> None:
             RunRecord(config, LaunchEnvironment(), iteration, print).close()
         record = as_path("memory://bucket/run/run_record")
         assert sorted(path.name for path in record.iterdir()) == [
-            *("config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
+            *("arguments.txt", "config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
         ]
         starts = [json.loads(line)["iteration"] for line in (record / "starts.jsonl").read_text().splitlines()]
         assert starts == [0, 3]

@@ -254,7 +254,7 @@ def command(tmp_path: Path):
 def test_ctrl_c_saves_and_ends_all_ranks(command, tmp_path: Path) -> None:
     args = toy_args(tmp_path, ENDLESS, "--tensor-model-parallel-size 2")
     run = command([*MEGATRON, "train", "--nproc", "2", *args])
-    run.wait_for("iteration        3/")
+    run.wait_for("iteration      3/100000 |")
     run.process.send_signal(signal.SIGINT)
     status, lines = run.end()
     assert status == 130
@@ -266,7 +266,7 @@ def test_ctrl_c_saves_and_ends_all_ranks(command, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_ctrl_c_saves_and_ends_one_process(command, tmp_path: Path) -> None:
     run = command([*MEGATRON, "train", *toy_args(tmp_path, ENDLESS)])
-    run.wait_for("iteration        3/")
+    run.wait_for("iteration      3/100000 |")
     run.process.send_signal(signal.SIGINT)
     status, lines = run.end()
     assert status == 130
@@ -280,7 +280,7 @@ def test_a_second_ctrl_c_ends_at_once(nproc: int, command, tmp_path: Path) -> No
     args = toy_args(tmp_path, ENDLESS)
     slow = Faults(rank=0, sleep_at=6)
     run = command([*MEGATRON, "train", "--nproc", str(nproc), "--script", FAULTY, *args], slow)
-    run.wait_for("iteration        2/")
+    run.wait_for("iteration      2/100000 |")
     time.sleep(1.0)
     run.process.send_signal(signal.SIGINT)
     run.wait_for("stopping after this step")
@@ -306,7 +306,7 @@ def test_a_rank_that_fails_is_named_in_the_last_line(command, tmp_path: Path) ->
 def test_a_rank_that_is_killed_is_named_in_the_last_line(command, tmp_path: Path) -> None:
     args = toy_args(tmp_path, ENDLESS)
     run = command([*MEGATRON, "train", "--nproc", "2", *args])
-    run.wait_for("iteration        3/")
+    run.wait_for("iteration      3/100000 |")
     listed = subprocess.run(
         ["pgrep", "-P", str(run.process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -321,6 +321,7 @@ def test_a_refusal_of_the_ranks_is_the_last_line_and_status_2(command, tmp_path:
     args = toy_args(tmp_path, "--data-path", tmp_path / "missing", data=False)
     status, lines = command([*MEGATRON, "train", "--nproc", "2", *args]).end()
     assert status == 2
+    lines = [line for line in lines if not line.startswith(" ... ")]  # signs of life on a busy machine
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert str(tmp_path / "missing") in lines[0]

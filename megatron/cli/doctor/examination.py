@@ -17,7 +17,6 @@ from megatron.cli.doctor.benchmarks import REDUCTIONS, measure_collective, measu
 from megatron.cli.doctor.gpus import TorchCuda, examine_gpus, query_driver, query_torch
 from megatron.cli.doctor.host_checks import (
     Finding,
-    count_cores,
     examine_data,
     examine_machine,
     examine_network,
@@ -26,6 +25,7 @@ from megatron.cli.doctor.host_checks import (
     judge,
 )
 from megatron.cli.doctor.software_checks import examine_environment, examine_software
+from megatron.core.available_cores import count_cores
 from megatron.core.collectives import all_gather_objects, all_reduce, barrier
 from megatron.core.device import Device, select_device
 from megatron.core.errors import ConfigurationError

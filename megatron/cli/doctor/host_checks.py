@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.core.available_cores import count_cores
 from megatron.core.available_host_memory import machine_memory
 
 Status = Literal["ok", "warning", "wrong", "skipped"]
@@ -53,16 +54,6 @@ _GIB = 2**30
 _MIN_MEMORY_GIB = 4.0
 _MIN_SHARED_GIB = 1.0
 _MIN_FILES = 4096
-_CORES_OF_CGROUP = "sys/fs/cgroup/cpu.max"
-
-
-def count_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use: the smaller of CPU affinity and container quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    words = _read(root / _CORES_OF_CGROUP).split()
-    if len(words) == 2 and words[0].isdecimal():
-        cores = min(cores, max(1, int(words[0]) // int(words[1])))
-    return cores
 
 
 def examine_machine(local_processes: int, has_gpu: bool, root: Path = Path("/")) -> Iterator[Finding]:
@@ -114,14 +105,6 @@ def _examine_shared_memory(folder: Path) -> Finding:
 
 def _limit(value: int, unit: str = "") -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}{unit}"
-
-
-def _read(path: Path) -> str:
-    """Return the text of a system file, empty if it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 _DEFAULT_PORT = "29500"

@@ -160,7 +160,7 @@ def _examine_spelling(environment: Mapping[str, str]) -> Iterator[Finding]:
 def _examine_threads(environment: Mapping[str, str], local_processes: int, num_cores: int) -> Finding:
     text = environment.get("OMP_NUM_THREADS", "")
     if not text.isdecimal():
-        return Finding("ok", "OMP_NUM_THREADS", "unset: torch uses the number of cores, torchrun sets 1")
+        return Finding("ok", "OMP_NUM_THREADS", "unset: a CPU run uses its share of the idle cores, torchrun sets 1")
     too_many = int(text) * local_processes > num_cores
     return Finding(
         "warning" if too_many else "ok",

@@ -22,7 +22,7 @@ from megatron.training import (
     Runtime,
     StepGuard,
 )
-from megatron.training.loggers import IntervalAverage, MetricsWriter, StepReport
+from megatron.training.loggers import IntervalAverage, LogInterval, MetricsWriter, StepReport
 
 ActionClock = Callable[[Sequence[Action]], "Callable[[], float] | None"]
 """Returns the executor's clock for the actions of an iteration, or None if no clock is needed."""
@@ -174,7 +174,7 @@ class TrainingRun:
     """State of a run in the training loop; the loop itself keeps only averages between iterations.
 
     ``step_timers`` and ``action_clock`` are passed to `TrainingStep`. ``show_progress`` gets the progress of an
-    evaluation. Only the reporting rank has ``metrics``.
+    evaluation. Only the reporting rank has ``metrics``. ``log_interval`` says which iterations have a log line.
     """
 
     config: RunConfig
@@ -190,6 +190,7 @@ class TrainingRun:
     callbacks: Callbacks
     step_timers: Timers
     action_clock: ActionClock
+    log_interval: LogInterval
     guard: StepGuard | None = None
     evaluations: EvaluationRecord = field(default_factory=EvaluationRecord)
     show_progress: Progress = ignore_progress
@@ -198,6 +199,11 @@ class TrainingRun:
         """Print a line on the reporting rank."""
         if self.runtime.is_reporter:
             print_line(text)
+
+    def log_detail(self, text: str) -> None:
+        """Print a line on the reporting rank, unless the log is brief."""
+        if not self.config.logging.brief_log:
+            self.log(text)
 
     def log_metrics(self, values: Mapping[str, Any]) -> None:
         """Append an object to the metrics file, on the reporting rank."""

@@ -37,7 +37,7 @@ class MetricsLog(Callback):
     def after_step(self, run: TrainingRun, report: StepReport) -> None:
         if run.metrics is None:
             return
-        run.metrics.write_step(report)
+        run.metrics.write_step(report, is_logged=run.log_interval.is_due(report.iteration))
         if is_due(run.config.logging.tensorboard_log_interval, report.iteration):
             run.metrics.step_scalars(report)
 

@@ -122,7 +122,7 @@ class AttentionLogits(Callback):
         self._forget()
 
     def before_step(self, run: TrainingRun) -> None:
-        self.is_on = is_due(run.config.logging.log_interval, run.train_state.iteration + 1)
+        self.is_on = run.log_interval.is_due(run.train_state.iteration + 1)
 
     def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
         return replace(report, max_attention_logit=self.take(run.runtime.state.world)) if self.is_on else report

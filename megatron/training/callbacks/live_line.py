@@ -1,4 +1,4 @@
-"""The live status line of a terminal."""
+"""The live status line of a terminal, and the signs of life of a brief log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import time
 from types import TracebackType
 
 from megatron.config import RunConfig
-from megatron.core.console import CLEAR_LINE, format_bar, format_duration
+from megatron.core.console import CLEAR_LINE, SIGN_OF_LIFE_S, format_bar, format_duration, print_line
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.callbacks.callback import Callback, TrainingRun
-from megatron.training.loggers import StepReport, is_terminal
+from megatron.training.loggers import IntervalAverage, StepReport, is_terminal
 
 _REDRAW_S = 0.5
 _NEW_SHARE = 0.2
+_LONG_STEP_S = 5.0
+"""A longer step is shown with its time so far, instead of the figures of the step before."""
 _PHASES = {
     "setup": "setting up",
     "load": "loading the checkpoint",
@@ -25,19 +27,22 @@ _PHASES = {
 
 
 class LiveLine(Callback):
-    """Status line on a terminal, redrawn repeatedly below the printed lines; without a terminal it does nothing.
+    """Status line on a terminal, redrawn repeatedly below the printed lines.
 
     The cursor stays at the line's start, and `print_line` clears the line before it prints another. A thread draws the
-    line, so that it also updates during a long step.
+    line, so that it also updates during a long step. Without a terminal, the thread of a brief log prints the status
+    when no iteration, evaluation or checkpoint was logged for `SIGN_OF_LIFE_S` seconds; other logs get nothing.
     """
 
     def __init__(self, config: RunConfig, flight: FlightRecorder, is_reporter: bool) -> None:
-        self.is_on = is_reporter and is_terminal()
+        self._is_terminal = is_terminal()
+        self.is_on = is_reporter and (self._is_terminal or config.logging.brief_log)
         self._config, self._flight = config, flight
         self._report: StepReport | None = None
         self._step_s = 0.0
         self._bar = self._work = ""
         self._phase, self._since = "", time.monotonic()
+        self._stepped = self._logged = time.monotonic()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._draw, name="live line", daemon=True)
 
@@ -52,8 +57,21 @@ class LiveLine(Callback):
         if self.is_on:
             self._ending.set()
             self._thread.join()
-            sys.stdout.write(CLEAR_LINE)
-            sys.stdout.flush()
+            if self._is_terminal:
+                sys.stdout.write(CLEAR_LINE)
+                sys.stdout.flush()
+
+    def before_step(self, run: TrainingRun) -> None:
+        self._stepped = time.monotonic()
+
+    def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
+        self._logged = time.monotonic()
+
+    def after_evaluation(self, run: TrainingRun, split: str, lm_loss: float) -> None:
+        self._logged = time.monotonic()
+
+    def after_save(self, run: TrainingRun) -> None:
+        self._logged = time.monotonic()
 
     def after_step(self, run: TrainingRun, report: StepReport) -> None:
         self.step(report)
@@ -62,7 +80,7 @@ class LiveLine(Callback):
         """Update the line with an iteration's report; the first iterations are not typical of the step time."""
         share = 1.0 if self._flight.iterations_done <= 2 else _NEW_SHARE
         self._step_s += share * (report.step_time_s - self._step_s)
-        self._report = report
+        self._report, self._stepped = report, time.monotonic()
 
     def show(self, done: int, total: int) -> None:
         """Draw a progress bar until all is done."""
@@ -81,8 +99,11 @@ class LiveLine(Callback):
         since = format_duration(time.monotonic() - self._since)
         if phase in _PHASES:
             return " ".join(filter(None, (self._work or _PHASES[phase], self._bar, since)))
-        if self._report is None:
-            return f"iteration {self._flight.iteration + 1}/{self._config.train_iters}, the first"
+        step_s = time.monotonic() - self._stepped
+        if self._report is None or step_s >= _LONG_STEP_S:
+            which = ", the first" if self._report is None else ""
+            number = f"iteration {self._flight.iteration + 1}/{self._config.train_iters}{which}"
+            return f"{number}, {format_duration(step_s)} so far"
         return self._figures(self._report)
 
     def _figures(self, report: StepReport) -> str:
@@ -104,6 +125,15 @@ class LiveLine(Callback):
 
     def _draw(self) -> None:
         while not self._ending.wait(_REDRAW_S):
+            if not self._is_terminal:
+                self._sign_of_life()
+                continue
             width = shutil.get_terminal_size().columns - 1
             sys.stdout.write(f"{CLEAR_LINE}{self.text()[:width]}\r")
             sys.stdout.flush()
+
+    def _sign_of_life(self) -> None:
+        text = self.text()
+        if time.monotonic() - self._logged >= SIGN_OF_LIFE_S - _REDRAW_S:
+            self._logged = time.monotonic()
+            print_line(f" ... {text}")

@@ -12,7 +12,7 @@ import torch
 from megatron.core.collectives import all_gather_into
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
-from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
+from megatron.training.callbacks.callback import Callback, TrainingRun
 from megatron.training.loggers import IntervalAverage, StepReport
 
 PARTS = ("forward", "backward", "data", "other", "communication")
@@ -139,7 +139,7 @@ class Stragglers(Callback):
 
     def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
         self.end_iteration(report.iteration)
-        if not is_due(run.config.logging.log_interval, report.iteration):
+        if not run.log_interval.is_due(report.iteration):
             return report
         self._reported = self.report(report.iteration)
         return replace(report, stragglers=self._reported.figures())

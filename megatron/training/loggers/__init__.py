@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from megatron.training.loggers.log_lines import (
         DataSetLoss,
         IntervalAverage,
+        LogInterval,
         StepReport,
+        format_brief_step,
         format_datetime,
         format_evaluation,
-        format_first_step,
         format_memory,
         format_step,
         format_training_finished,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         describe_datasets,
         describe_initialized,
         describe_precision,
+        describe_samples,
         describe_schedule_values,
         log_arguments,
     )
@@ -46,14 +48,14 @@ __getattr__ = lazy_exports(
     {
         "experiment_loggers": "check_packages check_services",
         "log_lines": (
-            "DataSetLoss IntervalAverage StepReport format_datetime format_evaluation format_first_step "
+            "DataSetLoss IntervalAverage LogInterval StepReport format_brief_step format_datetime format_evaluation "
             "format_memory format_step format_training_finished is_terminal pinned_memory_told"
         ),
         "metrics": "MetricsWriter open_metrics",
         "run_record": "CONFIG_FILE CONTINUE_FILE END_FILE ENVIRONMENT_FILE RECORD_FOLDER STARTS_FILE RunRecord",
         "startup_lines": (
             "describe_batch_and_tokenizer describe_buckets describe_datasets describe_initialized "
-            "describe_precision describe_schedule_values log_arguments"
+            "describe_precision describe_samples describe_schedule_values log_arguments"
         ),
     },
 )

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from megatron.core.console import print_line
+from megatron.core.collectives import broadcast_object
+from megatron.core.console import format_duration, print_line
 from megatron.core.device import Device
+from megatron.core.process_group import Group
 from megatron.core.transformer.moe import LoadReport
 from megatron.training import Runtime
 
@@ -93,6 +95,80 @@ class IntervalAverage:
             self.count += 1
 
 
+_LINE_EVERY_S, _LINE_AT_LEAST_EVERY_S = 5.0, 60.0
+_NUM_LINES, _FEWEST_LINES = 100, 10
+
+
+def choose_log_interval(num_iterations: int, step_time_s: float) -> int:
+    """Choose the iterations between log lines: 1, 2 or 5 times a power of ten.
+
+    A line comes about every 5 seconds, in long runs a hundred times, but at least every minute, and in short runs ten
+    times.
+    """
+    seconds = min(max(num_iterations * step_time_s / _NUM_LINES, _LINE_EVERY_S), _LINE_AT_LEAST_EVERY_S)
+    most = max(min(seconds / step_time_s, num_iterations / _FEWEST_LINES), 1.0)
+    power: int = 10 ** math.floor(math.log10(most))
+    return max(number * power for number in (1, 2, 5) if number * power <= most)
+
+
+class LogInterval:
+    """Iterations between log lines, as given, or with 0 as chosen from the run's length and step time.
+
+    ``num_iterations`` is the number of iterations from the start of this process to ``last_iteration``.
+    """
+
+    def __init__(self, given: int, num_iterations: int, last_iteration: int) -> None:
+        self.value = given or 1
+        self._is_chosen = given == 0
+        self._num_iterations, self._last_iteration = num_iterations, last_iteration
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether an iteration has a line; with a chosen interval, the last iteration always has one."""
+        return iteration % self.value == 0 or (self._is_chosen and iteration == self._last_iteration)
+
+    def adapt(self, average: IntervalAverage, world: Group) -> None:
+        """Choose the interval again after a line, from the step time of rank 0; collective.
+
+        An interval above 1 is kept unless the choice differs from it by more than a factor of two.
+        """
+        if not self._is_chosen:
+            return
+        step_time_s = average.elapsed_s / average.num_iterations
+        chosen: int = broadcast_object(choose_log_interval(self._num_iterations, step_time_s), world)
+        if self.value == 1 or not self.value <= 2 * chosen <= 4 * self.value:
+            self.value = chosen
+
+
+def format_brief_step(step: StepReport, average: IntervalAverage, train_iters: int, log_throughput: bool) -> str:
+    """Format the line of a brief log for the iterations since the previous line.
+
+    It leaves out what has not changed and what did not happen.
+    """
+    step_s = average.elapsed_s / average.num_iterations
+    tokens_per_second = step.tokens_per_second * step.step_time_s / step_s
+    parts = [f" iteration {step.iteration:{len(str(train_iters))}d}/{train_iters}"]
+    parts += [f"{name}: {total / average.count:.4f}" for name, total in average.totals.items()]
+    parts.append(f"lr: {step.next_learning_rate:.3E}")
+    if step.grad_norm is not None:
+        parts.append(f"grad norm: {step.grad_norm:.3f}")
+    parts += [f"step: {step_s * 1000.0:,.1f} ms", f"{tokens_per_second:,.0f} tokens/s"]
+    if log_throughput:
+        parts.append(f"{_tflops(average.tflops_seconds / average.elapsed_s)} TFLOP/s per GPU")
+    if step.mfu is not None:
+        parts.append(f"MFU: {average.mfu_seconds / average.elapsed_s:.1%}")
+    parts.append(f"{format_duration((train_iters - step.iteration) * step_s)} left")
+    optional = {
+        "loss scale": f"{step.next_loss_scale:.1f}" if step.next_loss_scale != 1.0 else None,
+        "num zeros": step.num_zeros,
+        "params norm": None if step.params_norm is None else f"{step.params_norm:.3f}",
+        "max attention logit": None if step.max_attention_logit is None else f"{step.max_attention_logit:.3f}",
+        "number of skipped iterations": average.num_skipped or None,
+        "number of nan iterations": average.num_nan or None,
+    }
+    parts += [f"{name}: {value}" for name, value in optional.items() if value is not None]
+    return " | ".join(parts)
+
+
 def format_step(step: StepReport, average: IntervalAverage, train_iters: int, log_throughput: bool) -> str:
     """Format Megatron's log line for the iterations since the previous line."""
     parts = [
@@ -123,13 +199,6 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
     return "".join(parts)
 
 
-def format_first_step(step: StepReport, train_iters: int, log_throughput: bool) -> str:
-    """Format the line of a run's first iteration if ``--log-interval`` prints none; it counts in no average."""
-    average = IntervalAverage()
-    average.add(step)
-    return format_step(step, average, train_iters, log_throughput)
-
-
 def _tflops(value: float) -> str:
     """Format a throughput as Megatron does, but with two significant digits if that would give 0.0."""
     return f"{value:.1f}" if value >= 0.05 or value <= 0.0 else f"{value:.{1 - math.floor(math.log10(value))}f}"
@@ -158,9 +227,11 @@ def pinned_memory_told(runtime: Runtime, iteration: int) -> Iterator[None]:
         print_line(f"[Rank {runtime.state.rank}] (after {iteration} iterations) {words}")
 
 
-def format_evaluation(heading: str, lm_loss: float) -> str:
-    """Format the framed line of an evaluation; ``heading`` names the iteration and the data set."""
+def format_evaluation(heading: str, lm_loss: float, *, is_brief: bool = False) -> str:
+    """Format the line of an evaluation, framed unless brief; ``heading`` names the iteration and the data set."""
     perplexity = math.exp(min(20.0, lm_loss))
+    if is_brief:
+        return f" validation loss at {heading} | lm loss value: {lm_loss:.4f} | lm loss PPL: {perplexity:,.1f}"
     line = f" validation loss at {heading} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"

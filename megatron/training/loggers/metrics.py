@@ -65,8 +65,8 @@ class MetricsWriter:
             except OSError as error:
                 self._report_refused(error)
 
-    def write_step(self, step: StepReport) -> None:
-        """Append the metrics of one iteration."""
+    def write_step(self, step: StepReport, *, is_logged: bool) -> None:
+        """Append the metrics of one iteration, with the memory in use if the iteration has a log line."""
         decoupled = step.decoupled_learning_rate
         self.write(
             {
@@ -86,7 +86,7 @@ class MetricsWriter:
                 "tflops_per_device": step.tflops_per_device,
                 "mfu": step.mfu,
                 **step.auxiliary,
-                **self._memory(step.iteration),
+                **(self._memory() if is_logged else {}),
                 **({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
                 **({} if step.stragglers is None else {"stragglers": step.stragglers}),
                 **({} if step.expert_load is None else {"expert_load": step.expert_load.by_layer()}),
@@ -171,10 +171,8 @@ class MetricsWriter:
                     f"WARNING: cannot write to {logger.name}: {error.strerror or error}; it gets no more metrics"
                 )
 
-    def _memory(self, iteration: int) -> dict[str, Any]:
-        """Return the memory use of this rank in MiB, for iterations that have a log line."""
-        if iteration % self._logging.log_interval:
-            return {}
+    def _memory(self) -> dict[str, Any]:
+        """Return the memory use of this rank in MiB."""
         return {"memory_mib": {name: round(value, 3) for name, value in vars(self._device.memory_use()).items()}}
 
     def _report_refused(self, error: OSError) -> None:

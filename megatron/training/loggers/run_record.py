@@ -3,6 +3,7 @@
 ``DIR/run_record`` of ``--save DIR``, which may be in an object store, holds
 
 - ``config.toml``, the resolved configuration; ``continue.toml``, the configuration that resumes from the checkpoints,
+- ``arguments.txt``: all arguments, as Megatron prints them,
 - ``environment.json``: command line, node, processes, versions, the commit of the code and its local changes,
 - ``data.json``: size and checksum of each data file,
 - ``starts.jsonl``: a line for each start of the run,
@@ -26,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.config import RunConfig, format_config
+from megatron.config import RunConfig, format_arguments, format_config
 from megatron.core.errors import MegatronError, StorageError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range
@@ -34,6 +35,7 @@ from megatron.training import LaunchEnvironment
 
 RECORD_FOLDER = "run_record"
 CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
+ARGUMENTS_FILE = "arguments.txt"
 STARTS_FILE, END_FILE = "starts.jsonl", "end.json"
 
 _PACKAGES = (
@@ -70,6 +72,7 @@ class RunRecord:
             self._folder.mkdir(exist_ok=True)
             (self._folder / END_FILE).unlink(missing_ok=True)
             self._write(CONFIG_FILE, _described(config, launch))
+            self._write(ARGUMENTS_FILE, format_arguments(config) + "\n")
             continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
             self._write(CONTINUE_FILE, _described(continuing, launch))
         except (OSError, StorageError) as error:

@@ -22,8 +22,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ScheduleConfig, reconcile_schedules
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import spec_of
-from megatron.training import schedule_of
-from megatron.training.loggers.log_lines import format_datetime, is_terminal
+from megatron.training import SampleTargets, schedule_of
+from megatron.training.loggers.log_lines import format_datetime
+from megatron.training.loggers.run_record import ARGUMENTS_FILE, RECORD_FOLDER
 
 _FEW_BUCKETS = 8
 _COMPILED = (
@@ -91,11 +92,15 @@ def _describe_chunk(chunk: DistributedDataParallel, everything: bool) -> Iterato
 
 
 def log_arguments(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Print all arguments, or a short summary on a terminal."""
-    asks = config.logging.log_arguments
-    log(format_arguments(config) if asks or not is_terminal() else summarize(config))
-    if asks and not is_terminal():
-        log("--log-arguments has no effect: all arguments are printed if standard output is not a terminal")
+    """Print all arguments, or in a brief log a summary and the arguments that differ from their defaults."""
+    options, save = config.logging, config.checkpoint.save
+    if options.brief_log:
+        record = None if save is None else f"{save}/{RECORD_FOLDER}/{ARGUMENTS_FILE}"
+        log(summarize(config, record))
+    if options.log_arguments or not options.brief_log:
+        log(format_arguments(config))
+    if options.log_arguments and not options.brief_log:
+        log("--log-arguments has no effect here: only megatron train prints a summary of the arguments")
     if config.checkpoint.save is None and not config.training.skip_train:
         log("WARNING: --save is not set: this run will not save checkpoints")
 
@@ -117,6 +122,20 @@ def describe_datasets(datasets: DatasetSplits, everything: bool) -> str:
             of_file = [[one for one in split if one.indexed_dataset.prefix == prefix] for split in splits]
             lines += _describe_file([one for split in of_file for one in split], everything)
     return "\n".join([*lines, "> finished creating GPT datasets ..."])
+
+
+def describe_samples(datasets: DatasetSplits, targets: SampleTargets) -> str:
+    """Format the line of a brief log on the samples that the run reads, and on the epochs if there are several."""
+    counts = {"training": targets.train, "validation": targets.valid, "testing": targets.test}
+    parts = []
+    for (name, count), dataset in zip(counts.items(), (datasets.train, datasets.valid, datasets.test)):
+        if dataset is None or count == 0:
+            continue
+        files = _token_datasets(dataset)
+        epochs = files[0].usage.num_epochs if len(files) == 1 else 1
+        many = f" ({epochs:,} epochs)" if epochs > 1 else ""
+        parts.append(f"{'all' if count is None else f'{count:,}'} for {name}{many}")
+    return f" > samples: {', '.join(parts)}" if parts else " > samples: none"
 
 
 def _describe_tasks(task: FillInTheMiddle) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.config.arguments import resolve_arguments
+from megatron.config.checkpoint_arguments import recorded_config
 from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
@@ -19,7 +20,7 @@ from megatron.core.ops import gemm
 from megatron.core.process_group import single_rank_group
 from megatron.training import autotune, model_setup
 from megatron.training.autotune import choose_library, choose_tp_overlap, is_quicker, measure_libraries
-from megatron.training.initialize import make_runtime
+from megatron.training.initialize import LaunchEnvironment, make_runtime
 from megatron.training.model_setup import with_transformer_impl
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.distributed import run_distributed
@@ -342,3 +343,82 @@ def test_a_run_says_it_and_its_checkpoint_has_what_it_used(tmp_path: Path) -> No
     assert run.stdout.count(line("it needs CUDA")) == 1
     file = tmp_path / "checkpoints" / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
     assert torch.load(file, weights_only=False)["args"].transformer_impl == "local"
+
+
+def let_threads_be_chosen(monkeypatch: pytest.MonkeyPatch, cores: int = 4, idle: float | None = 4.0) -> list[int]:
+    """Let a machine have these cores and torch two threads per core; return the list of the numbers that are set."""
+    taken: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(autotune, "count_cores", lambda: cores)
+    monkeypatch.setattr(autotune, "measure_idle_cores", lambda: idle)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 * cores)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    return taken
+
+
+def threads_of(*flags: str, processes: int = 1) -> tuple[int | None, str]:
+    """Return the number of threads that a process on a CPU records, and its log line."""
+    config, lines = resolve_arguments([*MINIMAL, *flags], 1).config, list[str]()
+    launch = LaunchEnvironment(local_world_size=processes)
+    chosen = autotune.choose_num_threads(config, make_runtime(config, Device("cpu")), launch, lines.append)
+    (line,) = lines
+    return chosen.initialization.used_threads, line.removeprefix(" > CPU threads per process: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle", "processes", "number", "why"),
+    [
+        ("", 4.0, 1, 4, "4 cores, 0.0 of them busy"),
+        ("", 1.6, 1, 1, "4 cores, 2.4 of them busy"),
+        ("", 4.0, 2, 2, "4 cores, 0.0 of them busy, 2 processes"),
+        ("", None, 1, 4, "4 cores"),
+        ("--deterministic-mode", 0.0, 1, 4, "4 cores"),
+        ("--num-threads 7", 0.0, 1, 7, "--num-threads"),
+    ],
+)
+def test_a_process_takes_its_share_of_the_idle_cores(
+    flags: str, idle: float | None, processes: int, number: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = let_threads_be_chosen(monkeypatch, idle=idle)
+    assert threads_of(*flags.split(), processes=processes) == (number, f"{number} ({why})")
+    assert taken == [number]
+
+
+def test_the_environment_decides_the_threads_if_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = let_threads_be_chosen(monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert threads_of() == (8, "8 (OMP_NUM_THREADS)")
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "cores", "world_size", "number", "why"),
+    [
+        (
+            2,
+            4,
+            1,
+            2,
+            "as in the checkpoint; 4 cores, 3.0 of them busy: --num-threads 1 may be faster, and rounds differently",
+        ),
+        (1, 4, 1, 1, "as in the checkpoint; 4 cores, 3.0 of them busy"),
+        # Fewer cores, or other processes.
+        (8, 4, 1, 1, "4 cores, 3.0 of them busy"),
+        (2, 4, 2, 1, "4 cores, 3.0 of them busy"),
+        ("two", 4, 1, 1, "4 cores, 3.0 of them busy"),
+    ],
+)
+def test_a_resumed_run_has_the_threads_of_its_checkpoint(
+    recorded: object, cores: int, world_size: int, number: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"world_size": world_size, "initialization": {"used_threads": recorded}}
+    monkeypatch.setattr(autotune, "candidate_folders", lambda folder, step: [Path("iter_0000001")])
+    monkeypatch.setattr(autotune, "recorded_config", lambda folder: record)
+    let_threads_be_chosen(monkeypatch, cores, idle=1.0)
+    assert threads_of("--load", "somewhere") == (number, f"{number} ({why})")
+
+
+def test_a_checkpoint_records_the_threads_of_its_run(tmp_path: Path) -> None:
+    fork_training(toy_args(tmp_path, "--train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --num-threads 1")).check()
+    record = recorded_config(newest(tmp_path / "checkpoints"))
+    assert (record["initialization"]["used_threads"], record["world_size"]) == (1, 1)

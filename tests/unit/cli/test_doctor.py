@@ -30,7 +30,6 @@ from megatron.cli.doctor.examination import RankFacts, compare_ranks
 from megatron.cli.doctor.gpus import FIELDS, TorchCuda, examine_gpus, parse_driver
 from megatron.cli.doctor.host_checks import (
     Finding,
-    count_cores,
     examine_data,
     examine_machine,
     examine_network,
@@ -40,6 +39,7 @@ from megatron.cli.doctor.host_checks import (
     nccl_interfaces,
 )
 from megatron.cli.doctor.software_checks import examine_environment, examine_software
+from megatron.core.available_cores import count_cores
 from megatron.core.device import Device
 from megatron.core.process_group import CollectiveCall
 from tests.harness.distributed import run_distributed
@@ -89,7 +89,7 @@ def test_a_container_limits_cores_and_memory(name: str, tmp_path: Path) -> None:
     files = {name.format(each): f"{size * 2**30}\n" for each, size in zip(names, (5, 3), strict=True)} | {
         "sys/fs/cgroup/cpu.max": "100000 100000\n",
         "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 41943040 kB\n",
-        "proc/self/cgroup": "4:memory:/job\n" if is_old else "0::/\n",
+        "proc/self/cgroup": "4:memory:/job\n0::/\n" if is_old else "0::/\n",
     }
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

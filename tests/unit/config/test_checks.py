@@ -194,7 +194,7 @@ WRONG = [
     ),
     ("--hidden-dropout 1", 1, "--hidden-dropout", ()),
     ("--seed 4294967296", 1, "--seed", ()),
-    ("--log-interval 0", 1, "--log-interval", ()),
+    ("--log-interval=-1", 1, "--log-interval", ()),
     ("--timing-log-level 3", 1, "--timing-log-level", ("0, 1, 2",)),
     ("--empty-unused-memory-level 3", 1, "--empty-unused-memory-level", ("0, 1, 2",)),
     ("--keep-last 2", 1, "--keep-last", ()),

@@ -44,7 +44,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/training/initialize.py",
         "megatron/core/device.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py:_occupy_device",
-        "megatron/cli/rank_launcher.py:_environment",
     ),
     "os.getenv": (),
     "torch.cuda": (

@@ -53,6 +53,19 @@ def test_pinned_versions_are_exact_and_within_the_declared_ranges(name: str) -> 
             assert requirement.specifier.contains(version), f"{requirement} excludes the pinned {version}"
 
 
+def test_all_is_every_extra_but_those_with_a_service_or_a_device() -> None:
+    metadata = project_metadata()
+    (everything,) = map(Requirement, metadata["optional-dependencies"]["all"])
+    assert everything.name == metadata["name"]
+    others = {"all", "dev", "docs", "gpu", "kernels", "loggers", "object-storage"}
+    assert everything.extras | others == set(metadata["optional-dependencies"])
+    pinned = {requirement.name: requirement.specifier for requirement in pinned_requirements("dev")}
+    for extra in everything.extras:
+        for requirement in map(Requirement, metadata["optional-dependencies"][extra]):
+            for pin in pinned.get(requirement.name, ()):
+                assert requirement.specifier.contains(pin.version), f"{requirement} excludes the pinned {pin.version}"
+
+
 def test_building_does_not_need_torch() -> None:
     """torch in an isolated build environment would mean a download of gigabytes for one small extension."""
     document = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

@@ -31,7 +31,7 @@ from megatron.training.callbacks.progress_log import ProgressLog
 from megatron.training.callbacks.stragglers import Stragglers
 from megatron.training.evaluation import EvaluationRecord, EvaluationSet, EvaluationSets
 from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
-from megatron.training.loggers.log_lines import StepReport
+from megatron.training.loggers.log_lines import LogInterval, StepReport
 from megatron.training.resume import ResumeState
 from megatron.training.training import evaluate_and_report, train
 from megatron.training.training_step import StepReduction
@@ -126,6 +126,7 @@ class Loop:
             callbacks=Callbacks(),
             step_timers=Timers(),
             action_clock=lambda actions: None,
+            log_interval=LogInterval(config.logging.log_interval, config.train_iters, config.train_iters),
         )
         monkeypatch.setattr(training, "TrainingStep", self.make_step)
         for module in (training, callback):

@@ -181,8 +181,8 @@ def train_in_float64() -> None:
     program: Any = pretrain_gpt
     parse = program.parse_arguments_or_exit
 
-    def parse_and_widen(*arguments: Any) -> RunConfig:
-        config: RunConfig = parse(*arguments)
+    def parse_and_widen(*arguments: Any, **named: Any) -> RunConfig:
+        config: RunConfig = parse(*arguments, **named)
         model = dataclasses.replace(config.model, params_dtype="float64")
         optimizer = dataclasses.replace(config.optimizer, params_dtype="float64")
         return dataclasses.replace(config, model=model, optimizer=optimizer)

@@ -24,18 +24,21 @@ from megatron.core.device import Device
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.training.callbacks import live_line
 from megatron.training.callbacks.live_line import LiveLine
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import (
     IntervalAverage,
+    LogInterval,
     StepReport,
+    choose_log_interval,
+    format_brief_step,
     format_evaluation,
-    format_first_step,
     format_memory,
     format_step,
     pinned_memory_told,
 )
-from megatron.training.loggers.startup_lines import describe_batch_and_tokenizer, describe_buckets
+from megatron.training.loggers.startup_lines import describe_batch_and_tokenizer, describe_buckets, log_arguments
 from megatron.training.model_setup import build_model_and_optimizer
 from tests.e2e.megatron_lines import parse
 from tests.unit.config.command_lines import MINIMAL
@@ -239,7 +242,7 @@ def test_a_terminal_shows_where_the_run_is_below_what_it_prints(terminal: Termin
     with contextlib.redirect_stdout(terminal.stream), LiveLine(CONFIG, flight, is_reporter=True) as line:
         assert terminal.read("s\r").startswith(f"{CLEAR_LINE}setting up ")
         flight.enter("forward")
-        terminal.read(f"{CLEAR_LINE}iteration 1/200, the first\r")
+        terminal.read(f"{CLEAR_LINE}iteration 1/200, the first, ")
         for iteration, seconds in ((1, 8.0), (2, 1.0)):
             flight.end_iteration(iteration, seconds)
             line.step(dataclasses.replace(REPORT, iteration=iteration, step_time_s=seconds))
@@ -298,16 +301,142 @@ def test_durations_are_said_in_two_units() -> None:
 
 
 def test_a_small_throughput_keeps_two_digits() -> None:
-    line = format_first_step(REPORT, 200, log_throughput=True)
+    line = format_alone(REPORT)
     assert " iteration        1/     200 | consumed samples:            4 |" in line
     assert " throughput per GPU (TFLOP/s/GPU): 0.0012 |" in line
     for value, text in ((459.12, "459.1"), (0.05, "0.1"), (0.049, "0.049"), (0.0, "0.0")):
         report = dataclasses.replace(REPORT, tflops_per_device=value)
-        assert f"(TFLOP/s/GPU): {text} |" in format_first_step(report, 200, log_throughput=True)
+        assert f"(TFLOP/s/GPU): {text} |" in format_alone(report)
 
 
-def test_the_summary_of_the_arguments_is_short() -> None:
-    lines = summarize(CONFIG).splitlines()
-    assert lines[0] == " > model: 2 layers, hidden size 48, 6 heads, sequences of 40 tokens"
-    assert len(lines) == 4
-    assert lines[-1].endswith("arguments; --log-arguments prints them all")
+def format_alone(report: StepReport) -> str:
+    average = IntervalAverage()
+    average.add(report)
+    return format_step(report, average, 200, log_throughput=True)
+
+
+def test_a_brief_log_lists_the_arguments_that_differ_from_their_defaults() -> None:
+    words = ["--data-path", *("a/long/name/of/data" for _ in range(20)), "--bf16", "--swiglu"]
+    words = [word for word in MINIMAL if word != "--mock-data"] + words
+    config = resolve_arguments(words, 4, needs_files=False, is_train_command=True).config
+    lines = summarize(config).splitlines()
+    assert lines[:4] == [
+        " > model: 2 layers, hidden size 48, 6 heads, sequences of 40 tokens, bfloat16",
+        " > run: 10 iterations of 8 samples in micro-batches of 2, 4 processes (DP 4)",
+        " > checkpoints: nowhere",
+        " > arguments that differ from their defaults (--log-arguments prints all):",
+    ]
+    assert max(map(len, lines)) <= 120
+    listed = " ".join(lines[4:]).split()
+    assert {"--num-layers", "--lr", "--bf16", "--swiglu", "--mock-data"} - set(listed) == {"--mock-data"}
+    assert not {"--log-interval", "--hidden-dropout", "--seed"} & set(listed)
+    assert listed[listed.index("--data-path") + 5] == "…"
+    assert (
+        summarize(config, "d/run_record/arguments.txt")
+        .splitlines()[3]
+        .endswith("(all are in d/run_record/arguments.txt):")
+    )
+
+
+def test_arguments_are_summarized_only_under_the_train_command() -> None:
+    texts = []
+    for is_train_command, more in (
+        (True, []),
+        (True, ["--log-arguments"]),
+        (True, ["--log-megatron-lines"]),
+        (False, []),
+    ):
+        lines: list[str] = []
+        words = [*MINIMAL, "--save", "d", *more]
+        log_arguments(resolve_arguments(words, 1, is_train_command=is_train_command).config, lines.append)
+        texts.append("\n".join(lines))
+    blocks = ["arguments -----" in text for text in texts]
+    assert blocks == [False, True, True, True]
+    assert ["arguments that differ" in text for text in texts] == [True, True, False, False]
+    assert "d/run_record/arguments.txt" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "step_s", "expected"),
+    [
+        # Short runs have ten lines, whatever a step takes.
+        (20, 0.05, 2),
+        (7, 0.01, 1),
+        (60, 0.2, 5),
+        # A line about every 5 seconds.
+        (1000, 0.1, 50),
+        (400, 0.15, 20),
+        # Long runs: a hundred lines, but at least one every minute.
+        (400, 20.0, 2),
+        (10_000, 0.4, 100),
+        (10_000_000, 0.4, 100),
+        (10_000_000, 0.001, 50_000),
+    ],
+)
+def test_the_log_interval_follows_from_the_length_of_the_run_and_the_step_time(
+    iterations: int, step_s: float, expected: int
+) -> None:
+    assert choose_log_interval(iterations, step_s) == expected
+
+
+def test_a_chosen_interval_follows_the_step_time_but_does_not_flicker() -> None:
+    interval, world = LogInterval(0, 1000, 1000), create_parallel_state().world
+    lines = []
+    for iteration in range(1, 1001):
+        average = IntervalAverage()
+        step_s = 20.0 if iteration == 1 else 0.1 if iteration < 500 else 0.06 if iteration < 700 else 5.0
+        average.add(dataclasses.replace(REPORT, step_time_s=step_s))
+        if interval.is_due(iteration):
+            lines.append(iteration)
+            interval.adapt(average, world)
+    # The first step is slow, a step of 0.06 s is nearly as fast as one of 0.1 s, and then the machine gets busy.
+    assert lines == [1, 2, *range(50, 701, 50), *range(710, 1001, 10)]
+
+
+def test_a_given_interval_is_kept() -> None:
+    interval, average = LogInterval(7, 20, 20), IntervalAverage()
+    average.add(dataclasses.replace(REPORT, step_time_s=100.0))
+    interval.adapt(average, create_parallel_state().world)
+    assert [iteration for iteration in range(1, 21) if interval.is_due(iteration)] == [7, 14]
+    chosen = LogInterval(0, 64, 64)
+    chosen.value = 5
+    assert [iteration for iteration in range(50, 65) if chosen.is_due(iteration)] == [50, 55, 60, 64]
+
+
+def test_a_brief_line_fits_the_screen_and_says_what_happened() -> None:
+    average = IntervalAverage()
+    for is_skipped in (False, False):
+        average.add(dataclasses.replace(REPORT, step_time_s=1.0, is_skipped=is_skipped))
+    report = dataclasses.replace(REPORT, iteration=120, step_time_s=1.0, tokens_per_second=9000.0)
+    line = format_brief_step(report, average, 200, log_throughput=False)
+    assert line == (
+        " iteration 120/200 | lm loss: 3.2500 | lr: 1.000E-03 | grad norm: 2.000 | step: 1,000.0 ms | 9,000 tokens/s"
+        " | 1m20s left"
+    )
+    assert len(line) <= 120
+    average.add(dataclasses.replace(REPORT, step_time_s=1.0, is_skipped=True))
+    report = dataclasses.replace(report, next_loss_scale=2048.0, mfu=0.4)
+    more = format_brief_step(report, average, 200, log_throughput=True).removeprefix(line[:60])
+    assert "loss scale: 2048.0 | number of skipped iterations: 1" in more
+    assert "TFLOP/s per GPU | MFU: " in more
+
+
+def test_an_evaluation_of_a_brief_log_is_one_line() -> None:
+    line = format_evaluation("iteration 30 on validation set", 6.5, is_brief=True)
+    assert line == " validation loss at iteration 30 on validation set | lm loss value: 6.5000 | lm loss PPL: 665.1"
+
+
+def test_a_brief_log_without_a_terminal_prints_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_line, "SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr(live_line, "_REDRAW_S", 0.01)
+    config = resolve_arguments(MINIMAL, 1, is_train_command=True).config
+    flight = FlightRecorder(phase="save")
+    with (tmp_path / "log").open("w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with LiveLine(config, flight, is_reporter=True):
+            deadline = time.monotonic() + 20.0
+            while (tmp_path / "log").read_text().count("\n") < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert set(lines) == {" ... saving a checkpoint 0s"}
