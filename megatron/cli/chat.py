@@ -86,6 +86,8 @@ def talk(answer: Answer, system: str | None) -> None:
             said = _print_answer(answer, messages)
             if said is None:
                 messages.pop()
+                if len(messages) > len(beginning):
+                    print("/reset starts a new conversation", file=sys.stderr, flush=True)
             else:
                 messages.append({"role": "assistant", "content": said})
 

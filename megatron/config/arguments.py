@@ -129,8 +129,23 @@ def resolve_arguments(
         raise ConfigurationError(problems)
     notes += packing_notes(given, config)
     if is_train_command:
-        config = _with_brief_log(config, given)
+        config = _with_brief_log(config, _listed(config, given, values, broken))
     return ParsedArguments(config, (*notes, *resolution.notes))
+
+
+def _listed(
+    config: RunConfig, given: Collection[str], values: Mapping[str, Any], broken: frozenset[str]
+) -> Collection[str]:
+    """Return the given flags without those whose value follows from the others, as many in the record of a run."""
+    left = dict(values)
+    for spec, value in config.flags():
+        if spec.name not in given or spec.name not in left or spec.is_required or value == spec.default:
+            continue
+        fewer = {name: one for name, one in left.items() if name != spec.name}
+        derived = resolve(_build_config(fewer, broken, config.world_size)).config
+        if value in [other for one, other in derived.flags() if one.name == spec.name]:
+            left = fewer
+    return [name for name in given if name in left]
 
 
 def _with_brief_log(config: RunConfig, given: Collection[str]) -> RunConfig:

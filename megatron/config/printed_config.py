@@ -66,7 +66,9 @@ def given_arguments(config: RunConfig) -> list[str]:
     found = []
     for spec, value in config.flags():
         is_default = value is None or (value == spec.default and not spec.is_required)
-        if is_default or spec.name not in config.logging.given_arguments or spec.name in _NEVER:
+        is_chosen_by_run = spec.name == "log_interval" and value == 0
+        is_given = spec.name in config.logging.given_arguments and spec.name not in _NEVER
+        if is_default or is_chosen_by_run or not is_given:
             continue
         text = " ".join(" ".join(map(str, value if isinstance(value, tuple) else (value,))).split())
         found.append(spec.typed(text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"))

@@ -368,6 +368,7 @@ def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys)
     answer = expected_text(flags, prompt, 6).removeprefix(prompt)
     assert out == "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in answer) + "\n"
     assert err.startswith("error: the maximum context length is 40 tokens")
+    assert err.endswith("\n/reset starts a new conversation\n")
     assert len(tokenizer.tokenize(prompt)) == 4
 
 

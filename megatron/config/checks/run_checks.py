@@ -668,7 +668,9 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
     }
     given = [name for name, is_given in sources.items() if is_given]
     if not given and data.dataloader_type != "external":
-        yield "no data is configured; pass --data-path PREFIX, --train-data-path PREFIX or --mock-data"
+        yield (
+            "no data is configured; pass --data-path PREFIX, --train-data-path PREFIX, --train-data FILE or --mock-data"
+        )
     elif len(given) > 1:
         yield f"{' and '.join(given)} exclude each other; omit one of them"
     if data.split is not None and data.has_data_per_split:

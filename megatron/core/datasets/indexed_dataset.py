@@ -114,10 +114,13 @@ class IndexedDataset:
                     )
                 if path.exists():
                     raise DataError(f"data file {path} is a folder, a pipe or a device; a file is expected")
-                raise DataError(
-                    f"data file {path} does not exist; pass the data path without .bin or .idx, as in "
-                    "my-corpus_text_document"
+                meant = self._find_data_set()
+                instead = (
+                    "pass the data path without .bin or .idx, as in my-corpus_text_document"
+                    if meant is None
+                    else f"did you mean {meant}?"
                 )
+                raise DataError(f"data file {path} does not exist; {instead}")
         try:
             self._read_index(_on_this_machine(index_file))
             self._bin_bytes = tokens_file.stat().st_size
@@ -140,6 +143,13 @@ class IndexedDataset:
         given = Path(self.prefix)
         named = [given, *(Path(f"{given}{suffix}") for suffix in _RAW_SUFFIXES)]
         return next((path for path in named if path.is_file() and path.suffix not in (".bin", ".idx")), None)
+
+    def _find_data_set(self) -> str | None:
+        """Return the data set that a file of it, or the --output-prefix of preprocessing, names; None without one."""
+        if is_url(self.prefix):
+            return None
+        meant = (self.prefix.removesuffix(".bin").removesuffix(".idx"), f"{self.prefix}_text_document")
+        return next((one for one in meant if idx_path(one).is_file() and bin_path(one).is_file()), None)
 
     def _read_index(self, path: Path) -> None:
         with open(path, "rb") as file:

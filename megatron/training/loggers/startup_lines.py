@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from megatron.config import RunConfig, format_arguments, summarize
@@ -134,6 +134,8 @@ def describe_samples(datasets: DatasetSplits, targets: SampleTargets) -> str:
         files = _token_datasets(dataset)
         epochs = files[0].usage.num_epochs if len(files) == 1 else 1
         many = f" ({epochs:,} epochs)" if epochs > 1 else ""
+        if name != "training" and isinstance(dataset, Sized) and len(dataset) < targets.one_epoch_below:
+            count = len(dataset)  # every evaluation reads these samples
         parts.append(f"{'all' if count is None else f'{count:,}'} for {name}{many}")
     return f" > samples: {', '.join(parts)}" if parts else " > samples: none"
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.cli.text_data import with_tokenized_text
 from megatron.config.arguments import resolve_arguments
+from megatron.config.printed_config import given_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError
@@ -50,9 +51,11 @@ def tokens(*texts: str) -> list[list[int]]:
 def test_text_is_tokenized_once_and_found_by_its_content(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse(folder, "--train-data {}/data.json --split 8,1,1")
     assert config.data.train_data == (f"{folder}/data.json",)
-    first = with_tokenized_text(config, is_reporter=True).data
+    tokenized = with_tokenized_text(config, is_reporter=True)
+    first = tokenized.data
     (prefix,) = first.data_path
     assert Path(prefix).parent == folder
+    assert f"--data-path {prefix[:80]}" in " ".join(given_arguments(tokenized))
     assert documents(prefix) == tokens("ab", "c", "ddd")
     assert (first.train_data, first.split) == ((), "8,1,1")
     assert capsys.readouterr().out.endswith(f"data.json is read from {prefix}.bin, tokenized now\n")
@@ -135,7 +138,10 @@ def test_a_wrong_command_line_gets_a_line(folder: Path, words: str, problem: str
             '{"text": "a"}\nno json\n',
             r"data\.json:2: .* \(a flag of tools/preprocess_data.py: .* pass --data-path PREFIX",
         ),
-        ('[{"text": "a"}]\n', r"data\.json:1: .* convert a JSON array to lines with: jq -c '\.\[\]' FILE > NEW$"),
+        (
+            '[{"text": "a"}]\n',
+            r"data\.json:1: .* --input-format json .* jq -c '\.\[\]' FILE > NEW \(a flag of tools/preprocess_data",
+        ),
         ('{"body": "a"}\n', r"data\.json:1: no key 'text' \(found: body\); change --text-key"),
     ],
 )

@@ -264,7 +264,7 @@ def data_argv(*words: object) -> list[str]:
 
 def test_no_data_at_all() -> None:
     assert problems_of(data_argv()) == (
-        "no data is configured; pass --data-path PREFIX, --train-data-path PREFIX or --mock-data",
+        "no data is configured; pass --data-path PREFIX, --train-data-path PREFIX, --train-data FILE or --mock-data",
     )
 
 

@@ -237,6 +237,13 @@ def test_raw_text_is_named_with_the_command_that_tokenizes_it(given: str, tmp_pa
         IndexedDataset(tmp_path / given)
 
 
+@pytest.mark.parametrize("given", ["corpus", "corpus_text_document.bin", "corpus_text_document.idx"])
+def test_a_name_next_to_a_data_set_is_answered_with_its_prefix(given: str, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus_text_document")
+    with pytest.raises(DataError, match=f"{tmp_path / given}.idx does not exist; did you mean {prefix}[?]"):
+        IndexedDataset(tmp_path / given)
+
+
 def test_replaced_tokens_leave_no_index_and_no_checksums_of_the_old_ones(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data")
     write_checksums(prefix)

@@ -17,13 +17,15 @@ import pytest
 
 import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
-from megatron.config.printed_config import summarize
+from megatron.config.printed_config import format_config, given_arguments, summarize
 from megatron.config.run_config import RunConfig
 from megatron.core.console import CLEAR_LINE, format_bar, format_duration, print_line
+from megatron.core.datasets import DatasetSplits
 from megatron.core.device import Device
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.training import SampleTargets
 from megatron.training.callbacks import live_line
 from megatron.training.callbacks.live_line import LiveLine
 from megatron.training.initialize import Runtime
@@ -38,7 +40,12 @@ from megatron.training.loggers.log_lines import (
     format_step,
     pinned_memory_told,
 )
-from megatron.training.loggers.startup_lines import describe_batch_and_tokenizer, describe_buckets, log_arguments
+from megatron.training.loggers.startup_lines import (
+    describe_batch_and_tokenizer,
+    describe_buckets,
+    describe_samples,
+    log_arguments,
+)
 from megatron.training.model_setup import build_model_and_optimizer
 from tests.e2e.megatron_lines import parse
 from tests.unit.config.command_lines import MINIMAL
@@ -336,6 +343,31 @@ def test_a_brief_log_lists_the_arguments_that_differ_from_their_defaults() -> No
         .splitlines()[3]
         .endswith("(all are in d/run_record/arguments.txt):")
     )
+
+
+def test_a_brief_log_of_a_continued_run_lists_no_derived_values(tmp_path: Path) -> None:
+    first = resolve_arguments([*MINIMAL, "--kv-channels", "16"], 1, is_train_command=True).config
+    (tmp_path / "continue.toml").write_text(format_config(first))
+    words = ["--config", f"{tmp_path}/continue.toml", "--save", "d"]
+    again = resolve_arguments(words, 1, is_train_command=True).config
+    assert again.model.ffn_hidden_size == 4 * 48
+    assert [*given_arguments(first), "--save d"] == given_arguments(again)
+    assert "--kv-channels 16" in given_arguments(first)
+
+
+@pytest.mark.parametrize(("below", "told"), [(400, "309 for validation, 9 for testing"), (0, "3,200 for validation")])
+def test_samples_that_every_evaluation_reads_are_counted_once(below: int, told: str) -> None:
+    datasets = DatasetSplits(None, *(SamplesWithLength(size) for size in (309, 9)))  # type: ignore[arg-type]
+    line = describe_samples(datasets, SampleTargets(0, 3200, 400, one_epoch_below=below))
+    assert line.startswith(f" > samples: {told}")
+
+
+class SamplesWithLength:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
 
 
 def test_arguments_are_summarized_only_under_the_train_command() -> None:
