@@ -424,6 +424,9 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
         is_evaluated = is_evaluation_due(config, train_state.iteration)
     if stop_reason is not None:
         run.log(stop_reason)
+        save = config.checkpoint.save
+        if config.logging.brief_log and save is not None and train_state.iteration < config.train_iters:
+            run.log(f" > to continue: megatron train --continue {save}")
         return True
     sets, record = run.evaluation_sets, run.evaluations
     left = {"validation": () if is_evaluated else sets.validation, "test": sets.test}

@@ -259,7 +259,8 @@ def test_ctrl_c_saves_and_ends_all_ranks(command, tmp_path: Path) -> None:
     status, lines = run.end()
     assert status == 130
     assert sum(line.startswith("stopping after this step") for line in lines) == 1
-    assert lines[-1].startswith("exiting program at iteration ")
+    assert lines[-2].startswith("exiting program at iteration ")
+    assert lines[-1] == f" > to continue: megatron train --continue {tmp_path}/checkpoints"
     assert newest(tmp_path / "checkpoints").is_dir()
 
 
@@ -270,7 +271,8 @@ def test_ctrl_c_saves_and_ends_one_process(command, tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGINT)
     status, lines = run.end()
     assert status == 130
-    assert lines[-1].startswith("exiting program at iteration ")
+    assert lines[-2].startswith("exiting program at iteration ")
+    assert lines[-1] == f" > to continue: megatron train --continue {tmp_path}/checkpoints"
     assert newest(tmp_path / "checkpoints").is_dir()
 
 

@@ -67,3 +67,23 @@ def test_a_run_that_goes_on_from_its_copies_owns_what_it_saved(name: str, tmp_pa
     )
     RunCheckpoints.go_on(checkpoints, None, has_saved=True)
     assert [path.parent.resolve() for path in came] == [as_path(directory).resolve()]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_run_that_replaces_another_one_is_warned_of(name: str, tmp_path: Path) -> None:
+    directory, lines = str(place(name, tmp_path)), list[str]()
+    checkpoints: Any = object.__new__(RunCheckpoints)
+    checkpoints.runtime, checkpoints.log = SimpleNamespace(is_reporter=True), lines.append
+    checkpoints.config = SimpleNamespace(
+        checkpoint=CheckpointConfig(save=directory),
+        logging=SimpleNamespace(brief_log=True),
+        training=SimpleNamespace(skip_train=False),
+    )
+    assert checkpoints.resume().iteration == 0
+    assert lines == []
+    save(as_path(directory), 4, [])
+    assert checkpoints.resume().iteration == 0
+    assert lines == [
+        f"WARNING: {directory} has a checkpoint of iteration 4, and --load is not set: this run starts from random "
+        f"weights and replaces that run; to continue it, pass --continue {directory}"
+    ]
