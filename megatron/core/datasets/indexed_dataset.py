@@ -115,12 +115,12 @@ class IndexedDataset:
                 if path.exists():
                     raise DataError(f"data file {path} is a folder, a pipe or a device; a file is expected")
                 meant = self._find_data_set()
-                instead = (
-                    "pass the data path without .bin or .idx, as in my-corpus_text_document"
-                    if meant is None
-                    else f"did you mean {meant}?"
+                if meant is not None:
+                    raise DataError(f"data file {path} does not exist; did you mean {meant}?")
+                raise DataError(
+                    f"data file {path} does not exist; pass the data path without .bin or .idx, as in "
+                    "my-corpus_text_document"
                 )
-                raise DataError(f"data file {path} does not exist; {instead}")
         try:
             self._read_index(_on_this_machine(index_file))
             self._bin_bytes = tokens_file.stat().st_size
