@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str
         patch.setattr(autotune, "has_library", lambda library, dtype: library != "mkl")
         lines: list[str] = []
         assert chosen_by(config, lines) == "auto"
-    assert [line[:59] for line in lines] == ["WARNING: the checkpoint's run computed GEMMs with mkl, which "]
+    assert [line[:61] for line in lines] == ["WARNING: the checkpoint's run computed GEMMs with mkl, which "]
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, finetune=True))
     assert chosen_by(fresh, []) == "auto"
 
