@@ -261,9 +261,9 @@ def choices_after(recorded: str) -> tuple[list[str], list[str]]:
 
 def test_a_checkpoint_keeps_the_choice() -> None:
     for recorded, chosen, why in (
-        ("ring", "ring", "round a ring (as in the checkpoint)"),
+        ("ring", "ring", "in a ring (as in the checkpoint)"),
         ("whole", "whole", "not in chunks (as in the checkpoint)"),
-        ("auto", "whole", "measured: chunks take 900% of the time without chunks"),
+        ("auto", "whole", "measured: chunks take 900% of the time without chunks)"),
     ):
         for chose, [line] in run_distributed(2, choices_after, recorded):
             assert chose == [chosen]
