@@ -79,6 +79,8 @@ class ModelRequest:
                 if self.is_hugging_face
                 else ("--load", "the folder that a run saved to")
             )
+            if not self.is_hugging_face and find_hub_model(self.folder) is not None:
+                kind += f", or --load-hf {self.folder} for the model of this name on the Hugging Face Hub"
             raise CheckpointError(f"{flag} {self.folder} is not a folder; pass {kind}")
         if self.is_hugging_face and self.ckpt_step is not None:
             raise ConfigurationError(
