@@ -184,7 +184,7 @@ def generation_problems(arguments: argparse.Namespace) -> Iterator[str]:
     for name in ("length_penalty", "early_stopping"):
         value = getattr(arguments, name)
         if value is not None and beams in (None, 1):
-            yield f"--{name.replace('_', '-')} {value} is of use with --num-beams 2 or more"
+            yield f"--{name.replace('_', '-')} {value} has no effect without --num-beams 2 or more"
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         yield f"--max-tokens (--tokens-to-generate) {arguments.max_tokens} is not positive"
 

@@ -291,6 +291,11 @@ def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
         return MegatronTorchSource(folder) if found == "torch" else TorchDistSource(folder)
     if found == "torchtitan":
         return TorchtitanSource(folder, told)
+    if found == "peft":
+        raise CheckpointError(
+            f"{folder} contains only LoRA adapters, in peft's format; add them to their model first: megatron convert "
+            f"--loader peft --load-dir {folder} --base-model DIR --save-dir OUT"
+        )
     return HuggingFaceSource(folder) if found == "hf" else NativeSource(folder)
 
 
