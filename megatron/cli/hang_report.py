@@ -23,10 +23,24 @@ LINE_WIDTH = 200
 def build_parser() -> Parser:
     """Build the command's parser."""
     parser = Parser(prog="megatron hang-report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("report", type=Path, help="hang-*.json file in a run's --save folder")
+    parser.add_argument("report", type=Path, help="hang-*.json file, or the --save folder with it (the newest report)")
     parser.add_argument("--last", type=int, default=8, metavar="N", help="communications per rank in the text (8)")
     add_drawing_arguments(parser)
     return parser
+
+
+def newest_report(path: Path) -> Path:
+    """Return ``path``, or the newest report in it if it is a folder.
+
+    Raises:
+        InputError: the folder has no report.
+    """
+    if not path.is_dir():
+        return path
+    reports = sorted(path.glob("hang-*.json"))
+    if not reports:
+        raise InputError(f"{path} has no hang-*.json; no hang of a run that saves there was reported")
+    return reports[-1]
 
 
 def latest(answer: Mapping[str, Any]) -> list[Communication]:
@@ -120,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.last < 0:
         parser.error(f"--last {arguments.last} is negative")
     try:
-        report = read_hang_report(arguments.report)
+        report = read_hang_report(newest_report(arguments.report))
         if form == "png":
             assert output is not None
             rows, begin = bar_rows(report)
@@ -129,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         text = to_svg(report) if form == "svg" else to_text(report, arguments.last)
         put_text(text, output)
     except InputError as error:
-        parser.exit(2, f"{parser.prog}: {'; '.join(str(error).splitlines())}\n")
+        parser.exit(2, f"error: {'; '.join(str(error).splitlines())}\n")
     except OSError as error:
-        parser.exit(2, f"{parser.prog}: {error.filename} cannot be written: {error.strerror}; change --output\n")
+        parser.exit(2, f"error: {error.filename} cannot be written: {error.strerror}; change --output\n")
     return 0

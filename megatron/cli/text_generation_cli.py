@@ -76,7 +76,10 @@ def build_parser() -> Parser:
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "--prompt", metavar="TEXT", help="text to continue (by default prompts are read from the terminal)"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; repeat the flag for several texts (by default prompts are read from the terminal)",
     )
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt per line; blank lines are skipped")
     add_generation_flags(
@@ -95,12 +98,13 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
         InputError: there is no prompt, or the file cannot be read.
     """
     if arguments.prompt_file is None:
-        if not arguments.prompt:
+        given: list[str] = arguments.prompt
+        if not all(given):
             raise InputError("--prompt is empty; pass some text")
         # Python decodes command line bytes that are not UTF-8 to lone surrogates.
-        if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
+        if any("\ud800" <= character <= "\udfff" for character in "".join(given)):
             raise InputError("--prompt is not valid UTF-8; convert it")
-        return [arguments.prompt]
+        return given
     try:
         lines = Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         text = (draw_svg if form == "svg" else draw_text)(timeline, arguments.width, saved)
         put_text(text, output)
     except InputError as error:
-        parser.exit(2, f"{parser.prog}: {'; '.join(str(error).splitlines())}\n")
+        parser.exit(2, f"error: {'; '.join(str(error).splitlines())}\n")
     except OSError as error:
-        parser.exit(2, f"{parser.prog}: {error.filename} cannot be written: {error.strerror}; change --output\n")
+        parser.exit(2, f"error: {error.filename} cannot be written: {error.strerror}; change --output\n")
     return 0

@@ -378,12 +378,14 @@ def _field_values(
     """
     values: dict[str, Any] = {}
     broken = set()
+    reads_shape = given.get("use_checkpoint_args") or "load" not in given
+    source = "" if reads_shape else "; --use-checkpoint-args takes it from the checkpoint of --load"
     for _, spec in command_line_fields():
         if spec.name not in given:
             if spec.name in stored:
                 values[spec.name] = stored[spec.name]
             elif spec.is_required:
-                problems.append(f"{spec.flags[0]} is missing; it has no default")
+                problems.append(f"{spec.flags[0]} is missing; it has no default{source}")
                 broken.add(spec.name)
             continue
         words = given[spec.name]

@@ -51,7 +51,7 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
     if not as_path(directory).exists():
         raise CheckpointError(
             f"--use-checkpoint-args: --load {directory} does not exist; pass the folder that a run saved to, or the "
-            "folder of a model"
+            "folder of a model (hf download NAME --local-dir DIR fetches one from the Hugging Face Hub)"
         )
     first_error: CheckpointError | None = None
     folders = candidate_folders(as_path(directory), ckpt_step)

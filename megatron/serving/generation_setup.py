@@ -79,6 +79,8 @@ class ModelRequest:
                 if self.is_hugging_face
                 else ("--load", "the folder that a run saved to")
             )
+            if not self.is_hugging_face and find_hub_model(self.folder) is not None:
+                kind += f", or --load-hf {self.folder} for the model of this name on the Hugging Face Hub"
             raise CheckpointError(f"{flag} {self.folder} is not a folder; pass {kind}")
         if self.is_hugging_face and self.ckpt_step is not None:
             raise ConfigurationError(
@@ -289,6 +291,11 @@ def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
         return MegatronTorchSource(folder) if found == "torch" else TorchDistSource(folder)
     if found == "torchtitan":
         return TorchtitanSource(folder, told)
+    if found == "peft":
+        raise CheckpointError(
+            f"{folder} contains only LoRA adapters, in peft's format; add them to their model first: megatron convert "
+            f"--loader peft --load-dir {folder} --base-model DIR --save-dir OUT"
+        )
     return HuggingFaceSource(folder) if found == "hf" else NativeSource(folder)
 
 

@@ -36,7 +36,7 @@ def base_of(folder: Path) -> Path:
     if not named or not Path(named).is_dir():
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG}: base_model_name_or_path {named!r} is not a folder on this host; pass the "
-            "folder of the model with --base-model of tools/checkpoint/convert.py"
+            "folder of the model with --base-model of megatron convert"
         )
     return Path(named)
 

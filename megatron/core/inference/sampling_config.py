@@ -93,5 +93,7 @@ class SamplingConfig:
         if self.seed < 0:
             found.append(f"--seed {self.seed} is negative")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 0.0):
-            found.append("--greedy does not sample; omit it, or omit --temperature, --top-k and --top-p")
+            found.append(
+                "--greedy or --temperature 0 does not sample; omit it, or omit --top-k, --top-p and other temperatures"
+            )
         return tuple(found)

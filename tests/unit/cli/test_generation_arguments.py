@@ -15,12 +15,16 @@ from megatron.cli.generation_arguments import (
     add_generation_flags,
     beam_config,
     generation_problems,
+    model_request,
     request_fields,
     sampling_config,
 )
 from megatron.cli.run_text_generation_server import build_parser as put_server_parser
+from megatron.core.errors import CheckpointError, InputError
 from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.serving import open_checkpoint
+from megatron.training import LaunchEnvironment
 
 SAMPLING = {
     *("--max-tokens", "--tokens-to-generate", "--greedy", "--temperature", "--top-k", "--top-p", "--seed"),
@@ -101,3 +105,44 @@ def test_temperature_0_is_greedy_and_top_p_1_keeps_all_tokens() -> None:
         "--num-beams 0 is not positive; use 1 for no beam search",
         "--max-tokens (--tokens-to-generate) 0 is not positive",
     ]
+
+
+def test_each_repeated_prompt_is_continued() -> None:
+    arguments = text_generation_cli.build_parser().parse_args(["--load", "run", "--prompt", "a", "--prompt", "b"])
+    assert text_generation_cli.read_prompts(arguments) == ["a", "b"]
+    arguments.prompt.append("")
+    with pytest.raises(InputError, match="--prompt is empty"):
+        text_generation_cli.read_prompts(arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--temperature", "0", "--top-k", "5"),
+            "--greedy or --temperature 0 does not sample; omit it, or omit --top-k, --top-p and other temperatures",
+        ),
+        (("--length-penalty", "2"), "--length-penalty 2.0 has no effect without --num-beams 2 or more"),
+    ],
+)
+def test_flags_without_effect_are_named(words: tuple[str, ...], message: str) -> None:
+    arguments = text_generation_cli.build_parser().parse_args(["--load", "run", *words])
+    assert list(generation_problems(arguments)) == [message]
+
+
+def test_the_name_of_a_model_on_the_hub_is_explained_where_a_folder_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parser = text_generation_cli.build_parser()
+    with pytest.raises(CheckpointError, match=r"or --load-hf org/name for the model of this name on the Hugging"):
+        model_request(parser.parse_args(["org/name"]))
+    with pytest.raises(CheckpointError, match=r"^--load run is not a folder; pass the folder that a run saved to$"):
+        model_request(parser.parse_args(["run"]))
+
+
+def test_adapters_without_their_model_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    request = model_request(text_generation_cli.build_parser().parse_args([str(tmp_path)]))
+    with pytest.raises(CheckpointError, match=r"contains only LoRA adapters.*: megatron convert --loader peft "):
+        open_checkpoint(request, LaunchEnvironment())

@@ -225,6 +225,8 @@ def test_each_wrong_configuration_makes_one_line(
 @pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--num-attention-heads"])
 def test_a_missing_required_flag_makes_one_line(flag: str) -> None:
     assert problems_of(without(flag)) == (f"{flag} is missing; it has no default",)
+    advice = "--use-checkpoint-args takes it from the checkpoint of --load"
+    assert problems_of([*without(flag), "--load", "run"]) == (f"{flag} is missing; it has no default; {advice}",)
 
 
 def test_a_step_is_planned_without_the_length_of_its_run() -> None:

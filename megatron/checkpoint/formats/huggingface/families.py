@@ -44,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     Gemma3Family(),
 )
 
+_LANGUAGE_MODEL = "ForCausalLM"
 _PUBLISHED_WITH_CODE = ("deepseek_v3",)
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
@@ -118,11 +119,13 @@ def _family_of(settings: Settings) -> Family:
         names = f"model_type {settings.values.get('model_type')!r}"
         found = [family for family in FAMILIES if family.model_type == settings.values.get("model_type")]
     if not found:
-        supported = [family.architecture for family in FAMILIES]
-        nearest = difflib.get_close_matches(names, supported, n=1, cutoff=0.0)[0]
+        supported = {family.architecture.removesuffix(_LANGUAGE_MODEL): family.architecture for family in FAMILIES}
+        nearest = difflib.get_close_matches(names.removesuffix(_LANGUAGE_MODEL), supported, n=1)
+        similar = f" (a similar name is {supported[nearest[0]]})" if nearest else ""
+        place = "" if settings.place == names else f"{settings.place}: "
         raise CheckpointError(
-            f"{settings.place}: {names} is not supported (the most similar name is {nearest}); docs/huggingface.md "
-            "lists the supported architectures, docs/how_to_add.md#a-family-of-hugging-face-models shows how to add one"
+            f"{place}{names} is not supported{similar}; docs/huggingface.md lists the supported architectures, "
+            "docs/how_to_add.md#a-family-of-hugging-face-models shows how to add one"
         )
     return found[0]
 

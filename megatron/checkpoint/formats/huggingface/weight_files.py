@@ -134,7 +134,8 @@ class WeightFiles:
                 length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
                 header = parse_json(stream.read(length))
         except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+            reason = _describe_truncation(path) or f"cannot be read as a safetensors file: {error}"
+            raise CheckpointError(f"{path} {reason}; copy or download it again") from error
         metadata = header.pop("__metadata__", None)
         self.metadata[file] = metadata
         for name, entry in header.items():
@@ -154,6 +155,20 @@ class WeightFiles:
         extra = [name for name in self.entries if name not in weight_map]
         if extra:
             raise CheckpointError(f"{self.folder}: {INDEX_FILE} does not list {', '.join(extra[:5])}")
+
+
+def _describe_truncation(path: Path) -> str | None:
+    """Return how many bytes a truncated safetensors file has and should have; None for other damage."""
+    try:
+        with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            needed = _LENGTH_BYTES + int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if size >= needed:
+                header = parse_json(stream.read(needed - _LENGTH_BYTES))
+                needed += max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError):
+        return None
+    return f"is truncated: it has {size} bytes, but needs at least {needed}" if 0 < size < needed else None
 
 
 def _refuse_pointer(path: Path) -> None:

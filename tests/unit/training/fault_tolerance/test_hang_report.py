@@ -8,6 +8,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from megatron.cli.hang_report import newest_report
+from megatron.core.errors import InputError
 from megatron.core.flight_recorder import Communication
 from megatron.training.fault_tolerance.hang_report import diagnose
 from megatron.training.fault_tolerance.processes import ProcessName, this_process
@@ -248,3 +252,12 @@ def test_the_file_is_gone_when_it_is_closed_and_another_may_follow() -> None:
 
 def test_a_signal_that_comes_while_the_file_is_closed_ends_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", LATE], cwd=REPOSITORY, timeout=60.0).returncode == 0
+
+
+def test_a_folder_stands_for_its_newest_report(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no hang-\*\.json"):
+        newest_report(tmp_path)
+    for name in ("hang-20261128-011100.json", "hang-20261127-235959.json"):
+        (tmp_path / name).write_text("{}")
+    assert newest_report(tmp_path) == tmp_path / "hang-20261128-011100.json"
+    assert newest_report(tmp_path / "hang.json") == tmp_path / "hang.json"

@@ -118,11 +118,24 @@ def test_a_pointer_of_git_is_no_file_of_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [3, 50, -1])
-def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
+def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "model.safetensors"
     save_file(VALUES, path)
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read as a safetensors file"):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+    size = len(whole[:kept])
+    needed = len(whole) if kept == -1 else 8 + int.from_bytes(whole[:kept][:8], "little")
+    with pytest.raises(
+        CheckpointError,
+        match=rf"is truncated: it has {size} bytes, but needs at least {needed}; copy or download",
+    ):
+        WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\2\0\0\0\0\0\0\0[]", b"\2\0\0\0\0\0\0\0{}and more"])
+def test_a_file_of_another_kind_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"cannot be read as a safetensors file: .*; copy or download it again"):
         WeightFiles(tmp_path)
 
 
