@@ -383,7 +383,7 @@ def _check_steps(config: RunConfig) -> Iterator[str]:
 def _check_end(config: RunConfig) -> Iterator[str]:
     training = config.training
     if not (training.train_iters or training.train_samples or training.skip_train):
-        yield "--train-iters is missing; pass --train-iters, --train-samples or --skip-train"
+        yield "--train-iters is missing or 0; pass --train-iters N, --train-samples N or --skip-train"
 
 
 def _check_length(config: RunConfig) -> Iterator[str]:

@@ -71,7 +71,10 @@ def test_an_older_flag_is_read_as_a_current_flag(typed: str, more: str, read: st
     ("typed", "reason"),
     [
         ("--lazy-loader", "token files are always memory-mapped"),
-        ("--cache-dir cache", "nothing is downloaded; --data-cache-path is where index files go"),
+        (
+            "--cache-dir cache",
+            "nothing is downloaded; index files and tokenized texts go to --data-cache-path",
+        ),
         ("--deepspeed-activation-checkpointing", "--recompute-granularity decides what is recomputed"),
         ("--resume-dataloader", "a resumed run continues with the first sample that it has not trained on"),
         ("--no-query-key-layer-scaling", "attention scores cannot overflow in float16"),
