@@ -782,7 +782,8 @@ def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
     data = config.data
     for flag, is_given in (("--mock-data", data.mock_data), ("--dataloader-type external", _is_external(config))):
         if is_given and (data.sft or data.fim_rate):
-            what = "--sft needs conversations" if data.sft else "--fim-rate needs text"
+            tuning = "--train-mode finetune" if data.train_mode == "finetune" else "--sft"
+            what = f"{tuning} needs conversations" if data.sft else "--fim-rate needs text"
             yield f"{what}, but {flag} has none; use --data-path instead"
     if data.sft and data.fim_rate:
         yield "--sft and --fim-rate exclude each other; omit one of them"

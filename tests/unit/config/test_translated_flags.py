@@ -42,6 +42,7 @@ def value_of(config: RunConfig, name: str) -> Any:
         ("--batch-size=4", "", "--micro-batch-size 4", {"micro_batch_size": 4}),
         ("--warmup .1", "--lr-decay-iters 10", "--lr-warmup-fraction .1", {"lr_warmup_fraction": 0.1}),
         ("--checkpoint-activations", "", f"{RECOMPUTED} 1", {"recompute_granularity": "full"}),
+        ("--min-scale 2", "--fp16", "--min-loss-scale 2", {"min_loss_scale": 2.0}),
         ("--n-head-kv 2", "", "--num-query-groups 2 --group-query-attention", {"num_query_groups": 2}),
         ("--qk-nope-head-dim 16", LATENT, "--qk-head-dim 16", {"qk_head_dim": 16}),
         ("--qk-rope-head-dim 4", LATENT, "--qk-pos-emb-head-dim 4", {"qk_pos_emb_head_dim": 4}),
