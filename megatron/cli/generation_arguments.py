@@ -180,11 +180,11 @@ def generation_problems(arguments: argparse.Namespace) -> Iterator[str]:
     yield from sampling_config(arguments, SamplingConfig.seed).problems()
     beams = arguments.num_beams
     if beams is not None and beams < 1:
-        yield f"--num-beams {beams} is not positive; 1 follows one text"
+        yield f"--num-beams {beams} is not positive; use 1 for no beam search"
     for name in ("length_penalty", "early_stopping"):
         value = getattr(arguments, name)
         if value is not None and beams in (None, 1):
-            yield f"--{name.replace('_', '-')} {value} is of use with --num-beams 2 or more"
+            yield f"--{name.replace('_', '-')} {value} has no effect without --num-beams 2 or more"
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         yield f"--max-tokens (--tokens-to-generate) {arguments.max_tokens} is not positive"
 

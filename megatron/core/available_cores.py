@@ -31,7 +31,7 @@ def count_cores(root: Path = Path("/")) -> int:
 def measure_idle_cores(window_s: float = _WINDOW_S, root: Path = Path("/")) -> float | None:
     """Measure how many of the cores in this process's CPU affinity are idle, during ``window_s`` seconds.
 
-    Returns None if the system does not tell.
+    Returns None if the system does not report it.
     """
     before = _core_times(root)
     time.sleep(window_s)

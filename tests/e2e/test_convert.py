@@ -168,7 +168,7 @@ def test_a_damaged_file_of_megatrons_is_refused(trained: Path, tmp_path: Path) -
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"do not match their checksum; it holds"):
+    with pytest.raises(CheckpointError, match=r"do not match their checksum; the file contains"):
         run_converter(tmp_path / "torch", tmp_path / "native", "--loader torch --saver native")
     assert not (tmp_path / "native").exists()
 

@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str
         patch.setattr(autotune, "has_library", lambda library, dtype: library != "mkl")
         lines: list[str] = []
         assert chosen_by(config, lines) == "auto"
-    assert [line[:59] for line in lines] == ["WARNING: the checkpoint's run computed GEMMs with mkl, which "]
+    assert [line[:61] for line in lines] == ["WARNING: the checkpoint's run computed GEMMs with mkl, which "]
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, finetune=True))
     assert chosen_by(fresh, []) == "auto"
 
@@ -261,9 +261,9 @@ def choices_after(recorded: str) -> tuple[list[str], list[str]]:
 
 def test_a_checkpoint_keeps_the_choice() -> None:
     for recorded, chosen, why in (
-        ("ring", "ring", "round a ring (as in the checkpoint)"),
+        ("ring", "ring", "in a ring (as in the checkpoint)"),
         ("whole", "whole", "not in chunks (as in the checkpoint)"),
-        ("auto", "whole", "measured: chunks take 900% of the time without chunks"),
+        ("auto", "whole", "measured: chunks take 900% of the time without chunks)"),
     ):
         for chose, [line] in run_distributed(2, choices_after, recorded):
             assert chose == [chosen]

@@ -180,4 +180,4 @@ def test_the_command_needs_a_checkout_for_emulated_devices(
 def test_emulated_devices_have_no_part_in_a_replay(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         verify_parallelism.main(["--emulate-cuda", "--communication"])
-    assert "--communication runs no ranks" in capsys.readouterr().err
+    assert "--communication starts no ranks" in capsys.readouterr().err

@@ -97,8 +97,8 @@ def test_step_is_chosen(tmp_path: Path, lines: list[str]) -> None:
 
 
 def test_a_refused_schedule_is_met_before_anything_is_read(tmp_path: Path, lines: list[str]) -> None:
-    def refuse(state: Mapping[str, Any]) -> None:
-        assert state == SCHEDULER
+    def refuse(state: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+        assert (state, recorded) == (SCHEDULER, CONFIG)
         raise CheckpointError("another schedule")
 
     save(tmp_path, 10, lines)

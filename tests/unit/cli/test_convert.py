@@ -52,7 +52,7 @@ def test_what_users_of_megatron_type_is_accepted_and_said() -> None:
         ("--checkpoint-type meta", "Meta's own files"),
         ("--target-tensor-parallel-size two", "invalid int value: 'two'"),
         ("--bf16 --fp16", "not allowed with argument --bf16"),
-        ("stray", "unexpected value 'stray'"),
+        ("stray", "argument DIR: not allowed with argument --load-dir/--load"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_a_flag_that_the_formats_leave_idle_is_said(found: str, saver: str, idle
         (diff_checkpoints.main, "memory://x memory://y", "memory://x is not a folder"),
         (convert.main, "--load-dir memory://x --save-dir y", "memory://x is not a folder"),
         (convert.main, "--load-dir s3://id:hunter2@b/x --save-dir y", "s3://*** contains a credential or a port"),
-        (convert.main, "--load-dir x --save-dir memory://y", "argument --save-dir: no URL can be used here"),
+        (convert.main, "--load-dir x --save-dir memory://y", "argument --save-dir/--save: no URL can be used here"),
         (convert.main, "--load-dir x --save-dir y --base-model memory://z", "--base-model: no URL can be used here"),
         (doctor.main, "--save memory://x", "argument --save: no URL can be used here; pass a folder"),
     ],

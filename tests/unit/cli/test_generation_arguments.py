@@ -97,7 +97,7 @@ def test_temperature_0_is_greedy_and_top_p_1_keeps_all_tokens() -> None:
         assert list(generation_problems(parsed(*words))) == []
     words = ["--num-beams", "0", "--length-penalty", "2", "--max-tokens", "0", "--top-k", "-1"]
     assert list(generation_problems(parsed(*words))) == [
-        "--top-k -1 is negative; 0 draws from all tokens",
-        "--num-beams 0 is not positive; 1 follows one text",
+        "--top-k -1 is negative; use 0 to sample from all tokens",
+        "--num-beams 0 is not positive; use 1 for no beam search",
         "--max-tokens (--tokens-to-generate) 0 is not positive",
     ]

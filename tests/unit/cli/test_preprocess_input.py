@@ -348,7 +348,7 @@ def test_a_json_array_is_read_item_by_item(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(array))
     words = [*NULL, "--workers", "1", "--output-prefix", str(tmp_path / "out"), "--input"]
     assert preprocess_data.main([*words, str(tmp_path / "b.json.gz")]) == 2
-    assert "a JSON array is read with --input-format json" in capsys.readouterr().err
+    assert "pass --input-format json to read a JSON array" in capsys.readouterr().err
     both = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
     assert preprocess_data.main([*words, *both, "--input-format", "json"]) == 0
     expected = [[number] for number in range(5)]

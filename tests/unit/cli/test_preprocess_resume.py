@@ -159,7 +159,7 @@ def test_another_text_through_the_pipe_is_refused(change: str, tmp_path: Path) -
     refused = run(arguments, b"".join(other))
     assert refused.returncode == 2
     assert refused.stderr.count(b"\n") == 1
-    assert b"does not contain the same text as when the work was interrupted" in refused.stderr
+    assert b"does not contain the same text as before the interruption" in refused.stderr
     assert b"--restart" in refused.stderr
     assert run(arguments, b"".join(lines)).returncode == 0  # nothing was lost
 
@@ -211,7 +211,7 @@ def test_input_that_changed_means_a_new_start(tmp_path: Path) -> None:
     source.write_text('{"text": "1 2"}\n')
     done = run(command(2000, source, prefix))
     assert done.returncode == 0
-    assert b"The input changed since" in done.stdout
+    assert b"The input has changed since" in done.stdout
     assert b"1 documents, 3 tokens" in done.stdout
 
 

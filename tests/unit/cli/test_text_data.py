@@ -135,7 +135,7 @@ def test_a_wrong_command_line_gets_a_line(folder: Path, words: str, problem: str
             '{"text": "a"}\nno json\n',
             r"data\.json:2: .* \(a flag of tools/preprocess_data.py: .* pass --data-path PREFIX",
         ),
-        ('[{"text": "a"}]\n', r"data\.json:1: .* convert a JSON array to lines with: jq -c '\.\[\]' FILE > NEW$"),
+        ('[{"text": "a"}]\n', r"data\.json:1: .* convert it to lines with: jq -c '\.\[\]' FILE > NEW"),
         ('{"body": "a"}\n', r"data\.json:1: no key 'text' \(found: body\); change --text-key"),
     ],
 )

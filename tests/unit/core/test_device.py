@@ -204,10 +204,10 @@ def test_more_processes_than_devices_are_refused_on_every_rank(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in range(4):
-        with pytest.raises(ConfigurationError, match="4 processes on this node, which has 2 CUDA devices"):
+        with pytest.raises(ConfigurationError, match="4 processes run on this node, which has 2 CUDA devices"):
             select_device(rank)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with pytest.raises(ConfigurationError, match="3 processes on this node"):
+    with pytest.raises(ConfigurationError, match="3 processes run on this node"):
         select_device(2)
 
 
@@ -256,7 +256,7 @@ def test_one_device_for_all_processes_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for rank in range(2):
-        with pytest.raises(ConfigurationError, match="2 processes on this node, which has 1 CUDA devices"):
+        with pytest.raises(ConfigurationError, match="2 processes run on this node, which has 1 CUDA devices"):
             select_device(rank)
 
 

@@ -153,7 +153,7 @@ def test_experts_of_a_published_recipe_without_recompute_fit() -> None:
         ({"pp": 3, "world_size": 24}, "32 layers"),
         ({"global_batch": 1020}, "use a multiple of 8"),
         ({"dp": 7}, "world_size 32 is not tp x pp x cp x dp"),
-        ({"ep": 2}, "give num_experts, or use ep 1"),
+        ({"ep": 2}, "set num_experts, or use ep 1"),
         ({**EXPERTS, "ep": 3}, "divisible by expert(3)"),
         ({**EXPERTS, "model_num_experts": 6, "ep": 4}, "use an ep that divides it"),
         ({**EXPERTS, "model_moe_router_topk": 9}, "moe_router_topk 9 is more than the 8 experts"),
@@ -275,7 +275,7 @@ def test_the_command_prints_errors_and_writes_every_prediction(
     ("flags", "words"),
     [
         (["--gpu", "abacus"], "there are no built-in figures"),
-        (["--implementation", "abacus"], "possible: native, megatron-te"),
+        (["--implementation", "abacus"], "possible values: native, megatron-te"),
         (["--output", "/no/such/folder/file"], "cannot be written"),
     ],
 )

@@ -162,7 +162,7 @@ def test_checkpoints_hangs_and_recorded_schedules_are_shown(server: DashboardSer
     (run / "old-schedule.json").write_text(json.dumps({"events": []}))
     text = get(server, "body")[1]
     assert f"{checkpoint_row('iter_0000010', 'loaded by default')}<td" in text
-    assert f"{checkpoint_row('iter_0000005', 'known to train')}<td" in text
+    assert f"{checkpoint_row('iter_0000005', 'validated')}<td" in text
     assert "hang-20261122-140005.json" in text
     assert "is not a hang report; pass a hang-*.json" in text
     assert text.count("Recorded schedule of first") == text.count("Planned schedule of first") == 1

@@ -99,7 +99,7 @@ def test_too_little_host_memory_is_refused_with_what_is_needed() -> None:
     (line,) = refused.value.problems
     start = "offload needs an estimated 0.0 GiB of host memory per process (0.0 GiB of the optimizer)"
     assert line.startswith(start)
-    assert line.endswith("; --optimizer-offload-policy static --optimizer-offload-fraction 0.5 fits")
+    assert line.endswith("; --optimizer-offload-policy static --optimizer-offload-fraction 0.5 would fit")
 
 
 def test_this_machine_says_what_memory_it_has() -> None:

@@ -111,7 +111,7 @@ def test_activations_and_the_optimizer_are_asked_for_together() -> None:
         check_host_memory(both, less)
     (line,) = refused.value.problems
     assert "of activations and weights and " in line
-    assert line.endswith("--optimizer-offload-policy static --optimizer-offload-fraction 0.75 fits")
+    assert line.endswith("--optimizer-offload-policy static --optimizer-offload-fraction 0.75 would fit")
     # What auto offloads is not known before the device is.
     auto = dataclasses.replace(both.optimizer, optimizer_offload_policy="auto")
     check_host_memory(dataclasses.replace(both, optimizer=auto), less)

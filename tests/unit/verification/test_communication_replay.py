@@ -145,7 +145,7 @@ def test_a_first_use_holds_both_ends() -> None:
     assert problem.startswith("2 of 2 ranks wait forever: rank 0 in call 1 of 3, recv with rank 1")
     collectives_first = [[collective(), collective("broadcast", "dp")], [collective("broadcast", "dp"), collective()]]
     (problem,) = communication_problems(collectives_first)
-    assert problem.startswith("2 of 2 ranks wait for ever")
+    assert problem.startswith("2 of 2 ranks wait forever")
 
 
 def test_connected_links_in_different_orders_need_independent_progress() -> None:
@@ -160,7 +160,7 @@ def test_connected_links_in_different_orders_need_independent_progress() -> None
 def test_two_sends_to_each_other_need_buffers() -> None:
     logs = [[*warm_up(rank, "link"), message("send", 1 - rank), message("recv", 1 - rank)] for rank in WORLD]
     (problem,) = communication_problems(logs)
-    assert problem.startswith(f"{INDEPENDENT}2 of 2 ranks wait for ever")
+    assert problem.startswith(f"{INDEPENDENT}2 of 2 ranks wait forever")
     # Called together they progress together, also where they are the first of all.
     together: list[CallLog] = [[(*message("send", 1 - rank), *message("recv", 1 - rank))] for rank in WORLD]
     assert communication_problems(together) == []
@@ -240,10 +240,10 @@ def test_receives_ahead_hang_without_a_warm_up_and_need_independent_progress_wit
     cell = make_cell("gpt2", Layout(pp=2))
     monkeypatch.setattr(PipelineLinks, "post_receives_ahead", property(lambda links: True))
     (problem,) = communication_problems(record(cell))
-    assert problem.startswith(f"{INDEPENDENT}2 of 2 ranks wait for ever")
+    assert problem.startswith(f"{INDEPENDENT}2 of 2 ranks wait forever")
     monkeypatch.setattr(p2p_communication, "_connect", lambda *link: None)
     (problem,) = communication_problems(record(cell))
-    assert problem.startswith("2 of 2 ranks wait for ever")
+    assert problem.startswith("2 of 2 ranks wait forever")
     assert "recv with rank 1" in problem
     assert "recv with rank 0" in problem
 

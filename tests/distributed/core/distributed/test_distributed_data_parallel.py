@@ -197,7 +197,7 @@ def check_shards_after_change(rank_to_change: int) -> None:
 
 def test_copies_of_shards_that_drifted_apart_are_named() -> None:
     run_distributed(4, check_shards_after_change, -1)
-    with pytest.raises(RankFailure, match=r"1 of \d+ shards of parameters differ .*\[1, 3\]: .*; no majority tells"):
+    with pytest.raises(RankFailure, match=r"1 of \d+ shards of parameters differ .*\[1, 3\]: .*; there is no majority"):
         run_distributed(4, check_shards_after_change, 3)
 
 

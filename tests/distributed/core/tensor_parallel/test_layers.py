@@ -396,7 +396,11 @@ def test_a_layer_without_a_bias_gives_none_for_it() -> None:
             ("but they are True and 1; omit one"),
         ),
         (RowParallelLinear, {"input_size": 5}, "5 input features are not divisible by tensor-parallel size 2;"),
-        (RowParallelLinear, {"input_is_parallel": False, "config": SEQUENCE_PARALLEL}, "input_is_parallel=False takes"),
+        (
+            RowParallelLinear,
+            {"input_is_parallel": False, "config": SEQUENCE_PARALLEL},
+            "needs the whole input",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(layer: Any, settings: dict[str, Any], message: str) -> None:

@@ -195,7 +195,7 @@ def test_a_model_drops_the_same_at_any_size_and_nothing_in_evaluation(is_keyed: 
 def test_layers_without_keys_are_refused_in_training(name: str) -> None:
     model = make_model(tensor_parallel_group(), **{name: 0.1})
     hidden = torch.ones(4, 2, 28)
-    with pytest.raises(ConfigurationError, match=r"^layers with --hidden-dropout or .* without dropout keys: hand"):
+    with pytest.raises(ConfigurationError, match=r"^layers with --hidden-dropout or .* without dropout keys: pass"):
         model.decoder(hidden, CAUSAL, None)
     assert model.eval().decoder(hidden, CAUSAL, None).hidden.shape == hidden.shape
 

@@ -260,7 +260,7 @@ def test_a_json_array_is_packed_like_jsonl_and_its_items_are_named(tmp_path: Pat
     assert found[0]["tokens"].tolist() == found[1]["tokens"].tolist()
     assert found[0]["loss_mask"].tolist() == found[1]["loss_mask"].tolist()
     (tmp_path / "talk.json").write_text(json.dumps([items[0], {"prompt": "3 "}]))
-    with pytest.raises(DataError, match=r"talk\.json, item 2: no conversation: the keys are prompt; give messages"):
+    with pytest.raises(DataError, match=r"talk\.json, item 2: not a conversation: the keys are prompt; use messages"):
         build(config_of(Blend((str(tmp_path / "talk.json"),)), tmp_path), 1)
 
 

@@ -215,7 +215,7 @@ def test_extreme_weights_take_within_one_sample_of_their_part(
 def test_shares_that_are_none_are_refused(compiled: IndexBuilder) -> None:
     for builder in (compiled, numpy_builder):
         for share in (-0.1, 1.5, float("nan"), float("inf")):
-            with pytest.raises(DataError, match="data set 1 of a blend has the share"):
+            with pytest.raises(DataError, match="data set 1 of a blend has the weight"):
                 builder.blending_indices(np.array([0.5, share]), 3)
 
 

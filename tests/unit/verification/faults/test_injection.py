@@ -106,7 +106,7 @@ def test_ranks_are_known_by_their_environment_and_not_their_workers(tmp_path: Pa
             assert time.monotonic() < deadline
             launch.look()
             time.sleep(0.02)
-        with pytest.raises(ConfigurationError, match="there is no rank 2 here"):
+        with pytest.raises(ConfigurationError, match="there is no rank 2 in this run"):
             Injection(Fault("kill", "2"), launch, tmp_path, (), random.Random(1))
         injection = Injection(Fault("kill", "1"), launch, tmp_path, (), random.Random(1))
         assert injection.has_launcher
