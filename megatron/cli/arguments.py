@@ -222,7 +222,8 @@ def add_tokenizer_source(
     group.add_argument(
         "--tokenizer-type", default=default_type, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}"
     )
-    group.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
+    # Older versions of Megatron-LM have --vocab in their README. As an abbreviation it would be ambiguous.
+    group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
     group.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
     group.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
     group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size (NullTokenizer, TikTokenizer)")

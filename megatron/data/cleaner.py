@@ -72,7 +72,9 @@ class Tally:
             lines.append(
                 f"  skipped {self.unknown_files} files of other kinds; pass a pattern such as 'DIR/*' to include them"
             )
-        lines.append(f"Kept {self.kept} documents ({100 * self.kept / total:.2f} %, {self.output_bytes / 1e6:.2f} MB)")
+        lines.append(
+            f"Kept {self.kept} documents ({100 * self.kept / total:.2f} %, {self.output_bytes / 1e6:.2f} MB of jsonl)"
+        )
         return lines
 
     def write(self, path: Path) -> None:

@@ -383,7 +383,7 @@ def _check_steps(config: RunConfig) -> Iterator[str]:
 def _check_end(config: RunConfig) -> Iterator[str]:
     training = config.training
     if not (training.train_iters or training.train_samples or training.skip_train):
-        yield "--train-iters is missing; pass --train-iters, --train-samples or --skip-train"
+        yield "--train-iters is missing or 0; pass --train-iters N, --train-samples N or --skip-train"
 
 
 def _check_length(config: RunConfig) -> Iterator[str]:
@@ -784,7 +784,8 @@ def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
     data = config.data
     for flag, is_given in (("--mock-data", data.mock_data), ("--dataloader-type external", _is_external(config))):
         if is_given and (data.sft or data.fim_rate):
-            what = "--sft needs conversations" if data.sft else "--fim-rate needs text"
+            tuning = "--train-mode finetune" if data.train_mode == "finetune" else "--sft"
+            what = f"{tuning} needs conversations" if data.sft else "--fim-rate needs text"
             yield f"{what}, but {flag} has none; use --data-path instead"
     if data.sft and data.fim_rate:
         yield "--sft and --fim-rate exclude each other; omit one of them"

@@ -94,6 +94,7 @@ def test_short_and_foreign_documents_are_dropped_and_mojibake_is_repaired(
     out = capsys.readouterr().out
     assert "Documents of fewer than 96 words are dropped, which is about 128 tokens" in out
     assert "skipped 1 that could not be read" in out
+    assert out.splitlines()[-2] == "Kept 1 documents (33.33 %, 0.00 MB of jsonl)"
 
 
 def test_tokens_are_counted_with_the_given_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

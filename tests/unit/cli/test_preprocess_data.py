@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from megatron.cli.preprocess_data import build_parser
 from megatron.core.datasets.conversation_file import ConversationFile, mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset, verify_checksums
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
@@ -261,6 +262,12 @@ def test_megatrons_lines_are_printed(tmp_path: Path) -> None:
     assert sum(re.fullmatch(r"Time to startup: \d+\.\d+", line) is not None for line in lines) == 1
     form = r"Processed 4 documents \(\d+\.\d docs/s, \d+\.\d+ MB/s\)\."
     assert sum(re.fullmatch(form, line) is not None for line in lines) == 1
+
+
+def test_the_command_of_an_older_readme_is_accepted() -> None:
+    words = "--input a.json --output-prefix a --vocab vocab.json --merge-file merges.txt --dataset-impl mmap"
+    arguments = build_parser().parse_args(words.split())
+    assert (arguments.vocab_file, arguments.merge_file) == ("vocab.json", "merges.txt")
 
 
 def test_a_pipe_may_hold_another_text_each_time(tmp_path: Path) -> None:

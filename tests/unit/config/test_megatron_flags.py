@@ -488,6 +488,7 @@ def test_which_template() -> None:
     [
         ("--sft --train-data-path text", "--train-data-path text: text has no loss masks"),
         ("--sft --mock-data", "--sft needs conversations, but --mock-data has none; use --data-path instead"),
+        ("--train-mode finetune --mock-data", "--train-mode finetune needs conversations, but --mock-data has none"),
         ("--fim-rate 0.1 --mock-data", "--fim-rate needs text, but --mock-data has none; use --data-path"),
         (
             "--sft --fim-rate 0.1 --data-path packed --split 1",

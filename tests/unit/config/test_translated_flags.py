@@ -42,6 +42,7 @@ def value_of(config: RunConfig, name: str) -> Any:
         ("--batch-size=4", "", "--micro-batch-size 4", {"micro_batch_size": 4}),
         ("--warmup .1", "--lr-decay-iters 10", "--lr-warmup-fraction .1", {"lr_warmup_fraction": 0.1}),
         ("--checkpoint-activations", "", f"{RECOMPUTED} 1", {"recompute_granularity": "full"}),
+        ("--min-scale 2", "--fp16", "--min-loss-scale 2", {"min_loss_scale": 2.0}),
         ("--n-head-kv 2", "", "--num-query-groups 2 --group-query-attention", {"num_query_groups": 2}),
         ("--qk-nope-head-dim 16", LATENT, "--qk-head-dim 16", {"qk_head_dim": 16}),
         ("--qk-rope-head-dim 4", LATENT, "--qk-pos-emb-head-dim 4", {"qk_pos_emb_head_dim": 4}),
@@ -71,7 +72,10 @@ def test_an_older_flag_is_read_as_a_current_flag(typed: str, more: str, read: st
     ("typed", "reason"),
     [
         ("--lazy-loader", "token files are always memory-mapped"),
-        ("--cache-dir cache", "nothing is downloaded; --data-cache-path is where index files go"),
+        (
+            "--cache-dir cache",
+            "nothing is downloaded; index files and tokenized texts go to --data-cache-path",
+        ),
         ("--deepspeed-activation-checkpointing", "--recompute-granularity decides what is recomputed"),
         ("--resume-dataloader", "a resumed run continues with the first sample that it has not trained on"),
         ("--no-query-key-layer-scaling", "attention scores cannot overflow in float16"),
