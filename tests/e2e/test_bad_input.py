@@ -69,7 +69,7 @@ WRONG = [
     ("--tokenizer-type GPT2BPETokenizer --vocab-file absent.json --merge-file absent.txt", 1, "absent.json"),
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-model is missing"),
     ("--fp8-format hybrid --kv-channels 8 --seq-length 32", 1, "--fp8-format hybrid: FP8 requires --bf16 or --fp16"),
-    ("--bf16 --fp8-format hybrid --seq-length 28", 1, "to be a multiple of 16; use --seq-length 32"),
+    ("--bf16 --fp8-format hybrid --seq-length 28", 1, "needs a multiple of 16; use --seq-length 32"),
     ("--optimizer cpu_adam", 1, "--optimizer cpu_adam is not supported yet"),
     ("--use-precision-aware-optimizer --main-params-dtype fp16", 1, "use --bf16 or --main-params-dtype fp32"),
     ("--cpu-offloading", 1, "--cpu-offloading needs --cpu-offloading-num-layers"),
@@ -133,7 +133,7 @@ def test_data_that_its_headers_do_not_give_away(tmp_path: Path) -> None:
     write_data_set(tmp_path / "text", lengths=(30,) * 100)
     tokens = tmp_path / "text.bin"
     tokens.write_bytes(b"\x88\x01" * (tokens.stat().st_size // 2))
-    assert_refused_before_torch(run(argv), "holds token id 392, but the vocabulary has")
+    assert_refused_before_torch(run(argv), "contains token id 392, but the vocabulary has")
 
 
 def test_tokenizers_whose_files_are_not_theirs(tmp_path: Path) -> None:

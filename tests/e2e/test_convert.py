@@ -221,7 +221,7 @@ def test_an_index_that_says_something_else_is_not_published(
         return right(conversion.SourceView(source, {**source.common, "progress": progress}), *rest, **options)
 
     monkeypatch.setattr(conversion, "write_native", write)
-    with pytest.raises(ConversionMismatchError, match=r"progress: .*became"):
+    with pytest.raises(ConversionMismatchError, match=r"progress: .* instead of"):
         run_converter(trained, tmp_path / "result")
     assert not (tmp_path / "result").exists()
 

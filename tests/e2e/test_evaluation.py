@@ -105,7 +105,7 @@ def test_four_processes_print_the_same_once(folder: Path, monkeypatch, capsys) -
             "--text {folder}/one.txt --batch-size 0 --max-length -1",
             "--batch-size 0 is not positive; --max-length -1 is",
         ),
-        ("--text {folder}/one.txt --max-length 41", "--max-length 41 is greater than the 40 positions"),
+        ("--text {folder}/one.txt --max-length 41", "--max-length 41 is greater than the model's 40 learned positions"),
         ("--text {folder}/one.txt --output {folder}/no/x", "--output {folder}/no/x is in a folder that does not exist"),
         (
             "--text {folder}/one.txt --limit 3 --apply-chat-template",

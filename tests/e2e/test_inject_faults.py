@@ -72,10 +72,10 @@ def test_faults_of_two_ranks_cost_nothing(flags: str, tmp_path: Path) -> None:
             "--kill any -- no-such-command",
             "error: cannot start no-such-command: No such file or directory; change what follows --",
         ),
-        ("--kill any --json no/such/file", "error: --json no/such/file: there is no such folder"),
+        ("--kill any --json no/such/file", "error: --json no/such/file: its folder does not exist"),
         ("--kill 2", "error: --kill 2: there is no rank 2 in this run; use one of: 0, 1"),
         ("--stop any --processes 1", "error: --stop any: no other rank waits for the only rank of this run"),
-        ("--kill any --reference nothing", "error: --reference nothing is no file"),
+        ("--kill any --reference nothing", "error: --reference nothing is not a file"),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(flags: str, reason: str, tmp_path: Path, capsys) -> None:

@@ -101,7 +101,7 @@ def test_a_changed_schedule_is_shown_and_reaches_every_parameter(checkpoints: Pa
 
 def test_a_folder_without_a_checkpoint_ends_the_run_on_demand(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, FLAGS, "--exit-on-missing-checkpoint"))
-    assert "--exit-on-missing-checkpoint is given" in errors_of(run)
+    assert "--exit-on-missing-checkpoint needs a checkpoint" in errors_of(run)
 
 
 def test_more_layers_start_from_their_initial_values_on_demand(checkpoints: Path) -> None:

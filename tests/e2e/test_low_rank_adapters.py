@@ -237,10 +237,10 @@ def test_what_does_not_fit_is_refused_in_one_line(folder: Path, merged: Path, tm
     assert (
         "contains LoRA adapters (--lora-rank 2 --lora-alpha 5.0 --lora-target-modules q_proj v_proj" in other.errors[0]
     )
-    assert "and this run has --lora-rank 2 --lora-alpha 6.0 --lora-target-modules" in other.errors[0]
+    assert "but this run has --lora-rank 2 --lora-alpha 6.0 --lora-target-modules" in other.errors[0]
     assert "Traceback" not in other.errors[0]
     source = NativeSource(newest(folder / "run"))
-    with pytest.raises(InputError, match=r"and this run has none; pass these flags, or merge the adapters into"):
+    with pytest.raises(InputError, match=r"but this run has none; pass these flags, or merge the adapters into"):
         refuse_other_adapters(source.folder, source.common["config"], {"model": {"lora_rank": 0}})
     source.close()
     plain = train(merged, SCALED, "--no-load-optim --metrics-jsonl", tmp_path / "m")

@@ -187,7 +187,13 @@ def test_what_cannot_be_answered_is_said_in_openais_form(server: Served) -> None
             400,
             "the logit bias contains token 999",
         ),
-        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ufdd2"}]}, 400, "a message holds"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "\ufdd2"}]},
+            400,
+            "a message contains",
+        ),
         ("POST", "/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings: Not Found"),
         ("DELETE", "/v1/models", None, 405, "DELETE /v1/models: Method Not Allowed"),
         ("GET", "/v1/models/other", None, 404, "the model 'other' does not exist here"),
@@ -351,7 +357,8 @@ def test_a_chat_in_the_terminal_streams_and_goes_on_after_an_error(server: Serve
     printable = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in answer)
     assert out == f"{printable}\n{printable}\n"
     assert err.startswith("error: status 400: the maximum context length is 500 tokens")
-    assert err.count("\n") == 1
+    assert err.endswith("\n/reset starts a new conversation\n")
+    assert err.count("\n") == 2
 
 
 def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys) -> None:
@@ -459,10 +466,10 @@ def test_beams_of_a_chat_give_whole_answers_here_and_from_a_server(
         (". --url http://127.0.0.1:9", "--url applies to a server; omit it, or the checkpoint"),
         (
             "--temperature -1 --max-tokens 0",
-            "--temperature -1 is not positive and finite; --greedy takes the likeliest token; "
+            "--temperature -1 is not positive and finite; use --greedy to select the most likely token; "
             "--max-tokens (--tokens-to-generate) 0 is not positive",
         ),
-        ("--greedy --top-k 5", "--greedy draws nothing; drop it"),
+        ("--greedy --top-k 5", "--greedy or --temperature 0 does not sample; omit it"),
     ],
 )
 def test_a_chat_that_cannot_be_is_refused_in_one_line(words: str, message: str, capsys) -> None:

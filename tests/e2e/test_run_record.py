@@ -176,7 +176,7 @@ def test_words_beside_a_run_that_goes_on_are_said_to_be_seen_from_its_folder(
     environment["folder"] = str(tmp_path / "gone")
     (record / "environment.json").write_text(json.dumps(environment))
     assert train.main(["--continue", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'gone'} is gone" in capsys.readouterr().err
+    assert f"{tmp_path / 'gone'} is missing" in capsys.readouterr().err
 
 
 def test_a_run_in_an_object_store_has_its_record_there(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_samples_change_nothing_of_a_run_in_fp8(tmp_path: Path, more: str, nproc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--generate-interval", "1"), "--generate-interval 1 has nothing to continue"),
+        (("--generate-interval", "1"), "--generate-interval 1 has no prompts"),
         ((*SAMPLES, " ".join("1" for _ in range(22))), "24"),
         (("--generate-prompts", "1"), "--generate-prompts"),
     ],

@@ -83,7 +83,7 @@ def test_a_run_goes_back_and_passes_the_samples_over(tmp_path: Path) -> None:
     lines = run.iterations()
     assert [line["iteration"] for line in lines] == list(range(1, 15))
     assert skipped(run) == [10]
-    assert "iteration 10: consumed samples 36 to 40 are left out" in run.stdout
+    assert "iteration 10: consumed samples 36 to 40 are skipped" in run.stdout
     superseded = (tmp_path / "checkpoints" / "metrics.jsonl.superseded").read_text()
     assert '"iteration": 5' in superseded
     # A run that passes the same samples over from the beginning trains the same, bit for bit.
@@ -186,7 +186,7 @@ def test_what_is_left_out_with_the_step_before_is_within_the_budget(tmp_path: Pa
     run = fork_training(few, 1, program=grown_at_once)
     assert run.statuses == (1,)
     assert "; 2 more steps would be skipped, but --max-spikes 1 allows 1" in run.errors[0]
-    assert "are left out" not in run.stdout
+    assert "are skipped" not in run.stdout
     enough = toy_args(tmp_path / "enough", WATCH, "--spike-policy rewind --max-spikes 2")
     fork_training(enough, 1, program=grown_at_once).check()
     assert left_out(tmp_path / "enough") == [(32, 36, []), (36, 40, [])]

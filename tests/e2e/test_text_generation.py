@@ -165,7 +165,7 @@ def test_prompts_are_read_until_stop(llama: Path, monkeypatch, capsys) -> None:
     texts = out.removesuffix("\n").split(f"\n{text_generation_cli.SEPARATOR}\n")
     assert texts[0] == expected_text(LLAMA, "3 14 15", 6)
     assert texts[-1].splitlines()[-1] == expected_text(LLAMA, "92 6", 6)
-    assert error.startswith("error: NullTokenizer reads ids")
+    assert error.startswith("error: NullTokenizer reads token ids")
     assert error.count("\n") == 1, "the next prompt is read"
     assert sys.stdin.read() == "7\n", "nothing is read after stop"
 
@@ -328,7 +328,7 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {llama} --load-hf {llama} --prompt 5", "--load-hf: not allowed with argument --load"),
         ("--load-hf {nowhere} --prompt 5", "--load-hf {nowhere} is not a folder"),
         ("--load-hf {empty} --prompt 5", "--load-hf {empty} is not a Hugging Face model folder"),
-        ("--load-hf {empty} --prompt 5 --ckpt-step 3", "--ckpt-step 3 needs --load"),
+        ("--load-hf {empty} --prompt 5 --ckpt-step 3", "--ckpt-step 3 requires --load"),
         ("--load {llama} --prompt=", "--prompt is empty"),
         ("--load {llama} --prompt \udcff", "--prompt is not valid UTF-8"),
         ("--load {llama} --prompt 5 --prompt-file x", "not allowed with argument --prompt"),
@@ -338,9 +338,9 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {llama} --prompt 5 --tokens-to-generate many", "invalid int value: 'many'"),
         (
             "--load {llama} --prompt 5 --top-p 1.5 --top-k -1",
-            "draws from all tokens; --top-p 1.5 is",
+            "sample from all tokens; --top-p 1.5 is",
         ),
-        ("--load {llama} --prompt 5 --greedy --top-k 3", "--greedy draws nothing"),
+        ("--load {llama} --prompt 5 --greedy --top-k 3", "--greedy or --temperature 0 does not sample"),
         ("--load {llama} --prompt 5 --gredy", "unrecognized arguments: --gredy"),
         (
             "--load {llama} --prompt 5 --tensor-model-parallel-size 0",
@@ -365,7 +365,7 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {gpt2} --prompt hello --tokens-to-generate 40", "the model has 40 learned positions"),
         (
             "--load {gpt2} --prompt hello --vocab-file {fewer}/vocab.json --merge-file {fewer}/merges.txt",
-            "GPT2BPETokenizer has 260 ids, but the model was trained with 261",
+            "GPT2BPETokenizer has 260 ids, but the model was trained with GPT2BPETokenizer and 261 ids",
         ),
         (
             "--load {gpt2} --prompt hello --vocab-file {other}/vocab.json --merge-file {other}/merges.txt",

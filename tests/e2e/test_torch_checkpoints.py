@@ -115,7 +115,7 @@ def test_bad_files_are_refused_by_name_and_never_run(tmp_path: Path) -> None:
     assert f"{path}: not a complete torch file" in refusal()
     path.write_bytes(kept)
     assert "num_layers: 4 -> 2" in refusal("--num-layers 2")
-    assert "is from a different tokenizer" in refusal("--vocab-size 300")
+    assert "use the checkpoint's tokenizer" in refusal("--vocab-size 300")
 
     values = torch.load(path, weights_only=False)
     del values["model"]["decoder.layers.2.mlp.linear_fc1.bias"]
@@ -234,7 +234,7 @@ def test_a_disk_that_takes_no_more_is_said_and_leaves_what_was_there(how: str, t
     run = fork_training(args, faults=Faults(no_room=(7, 100)))
     assert run.statuses == (1,)
     path = rf"{re.escape(str(tmp_path))}/checkpoints/\.iter_0000008\.\w+\.saving/__0_0\.distcp"
-    message = f"error: the last checkpoint (iteration 8) was not saved: cannot write {path}: File too large; "
+    message = rf"error: the last checkpoint \(iteration 8\) was not saved: cannot write {path}: File too large; "
     assert re.match(message, run.errors[0])
     assert newest(tmp_path / "checkpoints").name in ("iter_0000006", "iter_0000004" if how else "")
     assert leftovers(tmp_path / "checkpoints") == []
@@ -262,7 +262,7 @@ def test_damaged_files_fall_back_or_end_the_run_in_one_line(tmp_path: Path) -> N
     shard.unlink()
     assert f"{shard}: No such file or directory" in refusal()
     shard.write_bytes(kept)
-    assert "is from a different tokenizer" in refusal("--vocab-size", "300")
+    assert "use the checkpoint's tokenizer" in refusal("--vocab-size", "300")
     metadata.write_bytes(metadata.read_bytes()[:-100])
     assert f"{metadata}: not valid checkpoint metadata" in refusal()
     metadata.unlink()

@@ -184,7 +184,7 @@ def test_scales_go_on_at_another_layout_and_begin_anew_at_another_length(tmp_pat
         figures.append([line["lm_loss"] for line in done.iterations()])
     assert figures[0] == figures[1] == figures[2]
     done = fork_training(toy_args(tmp_path, SHAPE, more, "--fp8-amax-history-len 2", save=False)).check()
-    assert "fp8: scales and amax histories start from their initial values, since" in done.stdout
+    assert "fp8: scales and amax histories start from their initial values, because" in done.stdout
 
 
 FOUR = "--num-layers 4 --train-iters 4"

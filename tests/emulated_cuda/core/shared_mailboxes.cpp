@@ -183,7 +183,7 @@ void SharedMailboxes::wait_for_all(const std::string& signature) {
   for (int rank = 0; rank < size_; ++rank) {
     const std::string theirs = slot(rank).text[number % 2];
     const std::string mine = slot(rank_).text[number % 2];
-    TORCH_CHECK_WITH(DistBackendError, theirs == mine, "calls that belong together differ: rank ", rank_, " of the group: ",
+    TORCH_CHECK_WITH(DistBackendError, theirs == mine, "matching calls differ: rank ", rank_, " of the group: ",
                      mine, "; rank ", rank, ": ", theirs);
     // All ranks' work on symmetric memory so far comes before what follows.
     if (stream != nullptr) {
@@ -234,7 +234,7 @@ void SharedMailboxes::pass(
     }
     TORCH_CHECK_WITH(DistBackendError,
                      each.message->signature.compare(0, kTextBytes - 1, box.text) == 0 && box.message_bytes == each.message->num_bytes,
-                     "calls that belong together differ: rank ", rank_, " of the group receives ", each.message->signature,
+                     "matching calls differ: rank ", rank_, " of the group receives ", each.message->signature,
                      " (", each.message->num_bytes, " bytes) from rank ", each.message->peer, ", which sends ",
                      std::string(box.text), " (", box.message_bytes, " bytes)");
     std::memcpy(static_cast<char*>(each.message->data) + each.done, box.data, box.num_bytes);

@@ -198,7 +198,7 @@ def test_work_of_another_command_is_not_touched(tmp_path: Path) -> None:
     source, prefix = stop_after_some(tmp_path)
     done = run(command(2000, source, prefix, "--json-keys", "id", "--on-error", "skip"))
     assert done.returncode == 2
-    assert b"holds unfinished work of another command (json_keys, on_error differ)" in done.stderr
+    assert b"contains unfinished work of a different command (json_keys, on_error differ)" in done.stderr
     done = run(command(2000, source, prefix, "--restart", "--on-error", "skip"))
     assert (done.returncode, done.stderr.count(b"\n")) == (0, 1)
     assert b":301: not a JSON line: Expecting value: line 1 column 1 (char 0); skipped" in done.stderr

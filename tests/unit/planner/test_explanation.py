@@ -154,7 +154,7 @@ def test_a_layout_that_does_not_fit_gets_three_changes_that_do(capsys: pytest.Ca
     assert main([*LARGE, "--world-size", "32"]) == 0
     text = capsys.readouterr().out
     assert "outcome: oom: stage 0 needs" in text
-    changes = text.split("changes that would make it run")[1].splitlines()[1:]
+    changes = text.split("changes that would make it fit")[1].splitlines()[1:]
     assert [line.strip()[:2] for line in changes] == ["1.", "2.", "3."]
     assert all("ms per step" in line and "MiB left" in line for line in changes)
     assert [f"{each['flags']}: {each['cost']}" for each in named] == [line.strip()[3:] for line in changes[:3]]
