@@ -263,7 +263,7 @@ def _draw_svg(title: str, lines: Sequence[Series], is_log: bool) -> str:
 
 
 def _draw_series(series: Series, axes: Axes) -> str:
-    """Draw the raw values, behind their average if there is one; `charts.js` reads the values that it shows."""
+    """Draw the raw values, and their average on top if there is one; `charts.js` reads the values that it shows."""
     shown = series.smoothed or series.points
     values = " ".join(f"{x:g}:{y:.6g}" for x, y in series.points)
     averages = " ".join(f"{x:g}:{y:.6g}" for x, y in series.smoothed)
@@ -280,8 +280,8 @@ def _draw_series(series: Series, axes: Axes) -> str:
         radius = 4 if len(shown) <= FEW_POINTS else 2.5
         for point in shown:
             x, y = axes.place(*point)
-            told = f"{escape(series.label)}\niteration {point[0]:g}: {point[1]:.6g}"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{told}</title></circle>')
+            title = f"{escape(series.label)}\niteration {point[0]:g}: {point[1]:.6g}"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{title}</title></circle>')
     return "".join([*parts, "</g>"])
 
 

@@ -61,11 +61,11 @@
     readout.replaceChildren(title, ...near.map(each => row(each.series, each.series.dataset.label, each.point, each.average)));
     readout.hidden = false;
     const size = readout.getBoundingClientRect();
-    const beside = event.clientX + 16 + size.width > innerWidth ? event.clientX - 16 - size.width : event.clientX + 16;
-    // Beside the pointer, or above the chart if there is no room.
-    const above = beside < 0 ? box.top - size.height : event.clientY - size.height / 2;
-    readout.style.left = Math.max(4, beside) + "px";
-    readout.style.top = Math.min(Math.max(4, above), innerHeight - size.height - 4) + "px";
+    const readoutLeft = event.clientX + 16 + size.width > innerWidth ? event.clientX - 16 - size.width : event.clientX + 16;
+    // Next to the pointer, or above the chart if there is no space.
+    const readoutTop = readoutLeft < 0 ? box.top - size.height : event.clientY - size.height / 2;
+    readout.style.left = Math.max(4, readoutLeft) + "px";
+    readout.style.top = Math.min(Math.max(4, readoutTop), innerHeight - size.height - 4) + "px";
     if (!line || line.ownerSVGElement !== svg) {
       if (line) line.remove();
       line = document.createElementNS(SVG, "path");

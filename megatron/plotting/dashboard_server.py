@@ -234,17 +234,17 @@ def _run_list(runs: Mapping[str, Path], colors: Mapping[str, int], tails: FilesR
         try:
             status = read_status(folder, tail_of=tails.of)
         except OSError as error:
-            badge, told = "", f"cannot be read: {error.strerror}"
+            badge, details = "", f"cannot be read: {error.strerror}"
         else:
             badge = f'<span class="status {status.state}">{status.state}</span>'
             age = f"last line {duration(status.age_s)} ago" if status.state in ("running", "hung") else ""
             age = age or f"{duration(status.age_s)} ago"
-            told = " · ".join(each for each in (status.progress(), age, status.reason) if each)
+            details = " · ".join(each for each in (status.progress(), age, status.reason) if each)
         color, checked = (f" c{colors[name]}", " checked") if name in colors else ("", "")
         box = f'<input type="checkbox" id="run:{escape(name)}" value="{escape(name)}"{checked}>'
         items.append(
             f'<li><label class="run{color}">{box}<span class="name">{escape(name)}</span>'
-            f'<span class="told">{badge}{escape(told)}</span></label></li>'
+            f'<span class="details">{badge}{escape(details)}</span></label></li>'
         )
     return f'<ul class="runs">{"".join(items)}</ul>'
 

@@ -41,7 +41,7 @@ def to_charts(records: Sequence[MetricsRecord], smoothing: float = 0.0, view: Ch
 
 
 def further_parts(records: Sequence[MetricsRecord]) -> Iterator[str]:
-    """Yield what the metrics files hold besides figures: generated texts and slow ranks."""
+    """Yield the generated texts and slow ranks that the metrics files contain."""
     yield from _samples(records)
     yield from _stragglers(records)
 

@@ -36,7 +36,7 @@ class PutClient:
             response = connection.getresponse()
             answer = response.read(_LARGEST_ANSWER).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            raise InputError(f"no server answers at {place}: {error}; start one with the command serve") from error
+            raise InputError(f"no server responds at {place}: {error}; start one with the command serve") from error
         finally:
             connection.close()
         if response.status != http.client.OK:

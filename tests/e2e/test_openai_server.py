@@ -431,7 +431,7 @@ def test_generate_asks_a_server_at_an_address_until_stop(server: Served, monkeyp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("127.0.0.1:9 --prompt a", "no server answers at 127.0.0.1:9"),
+        ("127.0.0.1:9 --prompt a", "no server responds at 127.0.0.1:9"),
         ("127.0.0.1:9 --prompt a --ckpt-step 3 --repetition-penalty 2", "--ckpt-step does not apply to a server"),
         ("nowhere:x --prompt a", "--load nowhere:x is not a folder"),
     ],
@@ -502,7 +502,7 @@ STEPS = [
         "timer = setInterval(() => { if (document.querySelector('.growing .text')?.textContent) { "
         "clearInterval(timer); stop.click(); } }, 1)",
         "until": "!running && conversation.length == 4",
-        "ask": "[before, [stop.hidden, byId('send').disabled], document.querySelectorAll('.told')[1].textContent]",
+        "ask": "[before, [stop.hidden, byId('send').disabled], document.querySelectorAll('.facts')[1].textContent]",
     },
     {
         "do": "byId('reset').click()",

@@ -46,7 +46,7 @@ def remove_urls(folder: Path, output: Path) -> None:
     """
     files = [path for path in sorted(folder.glob("*.txt")) if path.resolve() != output.resolve()]
     if not files:
-        raise DataError(f"{folder} has no .txt files with URLs; name another folder")
+        raise DataError(f"{folder} has no .txt files with URLs; use a different folder")
     print(f"remove blacklisted urls ..\n> found {len(files)} files", flush=True)
     url_filter, removed = UrlFilter(), Counter[str]()
     num_urls, start = 0, time.monotonic()

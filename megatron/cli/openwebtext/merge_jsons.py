@@ -41,7 +41,7 @@ def merge(arguments: argparse.Namespace) -> None:
     output = os.path.realpath(arguments.output_file)
     files = [str(path) for path in sorted(arguments.json_path.glob("*.json")) if os.path.realpath(path) != output]
     if not files:
-        raise DataError(f"--json_path {arguments.json_path}: there are no .json files in it; name another folder")
+        raise DataError(f"--json_path {arguments.json_path}: there are no .json files in it; use a different folder")
     words = ["--input", *files, "--input-format", "jsonl", "--output", str(arguments.output_file), "--workers", "1"]
     clean(build_cleaning_parser().parse_args(words))
     print(f"Merged file {arguments.output_file}")

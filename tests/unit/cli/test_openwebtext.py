@@ -72,7 +72,8 @@ def test_lists_of_urls_are_merged_and_filtered(tmp_path: Path, capsys: pytest.Ca
         "malformed urls: 0 | duplicate urls: 1"
     )
     assert blacklist_urls.main([str(tmp_path / "none"), str(output)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'none'} has no .txt files with URLs; name another folder\n"
+    error = f"error: {tmp_path / 'none'} has no .txt files with URLs; use a different folder\n"
+    assert capsys.readouterr().err == error
 
 
 def write_documents(path: Path, *texts: str) -> Path:
@@ -126,7 +127,7 @@ def test_json_files_are_merged_as_they_are(tmp_path: Path, capsys: pytest.Captur
     assert merge_jsons.main(["--json_path", str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 2
-    assert error[1] == f"error: --json_path {tmp_path / 'none'}: there are no .json files in it; name another folder"
+    assert error[1] == f"error: --json_path {tmp_path / 'none'}: there are no .json files in it; use a different folder"
 
 
 @pytest.mark.parametrize("name", ["blacklist_urls", "cleanup_dataset", "merge_jsons"])

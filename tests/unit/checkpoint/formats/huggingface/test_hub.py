@@ -42,7 +42,7 @@ LAUNCH = LaunchEnvironment()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in five files; beside them what must not be downloaded."""
+    """A model in five files, with further files that must not be downloaded."""
     folder = tmp_path_factory.mktemp("models") / "model"
     save_model("llama31", folder, max_shard_size="60KB")
     (folder / "vocab.json").write_text("{}")  # no tokenizer without merges: token ids are used
