@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import describe_machine
 from megatron.core.collectives import barrier
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,

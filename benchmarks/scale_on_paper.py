@@ -37,7 +37,7 @@ def initialize_rank(rank: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron.core.model_parallel_config import ParallelSizes
+    from megatron.core.parallel_config import ParallelSizes
     from megatron.core.parallel_state import create_parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 

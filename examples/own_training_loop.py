@@ -21,20 +21,20 @@ from torch import nn
 
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import InputError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import attach_spec, spec_of
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
+    ColumnShardedLinear,
+    RowShardedLinear,
+    VocabShardedEmbedding,
     initialize_parameter,
-    vocab_parallel_cross_entropy,
+    vocab_sharded_cross_entropy,
 )
 
 VOCAB, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 64, 4, 2, 48, 8
-PARALLEL_LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+PARALLEL_LAYERS = (ColumnShardedLinear, RowShardedLinear, VocabShardedEmbedding)
 
 
 class Block(nn.Module):
@@ -44,10 +44,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads = HEADS // tp.size
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.qkv = ColumnParallelLinear(WIDTH, 3 * WIDTH, tp, stride=3)
-        self.projection = RowParallelLinear(WIDTH, WIDTH, tp)
-        self.fc1 = ColumnParallelLinear(WIDTH, 4 * WIDTH, tp, skip_bias_add=True)
-        self.fc2 = RowParallelLinear(4 * WIDTH, WIDTH, tp)
+        self.qkv = ColumnShardedLinear(WIDTH, 3 * WIDTH, tp, stride=3)
+        self.projection = RowShardedLinear(WIDTH, WIDTH, tp)
+        self.fc1 = ColumnShardedLinear(WIDTH, 4 * WIDTH, tp, skip_bias_add=True)
+        self.fc2 = RowShardedLinear(4 * WIDTH, WIDTH, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         s, b, _ = x.shape
@@ -66,10 +66,10 @@ class SmallGPT(nn.Module):
     def __init__(self, tp: Group) -> None:
         super().__init__()
         self.tp = tp
-        self.embedding = VocabParallelEmbedding(VOCAB, VOCAB, WIDTH, tp)
+        self.embedding = VocabShardedEmbedding(VOCAB, VOCAB, WIDTH, tp)
         self.position = nn.Parameter(torch.zeros(LENGTH, 1, WIDTH))
         self.blocks = nn.Sequential(*(Block(tp) for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
-        self.output = ColumnParallelLinear(WIDTH, VOCAB, tp, bias=False)
+        self.output = ColumnShardedLinear(WIDTH, VOCAB, tp, bias=False)
         for name, layer in self.named_modules():
             for parameter in layer.parameters(recurse=False) if isinstance(layer, PARALLEL_LAYERS) else ():
                 # The values follow from the seed, the name and the place in the whole weight, at any layout.
@@ -78,7 +78,7 @@ class SmallGPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.output(self.blocks(self.embedding(tokens) + self.position))
-        return vocab_parallel_cross_entropy(logits, labels.t(), VOCAB, self.tp)
+        return vocab_sharded_cross_entropy(logits, labels.t(), VOCAB, self.tp)
 
 
 def train(state: ParallelState, text: bytes, iterations: int, device: str, dtype: torch.dtype) -> list[float]:

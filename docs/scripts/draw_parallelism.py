@@ -22,9 +22,9 @@ from megatron.core.config_base import from_fields  # noqa: E402
 from megatron.core.context_parallel.partition import chunks_of  # noqa: E402
 from megatron.core.device import Device  # noqa: E402
 from megatron.core.distributed.param_layout import plan_layout  # noqa: E402
-from megatron.core.model_parallel_config import ModelParallelConfig, ParallelSizes  # noqa: E402
 from megatron.core.models.gpt.gpt_config import GPTConfig  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.parallel_config import ParallelConfig, ParallelSizes  # noqa: E402
 from megatron.core.parallel_state import ExpertGroups, ParallelState, describe_parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import build_schedule  # noqa: E402
 from megatron.core.pipeline_parallel.simulator import Durations, simulate  # noqa: E402
@@ -189,7 +189,7 @@ def pipeline_stages() -> str:
     """Draw eight layers on the ranks of a pipeline, with one model chunk per rank and with two."""
     parts = []
     for number, chunks in enumerate((1, 2)):
-        config = ModelParallelConfig(
+        config = ParallelConfig(
             pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None
         )
         layout = plan_stage_layout(config, 8)

@@ -18,7 +18,7 @@ from megatron.config import NO_EFFECT, NOT_SUPPORTED, command_line_fields, confi
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 
 GROUPS = {
-    "TransformerConfig": "Model",
+    "DecoderConfig": "Model",
     "GPTConfig": "Vocabulary and positions",
     "MoEConfig": "Mixture of experts",
     "MLAConfig": "Multi-head latent attention",
@@ -26,7 +26,7 @@ GROUPS = {
     "MTPConfig": "Multi-token prediction",
     "MupConfig": "muP",
     "Fp8Config": "FP8",
-    "ModelParallelConfig": "Parallelism and precision",
+    "ParallelConfig": "Parallelism and precision",
     "DistributedDataParallelConfig": "Data parallelism and FSDP",
     "TrainingConfig": "Training",
     "OptimizerConfig": "Optimizer",

@@ -29,7 +29,7 @@ VALUE = "…"
 # A ValueError of the library becomes the end of the message that names the flag.
 BASES = ("InputError", "TrainingError", "ValueError")
 CHECKING_FILES = (
-    "megatron/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py",
+    "megatron/config/", "megatron/core/config_base.py", "megatron/core/parallel_config.py",
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
 """In these files every formatted sentence is a message about a command line, whatever the function's name."""
@@ -38,7 +38,7 @@ _CHECKING = re.compile(r"problem|check|conflict|refus|mistake|unknown|wrong")
 _FEWEST_WORDS = 2
 
 SUBJECTS = {
-    "Flags": ("megatron/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py"),
+    "Flags": ("megatron/config/", "megatron/core/config_base.py", "megatron/core/parallel_config.py"),
     "Model and parallel layout": ("megatron/core/",),
     "Data and tokenizers": (
         "megatron/core/datasets/", "megatron/core/tokenizers/", "megatron/data/", "megatron/training/data_plan.py",

@@ -14,8 +14,8 @@ import torch
 from megatron.core.config_base import config_to_dict
 from megatron.core.dist_checkpointing import AVERAGE_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX
 from megatron.core.errors import ConfigurationError, DamagedCheckpointError
-from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.parallel_config import ONE_RANK
 from megatron.core.sharding import Box
 
 _MISFITS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)

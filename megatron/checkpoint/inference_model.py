@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing import (
     model_tensors,
 )
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.pipeline_parallel import StageContents
 from megatron.core.process_group import single_rank_group

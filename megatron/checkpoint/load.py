@@ -68,8 +68,8 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.distributed import not_finite
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.model_parallel_config import GRID_AXES, SIZE_NAMES
 from megatron.core.object_store import as_path, local_copy
+from megatron.core.parallel_config import GRID_AXES, SIZE_NAMES
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.tensor_parallel import STREAM_AXES
 

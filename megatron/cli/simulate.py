@@ -18,7 +18,7 @@ from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.planner_arguments import check_world_size, check_writable, write_text
 from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.planner import GPUS, find_gpu, with_known_vocabulary
 from megatron.planner.simulation import load_fake_cuda
 

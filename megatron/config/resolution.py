@@ -19,9 +19,9 @@ from megatron.config.run_config import (
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import FieldSpec, field_specs, field_value, with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.model_parallel_config import Fp8Config
 from megatron.core.object_store import as_path
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.parallel_config import Fp8Config
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.tensor_parallel import read_overlap_methods
 

@@ -29,9 +29,9 @@ from megatron.core.config_base import (
 from megatron.core.datasets import ValidationSet, parse_blend
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import StageLayout, default_schedule, plan_stage_layout
 from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json
 from megatron.core.tokenizers import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES, TOKENIZER_TYPES

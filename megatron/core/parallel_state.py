@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.collectives import all_gather_objects, gather_objects
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.core.model_parallel_config import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
+from megatron.core.parallel_config import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
 from megatron.core.process_group import Group, Observer, single_rank_group
 from megatron.core.sharding import ParamSpec
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.model_parallel_config import ELEMENT_BYTES, ParallelSizes
+from megatron.core.parallel_config import ELEMENT_BYTES, ParallelSizes
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.memory import NOTHING, ModelPieces, StageState, end_trace, layer_trace, stage_memory

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.distributed import plan_buckets, ranges_within
-from megatron.core.model_parallel_config import ELEMENT_BYTES, GRID_AXES, ParallelSizes, Place
+from megatron.core.parallel_config import ELEMENT_BYTES, GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel import StageContents
 from megatron.planner.gpu import Gpu
 from megatron.planner.memory import (

@@ -18,9 +18,9 @@ from typing import Any
 from megatron.core.config_base import from_fields
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError, DataError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import default_schedule, plan_stage_layout
 from megatron.core.transformer import default_ffn_hidden_size, parse_layer_pattern, parse_window
 from megatron.planner.gpu import Gpu, gpu_in_text

@@ -27,7 +27,7 @@ from megatron.core.datasets import (
     split_boundaries,
 )
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import (
     Durations,
     StagePlace,

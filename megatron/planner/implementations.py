@@ -23,8 +23,8 @@ from functools import partial
 
 from megatron.core.context_parallel import key_value_heads_of_rank
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.planner.plan import ExpertLayer, LayerKind, Plan
 
 _WIDE = 4

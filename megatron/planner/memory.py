@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron.core.config_base import with_fields
 from megatron.core.distributed import MIN_POOL_SIZE, ParamLayout, plan_buckets
-from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import ChunkParameter, GPTConfig, gathered_units
 from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.optimizer import state_bytes
+from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel import Action, Pass, StageContents, StagePlace, with_deferred_grads
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation, SavedBytes, expert_layer, score_elements

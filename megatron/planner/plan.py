@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import DecoderConfig
 
 
 class LayerKind(NamedTuple):
@@ -96,7 +96,7 @@ class ExpertLayer:
     element size of the model's dtype in bytes.
     """
 
-    model: TransformerConfig
+    model: DecoderConfig
     tokens: int
     sequences: int
     element: int

@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron.config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import StageContents
 from megatron.planner.communication import GPUS_A_MACHINE
 from megatron.planner.explanation import Change, Explanation, first_rank

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel import Durations, StageContents, build_schedule, simulate
 from megatron.planner.communication import Links, exposed_replica_seconds, exposed_seconds
 from megatron.planner.gpu import Gpu

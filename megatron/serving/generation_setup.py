@@ -18,8 +18,8 @@ from megatron.config.checks import LAYOUT_CHECKS, SPREAD
 from megatron.core.console import Log, waiting
 from megatron.core.datasets import SFT_TEMPLATE, ChatTemplate, choose_template
 from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError, choices
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import as_path
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.tokenizers import (
     PATH_ARGUMENTS,
     RECORD_FILE,

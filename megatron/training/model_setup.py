@@ -57,7 +57,7 @@ from megatron.core.pipeline_parallel import (
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
-from megatron.core.transformer import MLP, GraphedLayers, Norm, TransformerConfig, describe_attention, normalize
+from megatron.core.transformer import MLP, DecoderConfig, GraphedLayers, Norm, describe_attention, normalize
 from megatron.core.transformer.moe import ExpertLoads, loads_of
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
@@ -371,7 +371,7 @@ def num_replicas_in_loss(config: RunConfig, num_replicas: int) -> int:
     return num_replicas if is_exact and not averages_later else 1
 
 
-def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: TransformerConfig) -> tuple[WeightOffload, ...]:
+def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: DecoderConfig) -> tuple[WeightOffload, ...]:
     """Offload activations and weights of the first layers of each chunk to host memory, as configured.
 
     Returns the objects that move the weights, if weights are offloaded.
@@ -412,7 +412,7 @@ def record_layers(
 
 
 def connect_pipeline(
-    config: RunConfig, runtime: Runtime, layout: StageLayout, model: TransformerConfig
+    config: RunConfig, runtime: Runtime, layout: StageLayout, model: DecoderConfig
 ) -> PipelineConnection | None:
     """Create the links to the neighboring stages; every rank of the pipeline must call this."""
     pp = runtime.state.pp

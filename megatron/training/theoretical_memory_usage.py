@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config_base import with_fields
 from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
-from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import ChunkParameter, GPTConfig
 from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.optimizer import state_bytes
+from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel import StageContents, first_actions, most_in_flight
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.core.tensor_parallel.comm_overlap_config import ROW_PARALLEL, LinearName
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.decoder_config import DecoderConfig
 
 Add = Callable[[str, int, int], None]
 """Add so many communications over the tensor-parallel group: operation, bytes, count."""
@@ -19,7 +19,7 @@ IN_ORDER: tuple[LinearName, ...] = ("qkv", "proj", "fc1", "fc2")
 
 def add_adapters(
     add: Add,
-    model: TransformerConfig,
+    model: DecoderConfig,
     narrow_bytes: int,
     forward: int,
     backward: int,
@@ -42,7 +42,7 @@ def add_adapters(
             add("reduce_scatter", narrow_bytes, count * backward)
 
 
-def idle_in_first_layer(model: TransformerConfig) -> tuple[LinearName, ...]:
+def idle_in_first_layer(model: DecoderConfig) -> tuple[LinearName, ...]:
     """Return the linear layers of the first layer whose input wants no gradient: behind a frozen embedding.
 
     They are those up to the first that has an adapter.

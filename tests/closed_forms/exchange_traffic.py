@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.decoder_config import DecoderConfig
 
 Add = Callable[[str, tuple[str, ...], int, int], None]
 """Add so many communications: operation, axes, bytes, count."""
@@ -25,7 +25,7 @@ class ExchangeTraffic:
     ``head_bytes`` are those of one head of a rank's tokens, ``element`` those of a number of it.
     """
 
-    model: TransformerConfig
+    model: DecoderConfig
     sizes: ParallelSizes
     head_bytes: int
     element: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.decoder_config import DecoderConfig
 
 Add = Callable[[str, int, int], None]
 """Add so many communications over the tensor-parallel group: operation, bytes, count."""
@@ -21,18 +21,18 @@ _SEGMENT = {"blockwise": 128, "mxfp8": 32}
 """Numbers along the sum that share a scale; in the other recipes all of them do."""
 
 
-def scale_length(model: TransformerConfig) -> int:
+def scale_length(model: DecoderConfig) -> int:
     """Return how many numbers of a row share a scale, 0 for all."""
     return _SEGMENT.get(model.fp8.fp8_recipe, 0)
 
 
-def fills_blocks(model: TransformerConfig, num_rows: int) -> bool:
+def fills_blocks(model: DecoderConfig, num_rows: int) -> bool:
     """Return whether so many tokens, which a rank has, are whole blocks of numbers that share a scale."""
     length = scale_length(model)
     return not length or num_rows % length == 0
 
 
-def gathers_gradients(model: TransformerConfig) -> bool:
+def gathers_gradients(model: DecoderConfig) -> bool:
     """Return whether row-parallel layers scatter their outputs themselves, and gather gradients in fp8."""
     return model.fp8.fp8_recipe in ("delayed", "tensorwise") and model.fp8.fp8_wgrad
 
@@ -44,7 +44,7 @@ class Float8LayerEnds:
     ``tokens`` are those of the whole group, ``hidden_bytes`` their hidden states' in the model's own precision.
     """
 
-    model: TransformerConfig
+    model: DecoderConfig
     tokens: int
     hidden_bytes: int
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 from tests.closed_forms.kept_inputs import is_in_float8, kept_input
 from tests.closed_forms.norm_memory import norm_numbers
 
 
 def kept_by_join(
-    config: TransformerConfig, layer_number: int | None, rows: int, element: int, *, is_plain: bool = False
+    config: DecoderConfig, layer_number: int | None, rows: int, element: int, *, is_plain: bool = False
 ) -> Mapping[str, int]:
     """Return by part what is kept around a layer of this number, of ``rows`` of the residual stream.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 from tests.closed_forms.float8_traffic import Add, Float8LayerEnds
 
 
 def add_further(
-    add: Add, model: TransformerConfig, tokens: int, hidden_bytes: int, microbatches: int, *, runs_again: bool
+    add: Add, model: DecoderConfig, tokens: int, hidden_bytes: int, microbatches: int, *, runs_again: bool
 ) -> None:
     """Add what their embedded tokens, and the products that join these to the states, send for so many micro-batches.
 

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.parallel_config import ELEMENT_BYTES
 from tests.closed_forms.float8_traffic import fills_blocks, scale_length
 from tests.closed_forms.layer_widths import is_whole_on_ranks
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class KeptInput:
 
 
 def kept_input(
-    config: TransformerConfig, name: str, rows: int, widths: tuple[int, int], *, in_float8: bool, is_recomputed: bool
+    config: DecoderConfig, name: str, rows: int, widths: tuple[int, int], *, in_float8: bool, is_recomputed: bool
 ) -> KeptInput:
     """Return what a linear layer of this name keeps of ``rows`` tokens.
 
@@ -55,26 +55,26 @@ def kept_input(
     return KeptInput(is_whole=False, rounded=rows * in_width, scales=scales)
 
 
-def is_in_float8(config: TransformerConfig, layer_number: int | None) -> bool:
+def is_in_float8(config: DecoderConfig, layer_number: int | None) -> bool:
     """Return whether a layer's products are in fp8; without a number, whether any layer's are."""
     if layer_number is None:
         return config.fp8.fp8_format is not None
     return config.fp8.is_in_float8(layer_number, config.num_layers)
 
 
-def is_rounded(config: TransformerConfig, name: str, rows: int) -> bool:
+def is_rounded(config: DecoderConfig, name: str, rows: int) -> bool:
     """Return whether a linear layer in fp8 keeps its input in 8 bits, if it keeps any."""
     # What does not fill the blocks is gathered before it is rounded.
     is_gathered = config.sequence_parallel and not (name in ("linear_proj", "linear_fc2") or is_whole_on_ranks(name))
     return not config.lora_rank and config.fp8.fp8_wgrad and (not is_gathered or fills_blocks(config, rows))
 
 
-def _weight_scales(config: TransformerConfig, out_width: int, in_width: int) -> int:
+def _weight_scales(config: DecoderConfig, out_width: int, in_width: int) -> int:
     """Return the bytes of scales that serve the weight's transpose too, but for a single one."""
     return 4 * math.ceil(out_width / 128) * math.ceil(in_width / 128) if config.fp8.fp8_recipe == "blockwise" else 0
 
 
-def _adapter_bytes(config: TransformerConfig, name: str, rows: int, in_width: int) -> int:
+def _adapter_bytes(config: DecoderConfig, name: str, rows: int, in_width: int) -> int:
     """Return what a layer's adapters keep beside the layer's own input: narrow products, and inputs with dropout."""
     element, tp = ELEMENT_BYTES[config.params_dtype], config.tensor_model_parallel_size
     is_row = name in ("linear_proj", "linear_fc2")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 from tests.closed_forms.kept_inputs import is_rounded
 from tests.closed_forms.norm_memory import norm_numbers
 
 
 def kept_by_latent_attention(
-    config: TransformerConfig,
+    config: DecoderConfig,
     tokens: int,
     rows: int,
     element: int,
@@ -52,7 +52,7 @@ def kept_by_latent_attention(
     }
 
 
-def _narrow(config: TransformerConfig, element: int, *, is_plain: bool, keeps_inputs: bool) -> int:
+def _narrow(config: DecoderConfig, element: int, *, is_plain: bool, keeps_inputs: bool) -> int:
     """Return what is kept of a token's narrow vectors: that of queries, where they have their own, and the latent.
 
     ``keeps_inputs`` says that those from which heads are made are kept as they came.

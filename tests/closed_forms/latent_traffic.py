@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 from tests.closed_forms.float8_traffic import Add
 
 
 def add_latent(
-    add: Add, model: TransformerConfig, token_bytes: int, entered: int, left: int, backward: int, again: int
+    add: Add, model: DecoderConfig, token_bytes: int, entered: int, left: int, backward: int, again: int
 ) -> None:
     """Add what so many attentions send that begin, end, and run backward; ``again`` widen their heads once more.
 

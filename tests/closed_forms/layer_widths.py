@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.core.context_parallel.key_value_heads import key_value_heads_of_rank
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 
 
-def layer_widths(model: TransformerConfig, *, has_experts: bool = False) -> dict[str, tuple[int, int]]:
+def layer_widths(model: DecoderConfig, *, has_experts: bool = False) -> dict[str, tuple[int, int]]:
     """Return what each linear layer takes and gives, by its name in the model and in the order of the model.
 
     Of a feed-forward of experts only the shared one is there, if it is.
@@ -29,7 +29,7 @@ def is_whole_on_ranks(name: str) -> bool:
     return name.endswith("_down_proj")
 
 
-def _latent_widths(model: TransformerConfig) -> dict[str, tuple[int, int]]:
+def _latent_widths(model: DecoderConfig) -> dict[str, tuple[int, int]]:
     h, heads = model.hidden_size, model.num_attention_heads // model.tensor_model_parallel_size
     narrow, queries = model.mla.q_lora_rank, heads * model.mla.latent_query_width
     of_queries = {"linear_q_proj": (h, queries)}

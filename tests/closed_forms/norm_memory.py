@@ -7,26 +7,26 @@ unless that weight is frozen.
 
 from __future__ import annotations
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 
 
-def norm_numbers(config: TransformerConfig) -> int:
+def norm_numbers(config: DecoderConfig) -> int:
     """Return how many numbers a norm keeps of each vector: a scale, and a mean where it is subtracted."""
     return 2 if config.normalization == "LayerNorm" else 1
 
 
-def reads_frozen(config: TransformerConfig, layer_number: int | None) -> bool:
+def reads_frozen(config: DecoderConfig, layer_number: int | None) -> bool:
     """Return whether a layer's first norm keeps nothing: its input is a frozen embedding, and wants no gradient."""
     is_first = layer_number == 0 and bool(config.lora_rank) and config.norm_placement != "post"
     return is_first and "linear_qkv" in config.adapted_parts
 
 
-def before_weight(config: TransformerConfig, element: int) -> int:
+def before_weight(config: DecoderConfig, element: int) -> int:
     """Return the bytes that a norm of plain operations keeps of a number for the gradient of its weight."""
     return 0 if config.lora_rank else element
 
 
-def kept_behind(config: TransformerConfig, rows: int, element: int, *, is_plain: bool = False) -> int:
+def kept_behind(config: DecoderConfig, rows: int, element: int, *, is_plain: bool = False) -> int:
     """Return what a layer's norms behind attention and feed-forward keep of ``rows`` of the residual stream.
 
     ``is_plain`` says that the norm is made of plain operations.
@@ -38,7 +38,7 @@ def kept_behind(config: TransformerConfig, rows: int, element: int, *, is_plain:
 
 
 def kept_by_head_norms(
-    config: TransformerConfig, heads: int, groups: int, element: int, *, is_plain: bool, is_copied: bool
+    config: DecoderConfig, heads: int, groups: int, element: int, *, is_plain: bool, is_copied: bool
 ) -> int:
     """Return what a layer keeps of each token because queries and keys are normalized; 0 where they are not.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.decoder_config import DecoderConfig
 
 
-def recomputed_layers(model: TransformerConfig, layers: int) -> tuple[int, set[int]]:
+def recomputed_layers(model: DecoderConfig, layers: int) -> tuple[int, set[int]]:
     """Return how many layers, the first ones, run forward again, and which stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved

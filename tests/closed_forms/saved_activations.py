@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
-from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel.schedules import most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.planner.plan import LayerKind, Plan, layer_kinds
 from tests.closed_forms.expert_traffic import SendingExpertLayer
 from tests.closed_forms.further_memory import kept_by_join
@@ -51,7 +51,7 @@ class LayerBytes:
 
 
 def saved_bytes(
-    config: TransformerConfig, seq_length: int, micro_batch_size: int, layer_number: int | None = None
+    config: DecoderConfig, seq_length: int, micro_batch_size: int, layer_number: int | None = None
 ) -> Mapping[str, int]:
     """Return by part what one layer keeps of one micro-batch on one rank, with the recompute that is configured.
 
@@ -146,7 +146,7 @@ def saved_bytes(
     return {name: size for name, size in parts.items() if size}
 
 
-def _copies(config: TransformerConfig, exchange: str, heads: int, groups: int) -> int:
+def _copies(config: DecoderConfig, exchange: str, heads: int, groups: int) -> int:
     """Return how often key-value heads are repeated, so that every rank of an all-to-all has some."""
     if exchange not in ("a2a", "a2a+p2p"):
         return 1
@@ -154,7 +154,7 @@ def _copies(config: TransformerConfig, exchange: str, heads: int, groups: int) -
     return copies_of_key_value_heads(heads, groups, size) or 1
 
 
-def _gathered(config: TransformerConfig, layer_number: int) -> int:
+def _gathered(config: DecoderConfig, layer_number: int) -> int:
     """Return how many other ranks' keys and values a layer keeps beside its own."""
     is_gathered = config.context_parallel_size > 1 and config.cp_exchange(layer_number) == "all_gather"
     return config.context_parallel_size - 1 if is_gathered and "core_attn" not in config.recomputed_modules else 0

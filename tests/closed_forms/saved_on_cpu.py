@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.planner.implementations import key_value_width
 from tests.closed_forms.expert_traffic import SendingExpertLayer
 from tests.closed_forms.further_memory import kept_by_join

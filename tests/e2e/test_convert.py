@@ -28,8 +28,8 @@ from megatron.cli.convert import parse_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError
-from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ONE_RANK
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, spec_of
 from megatron.core.tensor_parallel.random import RngStreams

@@ -23,7 +23,7 @@ from megatron.checkpoint.formats.huggingface.model_export import write_hugging_f
 from megatron.checkpoint.formats.native import NativeSource
 from megatron.cli import preprocess_data, text_generation_cli
 from megatron.config.arguments import resolve_arguments
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import DATA, newest, toy_args

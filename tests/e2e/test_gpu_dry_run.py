@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.cli.simulate import main, ranks_to_run
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.planner.simulation.fake_cuda import find_compiler
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -16,10 +16,10 @@ from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from tests.golden.test_model_golden import model_settings
 from tests.harness.closeness import assert_tensors_close

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.cli.doctor.benchmarks import OPERATIONS, REDUCING, REDUCTIONS, measure_collective
 from megatron.core.device import select_device
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.training.initialize import initialize_distributed, read_launch_environment, shut_down
 from tests.harness.training_run import CommandResult, launch_prefix, run_command

@@ -25,7 +25,7 @@ from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import linear
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from megatron.core.transformer.norm import ResidualNorm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -187,7 +187,7 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
     yield KernelPair(
         "cross-entropy",
         # The kernel overwrites its logits with their gradient.
-        lambda x: vocab_parallel_cross_entropy(x * 1, labels, 4 * width, single_rank_group()),
+        lambda x: vocab_sharded_cross_entropy(x * 1, labels, 4 * width, single_rank_group()),
         lambda x: F.cross_entropy(x.float().flatten(0, 1), labels.flatten(), reduction="none").view(length, batch),
         ((length, batch, 4 * width),),
     )

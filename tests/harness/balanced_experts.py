@@ -11,9 +11,9 @@ import torch
 from megatron.core.collectives import all_to_all_first_dim
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.decoder_config import MoEConfig
 from megatron.core.transformer.moe import router, token_dispatcher
 from megatron.core.transformer.moe.routing import choose_experts
-from megatron.core.transformer.transformer_config import MoEConfig
 
 
 @contextmanager

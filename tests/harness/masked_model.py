@@ -20,8 +20,8 @@ from megatron.core.models.model import Model
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
+from megatron.core.tensor_parallel.sharded_layers import ColumnShardedLinear
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training.data_plan import DatasetSplitsBuilder
@@ -56,9 +56,9 @@ class MaskedModel(Model):
         self.pre_process, self.post_process = contents.has_embedding, contents.has_loss
         self.embedding = GPTEmbedding(config, tp, device) if self.pre_process else None
         self.encoder = TransformerBlock(config, contents.layer_numbers, self.post_process, tp, device, runtime.state.cp)
-        self.head: ColumnParallelLinear | None = None
+        self.head: ColumnShardedLinear | None = None
         if self.post_process:
-            self.head = ColumnParallelLinear(
+            self.head = ColumnShardedLinear(
                 config.hidden_size,
                 config.vocab_size,
                 tp,
@@ -84,7 +84,7 @@ class MaskedModel(Model):
         if self.head is None:
             return hidden, losses
         logits = self.head(hidden)
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.vocab_size, self.tp).t(), losses
+        return vocab_sharded_cross_entropy(logits, labels.t(), self.vocab_size, self.tp).t(), losses
 
 
 def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> Model:

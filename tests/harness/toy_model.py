@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megatron.core.config_base import from_fields
 from megatron.core.device import Device
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.fp8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, spec_of

@@ -59,11 +59,11 @@ assert record_step(config, 0, *parts) == step_traffic(config, 0, (9, 0))
 """,
     "linear_feature": """
 import torch
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-for kind in (ColumnParallelLinear, RowParallelLinear):
-    layer = kind(5, 3, single_rank_group(), config=ModelParallelConfig(params_dtype="float64"), has_scale=True)
+from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
+for kind in (ColumnShardedLinear, RowShardedLinear):
+    layer = kind(5, 3, single_rank_group(), config=ParallelConfig(params_dtype="float64"), has_scale=True)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
     x = torch.randn(4, 2, 5, dtype=torch.float64)

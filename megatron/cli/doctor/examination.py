@@ -29,7 +29,7 @@ from megatron.core.available_cores import count_cores
 from megatron.core.collectives import all_gather_objects, all_reduce, barrier
 from megatron.core.device import Device, select_device
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from megatron.training import LaunchEnvironment, initialize_distributed, shut_down

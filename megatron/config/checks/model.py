@@ -11,8 +11,8 @@ from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
 from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
-from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
+from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.transformer import GATED_ACTIVATIONS, adapted_parts
 

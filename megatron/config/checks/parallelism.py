@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from megatron.config import RunConfig
 from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.errors import ConfigurationError, choices
-from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
+from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import default_schedule, layout_problems, schedule_problems
 
 

@@ -27,9 +27,9 @@ from megatron.core.datasets import (
     suggest_split,
 )
 from megatron.core.errors import ConfigurationError, DataError, StorageError, choices
-from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.object_store import PACKAGES, is_url, url_problem
 from megatron.core.optimizer import parse_override, styles_unknown_to_megatron
+from megatron.core.parallel_config import MODEL_SIZE_NAMES
 
 _LENGTHS = (
     "train_iters",

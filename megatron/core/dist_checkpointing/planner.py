@@ -15,7 +15,7 @@ import torch
 from megatron.core.collectives import all_gather_objects, any_rank, run_on_all_ranks
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredShard, StoredTensor
 from megatron.core.errors import CheckpointError
-from megatron.core.model_parallel_config import GRID_AXES, Place
+from megatron.core.parallel_config import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.sharding import (
     Box,

@@ -21,7 +21,7 @@ from megatron.core.inference.staged_model import StagedModel
 from megatron.core.ops import CAUSAL, AttentionPattern
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel import stream_seed, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import stream_seed, vocab_sharded_cross_entropy
 from megatron.core.transformer import KeyValueCache
 
 _PADDING = 0
@@ -177,7 +177,7 @@ class PromptBatch:
             model = self.staged.model
             behind = self.prompts.tokens[:, start + 1 : end + 1].t()
             known = logits[: behind.shape[0]]
-            losses = vocab_parallel_cross_entropy(known, behind.contiguous(), model.config.vocab_size, self.state.tp)
+            losses = vocab_sharded_cross_entropy(known, behind.contiguous(), model.config.vocab_size, self.state.tp)
             values[:, : behind.shape[0]] = -losses.t()
         broadcast(values, self.state.pp, source=self.state.pp.size - 1)
         return values.cpu()

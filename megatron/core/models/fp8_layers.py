@@ -17,21 +17,21 @@ from megatron.core.ops import (
     has_scaled_products,
     triton_works,
 )
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
 from megatron.core.transformer import (
+    DecoderConfig,
     MTPLayer,
     ReplicatedLinear,
     SharedGroupQueryKeyValue,
-    TransformerConfig,
     TransformerLayer,
 )
 from megatron.core.transformer.moe import GroupedLinear
 
-_LINEAR = (ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SharedGroupQueryKeyValue)
+_LINEAR = (ColumnShardedLinear, ReplicatedLinear, RowShardedLinear, SharedGroupQueryKeyValue)
 
 
 def compute_in_float8(
-    models: Sequence[nn.Module], config: TransformerConfig, device: torch.device | str, num_averaged: int = 1
+    models: Sequence[nn.Module], config: DecoderConfig, device: torch.device | str, num_averaged: int = 1
 ) -> Float8State | None:
     """Enable FP8 in the linear layers of the chunks' transformer layers, by the configuration.
 
@@ -78,10 +78,10 @@ def compute_in_float8(
 
 def _reads_stream(name: str, module: nn.Module) -> bool:
     """Return whether a linear layer's input is the output of a norm of the residual stream."""
-    return not isinstance(module, RowParallelLinear) and not name.endswith("_up_proj")
+    return not isinstance(module, RowShardedLinear) and not name.endswith("_up_proj")
 
 
-def describe_float8(config: TransformerConfig, device: torch.device | str) -> str | None:
+def describe_float8(config: DecoderConfig, device: torch.device | str) -> str | None:
     """Return one line that names the GEMMs in FP8 and how they are computed, or None without FP8."""
     layers = config.fp8.float8_layers(config.num_layers)
     if not layers:

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import attach_spec, held_of, spec_of
 from megatron.core.tensor_parallel import initialize_divided
-from megatron.core.transformer import TransformerBlock, TransformerConfig
+from megatron.core.transformer import DecoderConfig, TransformerBlock
 from megatron.core.weight_prefetch import has_memory
 
 
@@ -23,7 +23,7 @@ class Model(nn.Module):
     The arguments of a chunk are defined by the model and its forward step.
     """
 
-    config: TransformerConfig
+    config: DecoderConfig
     pre_process: bool
     post_process: bool
     seed: int | None = None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_reduce
-from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -27,6 +26,7 @@ from megatron.core.ops.fp8_tensor import (
     quantize_whole,
     scale_of,
 )
+from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.process_group import Group
 
 OPERANDS = ("input", "weight", "grad")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, idle_without
-from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.parallel_config import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

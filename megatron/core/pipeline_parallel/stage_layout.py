@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.errors import ConfigurationError, choices
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 
 _TOKENS = re.compile(r"\s+|,|(?P<item>[EtmL|()])|\*\s*(?P<count>\d+)|(?P<wrong>.)", re.DOTALL)
 _FLAG = "--pipeline-model-parallel-layout"
@@ -121,7 +121,7 @@ class StageLayout:
         return "|".join("E" * s.has_embedding + "t" * len(s.layer_numbers) + "L" * s.has_loss for s in self.stages)
 
 
-def plan_stage_layout(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> StageLayout:
+def plan_stage_layout(config: ParallelConfig, num_layers: int, layout: str | None = None) -> StageLayout:
     """Distribute the layers over the stages according to the configuration.
 
     The default is an even split, in which the embedding and the loss can count as one layer each. If the number of
@@ -147,7 +147,7 @@ def plan_stage_layout(config: ModelParallelConfig, num_layers: int, layout: str 
     return _number_layers(config.pipeline_model_parallel_size, tuple(counts))
 
 
-def layout_problems(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> tuple[str, ...]:
+def layout_problems(config: ParallelConfig, num_layers: int, layout: str | None = None) -> tuple[str, ...]:
     """Return why the layers cannot be distributed according to the configuration, one line per problem."""
     try:
         plan_stage_layout(config, num_layers, layout)
@@ -167,7 +167,7 @@ def _number_layers(pp: int, counts: tuple[int, ...]) -> StageLayout:
     return StageLayout(pp, tuple(stages))
 
 
-def _conflicts(config: ModelParallelConfig, layout: str | None) -> list[str]:
+def _conflicts(config: ParallelConfig, layout: str | None) -> list[str]:
     """Return the conflicts between flags."""
     problems = []
     uneven = {
@@ -199,7 +199,7 @@ def _conflicts(config: ModelParallelConfig, layout: str | None) -> list[str]:
     return problems
 
 
-def _explicit_counts(config: ModelParallelConfig, num_layers: int, layout: str) -> tuple[list[int], list[str]]:
+def _explicit_counts(config: ParallelConfig, num_layers: int, layout: str) -> tuple[list[int], list[str]]:
     pp, chunks = config.pipeline_model_parallel_size, config.num_virtual_stages_per_pipeline_rank
     stages = parse_layout(layout, num_layers)
     problems = []
@@ -219,7 +219,7 @@ def _explicit_counts(config: ModelParallelConfig, num_layers: int, layout: str) 
     return [stage.count("t") for stage in stages], problems
 
 
-def _spread(config: ModelParallelConfig, num_layers: int) -> tuple[list[int], list[str]]:
+def _spread(config: ParallelConfig, num_layers: int) -> tuple[list[int], list[str]]:
     """Return the number of layers of every global stage."""
     pp = config.pipeline_model_parallel_size
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
@@ -303,7 +303,7 @@ def _leaves_even_rest(rest: int, middle: int) -> bool:
     return rest == 0 if middle == 0 else rest > 0 and rest % middle == 0
 
 
-def _num_chunks(config: ModelParallelConfig, per_rank: Sequence[int]) -> tuple[int, list[str]]:
+def _num_chunks(config: ParallelConfig, per_rank: Sequence[int]) -> tuple[int, list[str]]:
     """Return the number of chunks into which each rank's layers are divided."""
     per_stage, chunks = config.num_layers_per_virtual_pipeline_stage, config.num_virtual_stages_per_pipeline_rank
     if per_stage is not None:

@@ -15,19 +15,10 @@ if TYPE_CHECKING:
     )
     from megatron.core.tensor_parallel.cpu_offload import ActivationOffload, WeightOffload
     from megatron.core.tensor_parallel.cross_entropy import (
-        vocab_parallel_cross_entropy,
         vocab_parallel_losses_and_normalizers,
+        vocab_sharded_cross_entropy,
     )
     from megatron.core.tensor_parallel.initialization import initialize_divided, initialize_parameter
-    from megatron.core.tensor_parallel.layers import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-        embedding_lookup,
-        make_parameter,
-        replicated_spec,
-        tensor_parallel_linear,
-    )
     from megatron.core.tensor_parallel.lora import (
         AdapterOptions,
         ColumnAdapter,
@@ -48,6 +39,15 @@ if TYPE_CHECKING:
     )
     from megatron.core.tensor_parallel.random import DEFAULT, STREAM_AXES, RngStreams, stream_seed
     from megatron.core.tensor_parallel.recompute import saved_as_inputs, saved_in_parts, several_saved_as_inputs
+    from megatron.core.tensor_parallel.sharded_layers import (
+        ColumnShardedLinear,
+        RowShardedLinear,
+        VocabShardedEmbedding,
+        embedding_lookup,
+        make_parameter,
+        replicated_spec,
+        tensor_parallel_linear,
+    )
     from megatron.core.tensor_parallel.symmetric_memory import why_no_symmetric_memory
 
 __getattr__ = lazy_exports(
@@ -55,10 +55,10 @@ __getattr__ = lazy_exports(
     {
         "comm_overlap_config": "LinearOverlap WHOLE linear_overlap read_overlap_methods",
         "cpu_offload": "ActivationOffload WeightOffload",
-        "cross_entropy": "vocab_parallel_cross_entropy vocab_parallel_losses_and_normalizers",
+        "cross_entropy": "vocab_sharded_cross_entropy vocab_parallel_losses_and_normalizers",
         "initialization": "initialize_divided initialize_parameter",
-        "layers": (
-            "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding embedding_lookup make_parameter "
+        "sharded_layers": (
+            "ColumnShardedLinear RowShardedLinear VocabShardedEmbedding embedding_lookup make_parameter "
             "replicated_spec tensor_parallel_linear"
         ),
         "lora": "AdapterOptions ColumnAdapter LinearAdapters LowRankAdapter RowAdapter RowBlock adapt",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 
 LinearName = Literal["qkv", "proj", "fc1", "fc2", "output"]
 ROW_PARALLEL: tuple[LinearName, ...] = ("proj", "fc2")
@@ -41,7 +41,7 @@ WHOLE = LinearOverlap()
 """No chunked overlap."""
 
 
-def linear_overlap(config: ModelParallelConfig, name: LinearName | None) -> LinearOverlap:
+def linear_overlap(config: ParallelConfig, name: LinearName | None) -> LinearOverlap:
     """Return a linear layer's overlap, by the configuration and its file's methods.
 
     A layer without a name does not overlap.

@@ -70,9 +70,7 @@ def _combine(
     return sums[0].log_().add_(maxima), sums[1]
 
 
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, tp: Group
-) -> torch.Tensor:
+def vocab_sharded_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, tp: Group) -> torch.Tensor:
     """Return the negative log-likelihood of every label.
 
     ``vocab_size`` is the unpadded size. The backward pass reuses the memory of ``logits``: after it they must not be
@@ -91,7 +89,7 @@ def vocab_parallel_losses_and_normalizers(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the negative log-likelihood of every label, and the log-sum-exp of every row.
 
-    Both are differentiable; otherwise as `vocab_parallel_cross_entropy`.
+    Both are differentiable; otherwise as `vocab_sharded_cross_entropy`.
 
     Shapes: ``logits: [..., v/tp], labels: [...] -> [...], [...]`` in float32 (float64 for float64 logits).
     """

@@ -16,12 +16,12 @@ from torch import nn
 from megatron.core.ops import DropoutKeys, keyed_dropout
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_shards
-from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.sharded_layers import make_parameter, replicated_spec, tensor_parallel_linear
 
 
 @dataclass(frozen=True, kw_only=True)

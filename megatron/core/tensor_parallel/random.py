@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from megatron.core.device import Device
-from megatron.core.model_parallel_config import Place
 from megatron.core.ops import DropoutSamples, hash_numbers
+from megatron.core.parallel_config import Place
 
 DEFAULT = "default"
 """The stream of torch's default generator, seeded equally on all ranks."""

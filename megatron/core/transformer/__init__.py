@@ -9,6 +9,18 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue, describe_attention
     from megatron.core.transformer.cuda_graphs import GraphedLayers
+    from megatron.core.transformer.decoder_config import (
+        GATED_ACTIVATIONS,
+        DecoderConfig,
+        MLAConfig,
+        MoEConfig,
+        MTPConfig,
+        RotaryConfig,
+        default_ffn_hidden_size,
+        further_loss_names,
+        moe_layers,
+        without_rotary,
+    )
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
@@ -35,18 +47,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.norm import Norm, normalize
     from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
     from megatron.core.transformer.transformer_block import TransformerBlock
-    from megatron.core.transformer.transformer_config import (
-        GATED_ACTIVATIONS,
-        MLAConfig,
-        MoEConfig,
-        MTPConfig,
-        RotaryConfig,
-        TransformerConfig,
-        default_ffn_hidden_size,
-        further_loss_names,
-        moe_layers,
-        without_rotary,
-    )
     from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 
 __getattr__ = lazy_exports(
@@ -65,8 +65,8 @@ __getattr__ = lazy_exports(
         "norm": "Norm normalize",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",
         "transformer_block": "TransformerBlock",
-        "transformer_config": (
-            "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig TransformerConfig "
+        "decoder_config": (
+            "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
             "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
         "transformer_layer": "TransformerLayer make_norm",

@@ -30,14 +30,15 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, even_shards, spec_of
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
+    ColumnShardedLinear,
     InputRegion,
-    RowParallelLinear,
+    RowShardedLinear,
     linear_overlap,
     make_parameter,
     tensor_parallel_linear,
 )
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
@@ -47,7 +48,6 @@ from megatron.core.transformer.rotary_pos_embedding import (
     split_and_rotate,
     split_projection,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class AttentionSinks(nn.Module):
@@ -58,7 +58,7 @@ class AttentionSinks(nn.Module):
     Shapes: ``-> [n/tp]``, or None without sinks.
     """
 
-    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.softmax_offset: torch.Tensor | None = None
         heads, dtype = config.num_attention_heads, dtype_from_name(config.params_dtype)
@@ -76,14 +76,14 @@ class AttentionSinks(nn.Module):
         return self.softmax_offset
 
 
-def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.device | str) -> nn.Module:
+def make_query_key_value(config: DecoderConfig, tp: Group, device: torch.device | str) -> nn.Module:
     """Create the projection ``[s, b, h] -> [s, b, rows of this rank's groups]``.
 
     With at least as many groups as tensor-parallel ranks each rank holds whole groups. With fewer groups, several ranks
     share a group: each rank has its own query heads and a copy of the group's key and value.
     """
     if config.num_query_groups % tp.size == 0:
-        linear = ColumnParallelLinear(
+        linear = ColumnShardedLinear(
             config.hidden_size,
             config.query_projection_size + 2 * config.kv_projection_size,
             tp,
@@ -98,7 +98,7 @@ def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.dev
     return SharedGroupQueryKeyValue(config, tp, device)
 
 
-def _rows_of_a_group(config: TransformerConfig) -> tuple[int, int, int]:
+def _rows_of_a_group(config: DecoderConfig) -> tuple[int, int, int]:
     query_rows = config.query_projection_size // config.num_query_groups
     return (query_rows, config.kv_channels, config.kv_channels)
 
@@ -112,7 +112,7 @@ class SharedGroupQueryKeyValue(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, (heads/tp + 2) * d]``; the input is ``[s/tp, b, h]`` under sequence parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
         self.product_library = config.cpu_gemm_backend
@@ -168,7 +168,7 @@ class SharedGroupQueryKeyValue(nn.Module):
 
 
 def describe_attention(
-    config: TransformerConfig, device: torch.device | str, seq_length: int, *, has_documents: bool
+    config: DecoderConfig, device: torch.device | str, seq_length: int, *, has_documents: bool
 ) -> str:
     """Return one line that names the attention kernels that the layers use in training."""
     device = torch.device(device)
@@ -214,7 +214,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         layer_number: int,
         tp: Group,
         device: torch.device | str,
@@ -244,7 +244,7 @@ class SelfAttention(nn.Module):
         )
         # Order of submodules in Megatron's optimizer files: linear_proj before linear_qkv.
         self.core_attention = AttentionSinks(config, tp, device)
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = RowShardedLinear(
             config.context_size,
             config.hidden_size,
             tp,
@@ -256,14 +256,14 @@ class SelfAttention(nn.Module):
         )
         self._add_projections(config, tp, device)
 
-    def _add_projections(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    def _add_projections(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         """Create the projections of queries, keys and values."""
         self.linear_qkv = make_query_key_value(config, tp, device)
         self.q_layernorm: nn.Module | None
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
         self.k_layernorm = self._norm(config, config.num_query_groups, tp, device) if config.qk_layernorm else None
 
-    def _factor_of_scores(self, config: TransformerConfig) -> float | None:
+    def _factor_of_scores(self, config: DecoderConfig) -> float | None:
         """Return the factor of the attention scores, relative to division by the square root of the head width."""
         if config.mup.mup_base_head_dim is not None:
             return float((config.kv_channels / config.mup.mup_base_head_dim) ** (0.5 - config.mup.mup_attn_scale_power))
@@ -272,7 +272,7 @@ class SelfAttention(nn.Module):
         return float((config.kv_channels / config.score_scalar) ** 0.5)
 
     @staticmethod
-    def _norm(config: TransformerConfig, num_heads: int, tp: Group, device: torch.device | str) -> nn.Module:
+    def _norm(config: DecoderConfig, num_heads: int, tp: Group, device: torch.device | str) -> nn.Module:
         if config.qk_layernorm_across_heads:
             return AcrossHeadsNorm(config, num_heads, tp, device)
         return Norm(
@@ -375,7 +375,7 @@ class SelfAttention(nn.Module):
 
     def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the projection's bias if Triton sums its gradient while joining the QKV gradients, else None."""
-        bias = self.linear_qkv.bias if isinstance(self.linear_qkv, ColumnParallelLinear) else None
+        bias = self.linear_qkv.bias if isinstance(self.linear_qkv, ColumnShardedLinear) else None
         return bias if bias is not None and bias.requires_grad and runs_on_triton(x, bias) else None
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:

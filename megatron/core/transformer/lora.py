@@ -19,19 +19,19 @@ from megatron.core.sharding import Box, ParamSpec, Shard, even_shards, full_shar
 from megatron.core.tensor_parallel import (
     AdapterOptions,
     ColumnAdapter,
-    ColumnParallelLinear,
+    ColumnShardedLinear,
     LinearAdapters,
     LowRankAdapter,
     RowAdapter,
     RowBlock,
-    RowParallelLinear,
+    RowShardedLinear,
     adapt,
 )
 from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import GroupedLinear, MoELayer, expert_shards, grouped_linear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
@@ -90,7 +90,7 @@ def _spec(name: str, shape: tuple[int, ...], groups: ExpertGroups, cut_dim: int 
 _SITES = (WHOLE, *QUERY_KEY_VALUE, *PART_OF["linear_fc1"])
 
 
-def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+def add_adapters(model: nn.Module, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
     """Attach the configured adapters to every transformer layer of a model, and freeze all other parameters.
 
     Must be called before parameters are named and initialized.
@@ -115,7 +115,7 @@ def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device:
         layer.adapters = tuple(module for module in layer.modules() if isinstance(module, LowRankAdapter))
 
 
-def _adapt_layer(layer: TransformerLayer, config: TransformerConfig, options: AdapterOptions) -> None:
+def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: AdapterOptions) -> None:
     for linear, parts in config.adapted_parts.items():
         if linear in ("linear_qkv", "linear_proj"):
             _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
@@ -135,7 +135,7 @@ def _adapt_linear(
     linear: str,
     parts: tuple[str, ...],
     layer_number: int,
-    config: TransformerConfig,
+    config: DecoderConfig,
     options: AdapterOptions,
 ) -> None:
     if not isinstance(block, kind):
@@ -143,7 +143,7 @@ def _adapt_linear(
             f"--lora-rank: {type(block).__name__} has no {linear}; remove it from --lora-target-modules"
         )
     module = getattr(block, linear)
-    if isinstance(module, RowParallelLinear):
+    if isinstance(module, RowShardedLinear):
         out_features, in_features = spec_of(module.weight).global_shape
         site = len(_SITES) if linear == "linear_proj" else len(_SITES) + 1
         only = RowAdapter(options, layer_number, site, in_features, out_features)
@@ -185,7 +185,7 @@ def _site(linear: str, part: str) -> int:
     return _SITES.index(part) if part != WHOLE or linear == "linear_qkv" else _SITES.index("gate")
 
 
-def _widths(linear: str, parts: tuple[str, ...], config: TransformerConfig, tp: Group) -> tuple[dict[str, int], int]:
+def _widths(linear: str, parts: tuple[str, ...], config: DecoderConfig, tp: Group) -> tuple[dict[str, int], int]:
     """Return the width of each part of a layer on a rank, per query group, and the number of groups on the rank."""
     if WHOLE in parts:
         return {WHOLE: 0}, 1
@@ -196,7 +196,7 @@ def _widths(linear: str, parts: tuple[str, ...], config: TransformerConfig, tp: 
     return {"q": queries, "k": config.kv_channels, "v": config.kv_channels}, num_groups
 
 
-def _row_blocks(module: nn.Module, part: str, config: TransformerConfig, options: AdapterOptions) -> Iterable[RowBlock]:
+def _row_blocks(module: nn.Module, part: str, config: DecoderConfig, options: AdapterOptions) -> Iterable[RowBlock]:
     """Yield the rows of a part's ``B`` that this rank holds; a whole layer's are sharded like its own rows."""
     if part == WHOLE:
         for weight in _weights(module):
@@ -230,7 +230,7 @@ def _row_blocks(module: nn.Module, part: str, config: TransformerConfig, options
 def _weights(module: nn.Module) -> tuple[nn.Parameter, ...]:
     if isinstance(module, SharedGroupQueryKeyValue):
         return module.query_weight, module.key_value_weight
-    assert isinstance(module, ColumnParallelLinear)
+    assert isinstance(module, ColumnShardedLinear)
     return (module.weight,)
 
 

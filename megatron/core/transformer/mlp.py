@@ -13,8 +13,8 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
+from megatron.core.transformer.decoder_config import DecoderConfig
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -29,13 +29,13 @@ class MLP(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         stride = 2 if config.is_gated else 1
         self.kind = config.activation
         self.is_gated = config.is_gated
         self.activation = activation_of(config)
-        self.linear_fc1 = ColumnParallelLinear(
+        self.linear_fc1 = ColumnShardedLinear(
             config.hidden_size,
             config.ffn_hidden_size * stride,
             tp,
@@ -46,7 +46,7 @@ class MLP(nn.Module):
             stride=stride,
             tp_comm_buffer_name="fc1",
         )
-        self.linear_fc2 = RowParallelLinear(
+        self.linear_fc2 = RowShardedLinear(
             config.ffn_hidden_size,
             config.hidden_size,
             tp,
@@ -80,7 +80,7 @@ class MLP(nn.Module):
         return self.kind in KINDS
 
 
-def activation_of(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
     if not config.is_gated:
         return ACTIVATIONS[config.activation]

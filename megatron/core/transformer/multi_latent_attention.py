@@ -15,7 +15,7 @@ from megatron.core.ops import AttentionInputs, AttentionPattern, DropoutKeys, Fp
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
+    ColumnShardedLinear,
     InputRegion,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel import (
     tensor_parallel_linear,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ReplicatedLinear(nn.Module):
@@ -40,7 +40,7 @@ class ReplicatedLinear(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, in_features: int, out_features: int, tp: Group, device: torch.device | str
+        self, config: DecoderConfig, in_features: int, out_features: int, tp: Group, device: torch.device | str
     ) -> None:
         super().__init__()
         self.tp, self.product_library = tp, config.cpu_gemm_backend
@@ -66,15 +66,15 @@ class LatentAttention(SelfAttention):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
-    def _add_projections(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    def _add_projections(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         mla = config.mla
         self.tp, self.sequence_parallel = tp, config.sequence_parallel
         self.rank, self.rotary_width = mla.kv_lora_rank, mla.qk_pos_emb_head_dim
         self.plain_width, self.value_width = mla.qk_head_dim, mla.v_head_dim
         self.padded_width = mla.latent_head_width
 
-        def up(input_size: int, head_width: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
+        def up(input_size: int, head_width: int) -> ColumnShardedLinear:
+            return ColumnShardedLinear(
                 input_size,
                 config.num_attention_heads * head_width,
                 tp,
@@ -112,7 +112,7 @@ class LatentAttention(SelfAttention):
         self.recomputes_up = "mla_up_proj" in config.recomputed_modules
         self.query_factor = config.latent_score_factor
 
-    def _factor_of_scores(self, config: TransformerConfig) -> float | None:
+    def _factor_of_scores(self, config: DecoderConfig) -> float | None:
         """Return None: `_widen` scales the queries instead."""
         return None
 

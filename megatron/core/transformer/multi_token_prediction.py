@@ -20,14 +20,14 @@ from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
+    ColumnShardedLinear,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.decoder_config import DecoderConfig, MTPConfig, further_loss_names
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
-from megatron.core.transformer.transformer_config import MTPConfig, TransformerConfig, further_loss_names
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 
 
@@ -101,7 +101,7 @@ def _ahead(tensor: torch.Tensor, distance: int) -> torch.Tensor:
     return torch.cat((tensor[:, distance:], end), dim=1)
 
 
-def further_layer_numbers(config: TransformerConfig) -> range:
+def further_layer_numbers(config: DecoderConfig) -> range:
     """Return the layer numbers that dropout uses for the MTP layers, followed by those for their embeddings."""
     return range(config.num_layers, config.num_layers + 2 * config.mtp.mtp_depth)
 
@@ -116,7 +116,7 @@ class MTPLayer(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         depth: int,
         tp: Group,
         device: torch.device | str,
@@ -128,7 +128,7 @@ class MTPLayer(nn.Module):
         self.embedding_site = config.num_layers + config.mtp.mtp_depth + depth
         self.enorm = make_norm(config, tp, device)
         self.hnorm = make_norm(config, tp, device)
-        self.eh_proj = ColumnParallelLinear(
+        self.eh_proj = ColumnShardedLinear(
             2 * config.hidden_size,
             config.hidden_size,
             tp,
@@ -172,7 +172,7 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         tp: Group,
         device: torch.device | str,
         cp: Group | None = None,

@@ -17,7 +17,7 @@ from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, sum_over_tensor_model_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 
 
 class Norm(nn.Module):
@@ -98,7 +98,7 @@ class AcrossHeadsNorm(nn.Module):
     Shapes: ``[s, b, heads/tp, d] -> [s, b, heads/tp, d]``.
     """
 
-    def __init__(self, config: TransformerConfig, num_heads: int, tp: Group, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, num_heads: int, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
         self.epsilon = config.norm_epsilon

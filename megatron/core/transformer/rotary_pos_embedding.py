@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.ops import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.transformer.transformer_config import RotaryConfig
+from megatron.core.transformer.decoder_config import RotaryConfig
 
 
 @dataclass(frozen=True)

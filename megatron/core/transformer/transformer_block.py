@@ -19,10 +19,10 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import ActivationOffload, saved_in_parts
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.cuda_graphs import GraphedLayers, GraphUnit
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 from megatron.core.weight_prefetch import WeightPrefetch
 
@@ -40,7 +40,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         layer_numbers: Sequence[int],
         has_final_norm: bool,
         tp: Group,

@@ -15,6 +15,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import LowRankAdapter, saved_as_inputs
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
@@ -22,10 +23,9 @@ from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
 from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str, kind: type[Norm] = Norm) -> Norm:
+def make_norm(config: DecoderConfig, tp: Group, device: torch.device | str, kind: type[Norm] = Norm) -> Norm:
     """Return the configured normalization of hidden states."""
     return kind(
         config.normalization,
@@ -40,7 +40,7 @@ def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str, 
     )
 
 
-def make_stream_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
+def make_stream_norm(config: DecoderConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
     """Return the norm through which attention and feed-forward read the residual stream."""
     if config.norm_placement == "post":
         return ResidualSum()
@@ -52,7 +52,7 @@ def make_stream_norm(config: TransformerConfig, tp: Group, device: torch.device 
 
 
 def make_attention(
-    config: TransformerConfig,
+    config: DecoderConfig,
     layer_number: int,
     tp: Group,
     device: torch.device | str,
@@ -64,7 +64,7 @@ def make_attention(
 
 
 def make_feed_forward(
-    config: TransformerConfig,
+    config: DecoderConfig,
     layer_number: int,
     tp: Group,
     device: torch.device | str,
@@ -90,7 +90,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         layer_number: int,
         tp: Group,
         device: torch.device | str,

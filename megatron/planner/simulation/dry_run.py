@@ -166,7 +166,7 @@ def check_flops(counted: CountedFlops, needed: ModelFlops) -> None:
     unknown = ", ".join(counted.uncounted) or "none"
     raise RuntimeError(
         f"the dry run counted {of_model:.4g} FLOPs in this rank's forward and backward passes, but its layers need "
-        f"{needed.total:.4g} by TransformerConfig.layer_forward_flops; correct that if the "
+        f"{needed.total:.4g} by DecoderConfig.layer_forward_flops; correct that if the "
         "model has changed, add a missing GEMM to megatron/planner/simulation/recorder.py, or register the FLOPs of a "
         f"custom operator with torch.utils.flop_counter.register_flop_formula; operators with unknown FLOPs: {unknown}"
     )

@@ -17,9 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import WeightGradQueue, main_grad_of
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models import compute_in_float8, wrap_model
 from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state
 from megatron.core.pipeline_parallel import StageInput
 from megatron.core.precision import dtype_from_name

@@ -13,7 +13,7 @@ from megatron.checkpoint.local_copies import CopyFile, LocalCopies
 from megatron.core import collectives
 from megatron.core.errors import CheckpointError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from tests.harness.distributed import run_distributed
 

@@ -19,8 +19,8 @@ from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, StorageError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import ObjectStoreError
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from tests.harness.distributed import run_distributed
 from tests.harness.saved_checkpoint import save_checkpoint

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core import collectives
 from megatron.core.errors import DataError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from tests.harness.distributed import run_distributed

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import Communicators, create_parallel_state, make_groups
 from tests.harness.distributed import run_distributed
 

@@ -14,7 +14,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.inference_request import GenerationRequest, NewToken, Progress, PromptEnded
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.serving.generation_service import run_service
 from megatron.serving.job_queue import GenerationFailed, JobQueue

@@ -19,7 +19,7 @@ from megatron.config.run_config import CheckpointConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.device import Device, select_device
 from megatron.core.errors import CheckpointError, DataError
-from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
+from megatron.core.parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.parallel_state import all_gather_from_world, create_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.tensor_parallel.random import RngStreams

@@ -15,9 +15,9 @@ from megatron.checkpoint.inference_model import inference_config, inference_stag
 from megatron.core.config_base import config_to_dict
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, spec_of

@@ -24,7 +24,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, TokenizerError, TrainingError
-from megatron.core.model_parallel_config import ONE_RANK
+from megatron.core.parallel_config import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import RngStreams

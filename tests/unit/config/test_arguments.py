@@ -17,7 +17,7 @@ from megatron.config.run_config import RunConfig, command_line_fields, config_pa
 from megatron.config.translated_flags import translate_flags
 from megatron.core.config_base import field_docs, field_specs, field_value
 from megatron.core.errors import ConfigurationError
-from megatron.core.transformer.transformer_config import _PLAIN_ACTIVATIONS, GATED_ACTIVATIONS
+from megatron.core.transformer.decoder_config import _PLAIN_ACTIVATIONS, GATED_ACTIVATIONS
 from megatron.training.exit_reason import parse_arguments_or_exit
 from tests.unit.config.command_lines import MINIMAL, write_data_set
 
@@ -561,7 +561,7 @@ def test_every_accepted_field_is_read_somewhere() -> None:
         spec.flags[0]
         for part, spec in command_line_fields()
         if not re.search(rf"\.{spec.name}\b", program) and f"asdict(config.{part})" not in program
-        # `TransformerConfig.activation` reads the flags of these tuples by name.
+        # `DecoderConfig.activation` reads the flags of these tuples by name.
         if spec.name not in (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS)
     ]
     assert unread == [], "build what these flags ask for, or move them to config/megatron_flags.py"

@@ -19,8 +19,8 @@ from megatron.config.run_config import RunConfig, read_data_list, read_per_split
 from megatron.core.config_base import NOT_NEGATIVE, flag
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.initialize import Runtime

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core import collectives
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 

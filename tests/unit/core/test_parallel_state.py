@@ -14,10 +14,10 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import (
+from megatron.core.parallel_config import (
     ELEMENT_BYTES,
     ONE_RANK,
-    ModelParallelConfig,
+    ParallelConfig,
     ParallelSizes,
     place_of,
     slice_ranks,
@@ -87,7 +87,7 @@ def test_names_of_the_sizes() -> None:
     fields = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 5}
     of_experts = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
     assert SIZES.model_fields() == fields | of_experts
-    assert ModelParallelConfig(**fields).parallel_sizes.in_world(210) == SIZES
+    assert ParallelConfig(**fields).parallel_sizes.in_world(210) == SIZES
     assert SIZES.record() == {**fields, "data_parallel_size": 7, "world_size": 210}
     model_sizes = "context-parallel size: 5, tensor-model-parallel size: 2, pipeline-model-parallel size: 3"
     assert SIZES.describe() == f"data-parallel size: 7, {model_sizes}"
@@ -135,13 +135,13 @@ def test_elements_have_torchs_sizes() -> None:
 
 def test_layers_exchange_keys_and_values_as_the_flags_say() -> None:
     levels = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": (2, 2)}
-    one = ModelParallelConfig(cp_comm_type=("a2a+p2p",), **levels)
-    several = ModelParallelConfig(cp_comm_type=("p2p", "a2a+p2p", "a2a"), **levels)
+    one = ParallelConfig(cp_comm_type=("a2a+p2p",), **levels)
+    several = ParallelConfig(cp_comm_type=("p2p", "a2a+p2p", "a2a"), **levels)
     assert [one.cp_exchange(layer) for layer in (0, 2)] == ["a2a+p2p"] * 2
     assert [several.cp_exchange(layer) for layer in range(3)] == ["p2p", "a2a+p2p", "a2a"]
     assert (one.cp_inner_size, several.cp_inner_size) == (2, 2)
-    assert ModelParallelConfig(cp_comm_type=("p2p",), **levels).cp_inner_size is None
-    assert ModelParallelConfig(cp_comm_type=("a2a+p2p",)).cp_inner_size is None
+    assert ParallelConfig(cp_comm_type=("p2p",), **levels).cp_inner_size is None
+    assert ParallelConfig(cp_comm_type=("a2a+p2p",)).cp_inner_size is None
 
 
 def rows_of_axes(sizes: Mapping[str, int], axes: tuple[str, ...]) -> np.ndarray:

@@ -14,7 +14,7 @@ from benchmarks.planner.published import published_records
 from benchmarks.planner.run import fit, predictions
 from megatron.cli.plan import main
 from megatron.core.errors import DataError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.planner.communication import Links
 from megatron.planner.evaluation import EvaluatedRun, describe_errors, evaluate, read_runs
 from megatron.planner.gpu import H100

@@ -12,11 +12,11 @@ from torch import nn
 
 from megatron.cli.planner_arguments import read_planned_run
 from megatron.config.run_config import RunConfig
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt import chunk_parameters
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+from megatron.core.tensor_parallel.sharded_layers import make_parameter, replicated_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm

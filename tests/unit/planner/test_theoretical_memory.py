@@ -12,11 +12,11 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.config_base import from_fields, with_fields
 from megatron.core.device import Device
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.muon import is_orthogonalized
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of

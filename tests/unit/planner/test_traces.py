@@ -30,7 +30,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.models.gpt import chunk_parameters
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.precision import dtype_from_name
-from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+from megatron.core.tensor_parallel.sharded_layers import make_parameter, replicated_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.cli.planner_arguments import read_planned_run
 from megatron.planner import memory

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from tests.unit.repository.source_tree import REPOSITORY, relative, tracked_files
 
 SCRIPTS = REPOSITORY / "docs" / "scripts"

@@ -19,7 +19,7 @@ from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.inference_request import GenerationRequest
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import Communicators, create_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks

@@ -23,8 +23,8 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, Lo
 from megatron.checkpoint.formats.huggingface.worker_pool import WorkerPool, memory_of, memory_report
 from megatron.core.device import Device, num_cuda_devices, select_device
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 
 _DEFAULT_LENGTH = 20

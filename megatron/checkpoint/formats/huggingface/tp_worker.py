@@ -31,7 +31,7 @@ from megatron.core.inference import (
     SamplingConfig,
     StopRule,
 )
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 
 WRONG_INPUT = 2

@@ -15,9 +15,9 @@ from megatron.checkpoint.formats.megatron.parameter_keys import (
     is_expert_key,
 )
 from megatron.core.device import Device
-from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import is_decayed
+from megatron.core.parallel_config import ONE_RANK
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Shard, even_shards, spec_of

@@ -51,8 +51,8 @@ from megatron.checkpoint.formats.megatron.torch_dist_metadata import (
 from megatron.checkpoint.formats.megatron.torch_file_reader import NAMESPACE, LazyTensor, Record, TorchFile
 from megatron.core.config_base import config_from_dict
 from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
-from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt import GPTConfig, padded_vocab_size
+from megatron.core.parallel_config import ONE_RANK
 from megatron.core.pipeline_parallel import plan_stage_layout
 from megatron.core.sharding import Box, Shard, flat_range_boxes
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron.core.config_base import field_specs, field_value
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import StageContents
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import MLAConfig, MoEConfig, MTPConfig, RotaryConfig, TransformerConfig
+from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig(TransformerConfig, in_args=True):
+class GPTConfig(DecoderConfig, in_args=True):
     """Configuration of a GPT model.
 
     ``vocab_size`` is the tokenizer's vocabulary size without padding. It is 0 until the tokenizer is known.

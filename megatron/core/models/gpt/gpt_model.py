@@ -24,17 +24,17 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
+    ColumnShardedLinear,
     InputRegion,
     RngStreams,
-    VocabParallelEmbedding,
+    VocabShardedEmbedding,
     embedding_lookup,
     linear_overlap,
     make_parameter,
     replicated_spec,
     tensor_parallel_linear,
-    vocab_parallel_cross_entropy,
     vocab_parallel_losses_and_normalizers,
+    vocab_sharded_cross_entropy,
 )
 from megatron.core.transformer import (
     ADAPTERS,
@@ -88,7 +88,7 @@ class GPTEmbedding(nn.Module):
 
     def __init__(self, config: GPTConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
+        self.word_embeddings = VocabShardedEmbedding(
             config.vocab_size,
             config.padded_vocab_size,
             config.hidden_size,
@@ -228,10 +228,10 @@ class GPTModel(Model):
         of_logits = (LOGIT_Z_LOSS,) if config.z_loss_coeff else ()
         self.auxiliary_loss_names = (*auxiliary_loss_names(config.moe), *further_loss_names(config.mtp), *of_logits)
         self._logits_memory = ReusedMemory()
-        self.output_layer: ColumnParallelLinear | None = None
+        self.output_layer: ColumnShardedLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights
         if post_process and not (is_tied and self.embedding is not None):
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = ColumnShardedLinear(
                 config.hidden_size,
                 config.vocab_size,
                 tp,
@@ -362,7 +362,7 @@ class GPTModel(Model):
         logits = self._logits(hidden, self._logits_memory)
         vocab_size, coefficient = self.config.vocab_size, self.config.z_loss_coeff
         if losses is None or not coefficient:
-            return vocab_parallel_cross_entropy(logits, labels.t(), vocab_size, self.tp).t()
+            return vocab_sharded_cross_entropy(logits, labels.t(), vocab_size, self.tp).t()
         per_token, log_normalizers = vocab_parallel_losses_and_normalizers(logits, labels.t(), vocab_size, self.tp)
         losses.append(logit_z_loss(log_normalizers.t()[:num_own], loss_mask, coefficient, self.cp))
         return per_token.t()

@@ -32,7 +32,7 @@ from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Shard
 from megatron.core.tensor_parallel import make_parameter, saved_as_inputs
-from megatron.core.transformer import TransformerConfig, activation_of
+from megatron.core.transformer import DecoderConfig, activation_of
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -308,7 +308,7 @@ class GroupedExperts(nn.Module):
     Shapes: ``[n, h] -> [n, h]``, rows sorted by expert. If experts are sharded, results are partial sums.
     """
 
-    def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, groups: ExpertGroups, device: torch.device | str) -> None:
         super().__init__()
         assert config.moe.num_experts is not None
         num_stacked = 2 if config.is_gated else 1

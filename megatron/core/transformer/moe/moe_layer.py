@@ -17,7 +17,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer import MLP, TransformerConfig
+from megatron.core.transformer import MLP, DecoderConfig
 from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.router import TopKRouter
@@ -37,7 +37,7 @@ class SharedExperts(MLP):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         width = config.moe.moe_shared_expert_intermediate_size
         assert width is not None
         super().__init__(dataclasses.replace(config, ffn_hidden_size=width), tp, device)
@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, groups: ExpertGroups, device: torch.device | str) -> None:
         super().__init__()
         assert config.moe.num_experts is not None
         self.config, self.groups = config, groups
@@ -135,7 +135,7 @@ def _nothing() -> None:
     """Do nothing while tokens are in transit."""
 
 
-def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: ParallelState) -> ExpertLoads | None:
+def loads_of(models: Sequence[nn.Module], config: DecoderConfig, state: ParallelState) -> ExpertLoads | None:
     """Return the load counter of a model's experts, of which this rank has a part; None without MoE layers."""
     numbers = range(config.num_layers + config.mtp.mtp_depth)
     layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]

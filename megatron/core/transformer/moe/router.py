@@ -15,7 +15,7 @@ from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import ParamSpec, full_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
-from megatron.core.transformer import TransformerConfig, require_keys
+from megatron.core.transformer import DecoderConfig, require_keys
 from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTokenCounts, router_losses
 from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
 
@@ -46,7 +46,7 @@ class TopKRouter(BiasedRouter):
     passed to the logits (straight-through).
     """
 
-    def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+    def __init__(self, config: DecoderConfig, groups: ExpertGroups, device: torch.device | str) -> None:
         super().__init__()
         assert config.moe.num_experts is not None
         self.config, self.groups, self.num_experts = config, groups, config.moe.num_experts

@@ -17,12 +17,12 @@ from megatron.core.context_parallel.attention import (
     with_context_parallel,
 )
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.ops.attention_backend import select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutSamples
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.transformer.dropout import keys_of_rank

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel.partition import cut_sequence, positions_of
 from megatron.core.datasets.batch import Batch
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 from pretrain_gpt import forward_step

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.planner import SavePlanner, whole_tensor
 from megatron.core.dist_checkpointing.shard_file import shard_name
 from megatron.core.errors import CheckpointError
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import (
     ParallelState,
     create_parallel_state,

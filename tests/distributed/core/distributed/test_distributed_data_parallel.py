@@ -14,7 +14,7 @@ from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuf
 from megatron.core.distributed.weight_checks import check_replicas_equal
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import CollectiveCall
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards, held_of

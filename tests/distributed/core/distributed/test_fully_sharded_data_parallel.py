@@ -13,8 +13,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_parameters import Float8FlatParameters, send_in_float8
 from megatron.core.distributed.param_layout import plan_layout
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.model import wrap_model
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import CollectiveCall, single_rank_group
 from megatron.core.sharding import held_of, spec_of

@@ -15,7 +15,7 @@ from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.inference_request import Continuation, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from tests.harness.distributed import run_distributed

@@ -16,9 +16,9 @@ from megatron.core.inference.inference_request import GenerationRequest
 from megatron.core.inference.prompt_batch import Score, ScoredRow
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.staged_model import share_model
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import wrap_model
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout

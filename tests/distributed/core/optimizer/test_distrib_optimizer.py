@@ -22,16 +22,16 @@ from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuf
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer import inner_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, make_optimizer
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import CollectiveCall, Group
 from megatron.core.sharding import ParamSpec, attach_spec, even_shards, full_shards, held_of, tie_over_pipeline
-from megatron.core.tensor_parallel.layers import replicated_spec
+from megatron.core.tensor_parallel.sharded_layers import replicated_spec
 from tests.distributed.core.optimizer.toy_training import (
     GATHER,
     GRADS,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.core.distributed.flat_parameters import ParamShard
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, full_shards

@@ -14,13 +14,13 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, attach_spec, even_shards
-from megatron.core.tensor_parallel.layers import replicated_spec
+from megatron.core.tensor_parallel.sharded_layers import replicated_spec
 from tests.distributed.core.optimizer.test_distrib_optimizer import load_and_train, train_and_save
 from tests.distributed.core.optimizer.toy_training import (
     GATHER,

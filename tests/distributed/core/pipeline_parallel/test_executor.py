@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.pipeline_bubble import CASES, Case, measure
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad, main_grad_of
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
@@ -30,8 +30,8 @@ from megatron.core.pipeline_parallel.executor import (
 from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, SendQueue, create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, StagePlace
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.layers import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.sharded_layers import tensor_parallel_linear
 from tests.harness.distributed import run_distributed
 
 WIDTH, INNER = 5, 7

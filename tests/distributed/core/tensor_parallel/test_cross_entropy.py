@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from megatron.core.ops import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import (
-    vocab_parallel_cross_entropy,
     vocab_parallel_losses_and_normalizers,
+    vocab_sharded_cross_entropy,
 )
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import tensor_parallel_group
@@ -31,7 +31,7 @@ def loss_and_gradient(vocab_size: int, dtype: torch.dtype, slab_elements: int) -
     tp = tensor_parallel_group()
     logits, labels = whole_logits(vocab_size, dtype)
     shard = logits[..., tp.rank * WIDTH : (tp.rank + 1) * WIDTH].clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(shard * 1, labels, vocab_size, tp)
+    losses = vocab_sharded_cross_entropy(shard * 1, labels, vocab_size, tp)
     (losses * torch.arange(1, 1 + losses.numel()).view_as(losses)).sum().backward()
     assert shard.grad is not None
     return losses.detach(), shard.grad

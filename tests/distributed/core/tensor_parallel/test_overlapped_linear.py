@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import collectives
-from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex, ModelParallelConfig
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
+from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.process_group import CollectiveCall, Group, single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import overlapped_linear, symmetric_memory
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.sharded_layers import ColumnShardedLinear, RowShardedLinear
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, tensor_parallel_group
 
@@ -35,9 +35,9 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 def run_pair(tp: Group, overlap: LinearOverlap, brings_bias: bool) -> dict[str, torch.Tensor]:
     """Run a column-parallel layer and a row-parallel one under sequence parallelism, forward and backward."""
-    config = ModelParallelConfig(params_dtype="float64", sequence_parallel=True)
-    first = ColumnParallelLinear(WIDTH, INNER, tp, config=config)
-    second = RowParallelLinear(INNER, WIDTH, tp, config=config)
+    config = ParallelConfig(params_dtype="float64", sequence_parallel=True)
+    first = ColumnShardedLinear(WIDTH, INNER, tp, config=config)
+    second = RowShardedLinear(INNER, WIDTH, tp, config=config)
     first.overlap = second.overlap = overlap
     second.brings_bias_into_sum = brings_bias
     with torch.no_grad():
@@ -155,9 +155,9 @@ def run_float8_pair(
 ) -> dict[str, Any]:
     """Run two steps, and return of the second what comes out, all gradients, and what delayed scaling saw."""
     tp = tensor_parallel_group()
-    of_layers = ModelParallelConfig(sequence_parallel=sequence_parallel)
-    first = ColumnParallelLinear(FLOAT8_WIDTH, FLOAT8_INNER, tp, config=of_layers)
-    second = RowParallelLinear(FLOAT8_INNER, FLOAT8_WIDTH, tp, config=of_layers)
+    of_layers = ParallelConfig(sequence_parallel=sequence_parallel)
+    first = ColumnShardedLinear(FLOAT8_WIDTH, FLOAT8_INNER, tp, config=of_layers)
+    second = RowShardedLinear(FLOAT8_INNER, FLOAT8_WIDTH, tp, config=of_layers)
     second.brings_bias_into_sum = brings_bias
     layers = torch.nn.ModuleList((first, second))
     load_global_weights(layers, lambda spec: whole_numbers(len(spec.global_shape), *spec.global_shape).numpy())  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def test_two_ranks_compute_the_bits_of_one(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_weight_gradient_outside_fp8_is_a_product_of_unrounded_values(recipe: str) -> None:
-    layer = ColumnParallelLinear(FLOAT8_WIDTH, FLOAT8_INNER, tensor_parallel_group(), bias=False)
+    layer = ColumnShardedLinear(FLOAT8_WIDTH, FLOAT8_INNER, tensor_parallel_group(), bias=False)
     recipe_of_layer = Float8Recipe.of(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=False))
     layer.quantizers = Fp8Quantizers(recipe_of_layer, None, (0, 0))
     # These values are rounded in fp8, and sums of their products are exact in float32.

@@ -16,8 +16,8 @@ from megatron.checkpoint.local_copies import CopyFile, LocalCopies
 from megatron.core.collectives import any_rank, exchange_bytes
 from megatron.core.device import Device, select_device
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.ops.gemm import RowCounts
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.random import RngStreams

@@ -29,9 +29,9 @@ from megatron.core.inference.inference_request import (
 from megatron.core.inference.prompt_batch import ScoredRow
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.staged_model import StagedModel
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout

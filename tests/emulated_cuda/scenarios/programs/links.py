@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.core.device import select_device
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 

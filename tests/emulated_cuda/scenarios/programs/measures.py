@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.cli.doctor.benchmarks import REDUCTIONS, measure_collective, measure_host_copies, measure_peer_copies
 from megatron.cli.doctor.gpus import query_torch
 from megatron.core.device import Device, compute_capability, seeded_generator, select_device
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 
 NUM_BYTES = 4096

@@ -13,7 +13,7 @@ from megatron.checkpoint.local_copies import LocalCopies
 from megatron.core.collectives import any_rank
 from megatron.core.device import select_device
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 
 REPLACED = 0

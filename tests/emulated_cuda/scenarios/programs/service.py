@@ -13,7 +13,7 @@ from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.inference_request import GatheredAnswer, GenerationRequest, Progress
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.serving.generation_service import run_service
 from megatron.serving.job_queue import Job, JobQueue
 from tests.emulated_cuda.scenarios.programs.inference import GREEDY, PROMPTS, build_engine

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.device import select_device
 from megatron.core.distributed.flat_parameters import Float8FlatParameters, send_in_float8
 from megatron.core.distributed.param_layout import plan_layout
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 
 ROWS, COLUMNS = 8, 16

@@ -9,8 +9,8 @@ from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cpu_offload import ActivationOffload
 from megatron.core.tensor_parallel.initialization import initialize_module
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 WIDTH, LENGTH, BATCH = 64, 96, 2
 
@@ -19,7 +19,7 @@ def main() -> None:
     """Run on one device."""
     device = select_device(0)
     device.make_current()
-    config = TransformerConfig(
+    config = DecoderConfig(
         num_layers=3, hidden_size=WIDTH, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
     )
     block = TransformerBlock(config, range(3), True, single_rank_group(), device.torch_device)

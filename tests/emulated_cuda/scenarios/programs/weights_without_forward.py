@@ -12,11 +12,11 @@ from torch import nn
 from megatron.core.device import Device, select_device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.clip_grads import check_weights
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 

@@ -13,7 +13,7 @@ from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import grouped_gradient, grouped_product
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from tests.gpu.kernels import ALLOWED, KernelSizes, compare_all, kernel_pairs
 from tests.gpu.window import findings
 from tests.gpu.window.window import Unsupported, Window
@@ -176,6 +176,6 @@ def _large_loss(window: Window, rows: int, width: int) -> float:
     last = x[-64:, 0].float().cpu()
     labels = torch.arange(rows, device=window.place).view(rows, 1) % width
     with torch.no_grad():
-        actual = vocab_parallel_cross_entropy(x, labels, width, single_rank_group())
+        actual = vocab_sharded_cross_entropy(x, labels, width, single_rank_group())
     expected = F.cross_entropy(last, labels[-64:, 0].cpu(), reduction="none")
     return relative(actual[-64:, 0], expected)

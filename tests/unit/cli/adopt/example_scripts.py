@@ -325,7 +325,7 @@ tokens:
 OLMO_CORE = """{
   "run_name": "example",
   "model": {
-    "_CLASS_": "olmo_core.nn.transformer.config.TransformerConfig",
+    "_CLASS_": "olmo_core.nn.transformer.config.DecoderConfig",
     "d_model": 64, "vocab_size": 100352, "n_layers": 4,
     "block": {
       "_CLASS_": "olmo_core.nn.transformer.config.TransformerBlockConfig",

@@ -13,8 +13,8 @@ from megatron.core.context_parallel.partition import (
     to_rank_order,
     to_sequence_order,
 )
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention_pattern import CAUSAL
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 
 SIZES = (1, 2, 3, 4, 8)
@@ -82,5 +82,5 @@ def test_key_value_heads_are_repeated_until_the_ranks_can_share_them(
 
 
 def test_exchanges_are_given_once_or_for_each_layer() -> None:
-    assert ModelParallelConfig(cp_comm_type=("a2a",)).cp_exchange(3) == "a2a"
-    assert ModelParallelConfig(cp_comm_type=("a2a", "p2p", "all_gather")).cp_exchange(1) == "p2p"
+    assert ParallelConfig(cp_comm_type=("a2a",)).cp_exchange(3) == "a2a"
+    assert ParallelConfig(cp_comm_type=("a2a", "p2p", "all_gather")).cp_exchange(1) == "p2p"

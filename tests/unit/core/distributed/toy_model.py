@@ -8,8 +8,8 @@ from torch import nn
 from megatron.core.main_grad import set_gradient_uses
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards
-from megatron.core.tensor_parallel.layers import embedding_lookup, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.sharded_layers import embedding_lookup, tensor_parallel_linear
 
 VOCAB, WIDTH, INNER = 13, 6, 10
 

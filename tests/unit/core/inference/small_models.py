@@ -12,9 +12,9 @@ import torch
 
 from megatron.core.config_base import from_fields
 from megatron.core.device import Device
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of

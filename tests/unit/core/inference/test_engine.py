@@ -25,9 +25,9 @@ from megatron.core.inference.inference_request import (
 from megatron.core.inference.prompt_batch import ScoredRow, batches_of_like_length, gather_logits, pad_left
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.staged_model import StagedModel
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.attention_pattern import CAUSAL
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group

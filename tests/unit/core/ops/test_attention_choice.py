@@ -19,7 +19,7 @@ from megatron.core.ops.attention_backend import SDPA, STEP_BY_STEP, AttentionCal
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.dot_product_attention import AttentionInputs
 from megatron.core.transformer.attention import describe_attention
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 1024, 2, 4, 2, 32
 DOCUMENTS = AttentionPattern(document_ids=torch.zeros(BATCH, LENGTH))
@@ -181,7 +181,7 @@ DESCRIPTIONS = [
 @pytest.mark.parametrize(("options", "device", "has_documents", "expected"), DESCRIPTIONS)
 def test_one_line_names_the_kernels(options: dict[str, Any], device: str, has_documents: bool, expected: str) -> None:
     config = from_fields(
-        TransformerConfig,
+        DecoderConfig,
         **{
             "num_layers": 3,
             "hidden_size": 64,

@@ -21,7 +21,7 @@ from megatron.core.ops.attention_backend import (
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.dot_product_attention import AttentionInputs, fused_attention, plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, DropoutSamples
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.decoder_config import DecoderConfig
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_one_line_says_why_it_is_not_used_where_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, backend: str, device_type: str, dtype: str, expected: str | None
 ) -> None:
     hide(monkeypatch)
-    config = TransformerConfig(
+    config = DecoderConfig(
         num_layers=2, hidden_size=12, num_attention_heads=3, attention_backend=backend, params_dtype=dtype
     )
     line = describe_missing_flash(config.attention_backend, config.params_dtype, device_type)
@@ -109,7 +109,7 @@ def test_one_line_says_why_it_is_not_used_where_it_was_asked_for(
 
 def test_nothing_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, tmp_path, STAND_IN)
-    config = TransformerConfig(
+    config = DecoderConfig(
         num_layers=2, hidden_size=12, num_attention_heads=3, use_flash_attn=True, params_dtype="bfloat16"
     )
     assert describe_missing_flash(config.attention_backend, config.params_dtype, "cuda") is None

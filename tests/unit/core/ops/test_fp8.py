@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType
 
-from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.ops import fp8_quantizers, fp8_tensor
 from megatron.core.ops import fp8_tensor as fp8_tensor_module
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
@@ -31,6 +30,7 @@ from megatron.core.ops.fp8_tensor import (
     scale_of,
     scaled_product,
 )
+from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.process_group import Group, single_rank_group
 
 RECIPES = {

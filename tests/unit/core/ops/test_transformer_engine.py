@@ -21,8 +21,8 @@ from megatron.core.ops.transformer_engine import load_transformer_engine, why_no
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import describe_attention
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 STAND_IN = (Path(__file__).parent / "transformer_engine_stand_in.py").read_text()
@@ -285,7 +285,7 @@ def test_a_layer_has_its_attention_and_norms_and_its_own_parameters(
         return select_attention_core(backend, "cpu", softcap)
 
     monkeypatch.setattr(attention, "select_attention_core", select)
-    config = TransformerConfig(**OPTIONS)
+    config = DecoderConfig(**OPTIONS)
     configs = (config, replace(config, transformer_impl="local"))
     layers = [TransformerLayer(each, 0, single_rank_group(), "cpu") for each in configs]
     norms = [module for module in layers[0].modules() if isinstance(module, Norm)]
@@ -313,5 +313,5 @@ def test_a_layer_has_its_attention_and_norms_and_its_own_parameters(
 def test_the_line_of_the_kernels_names_it(
     calls: list[dict[str, Any]], options: dict[str, Any], has_documents: bool, expected: str
 ) -> None:
-    config = TransformerConfig(**{**OPTIONS, **options})
+    config = DecoderConfig(**{**OPTIONS, **options})
     assert describe_attention(config, "cuda", 1024, has_documents=has_documents) == expected

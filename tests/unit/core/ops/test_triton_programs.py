@@ -20,7 +20,7 @@ from megatron.core.ops.dropout import DropoutSamples, RowKeys, drop_hidden
 from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from megatron.core.transformer.mlp import ACTIVATIONS, MLP
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -100,7 +100,7 @@ def check_loss_of_ranks(dtype: torch.dtype, vocab_size: int) -> None:
     shard = whole.chunk(2, dim=-1)[tp.rank].contiguous().requires_grad_()
     logits = shard * 1
     with cpu_runs_on_triton():
-        losses = vocab_parallel_cross_entropy(logits, labels, vocab_size, tp)
+        losses = vocab_sharded_cross_entropy(logits, labels, vocab_size, tp)
         (gradient,) = torch.autograd.grad(losses, logits, weights)
     assert gradient.data_ptr() == logits.data_ptr()
     torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)

@@ -15,7 +15,6 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.main_grad import main_grad_of
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.clip_grads import (
     ALL_KINDS,
     KINDS,
@@ -30,6 +29,7 @@ from megatron.core.optimizer.clip_grads import (
     sum_of_squares,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, even_shards, full_shards, spec_of

@@ -22,8 +22,8 @@ from megatron.core.pipeline_parallel.schedules import (
     zero_bubble,
 )
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.layers import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.sharded_layers import tensor_parallel_linear
 
 CPU = torch.device("cpu")
 NUM_TOKENS = (3.0, 0.0, 5.0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel.stage_layout import (
     layout_problems,
     mtp_modules_per_stage,
@@ -16,8 +16,8 @@ from megatron.core.pipeline_parallel.stage_layout import (
 )
 
 
-def config(pp: int, **fields: Any) -> ModelParallelConfig:
-    return ModelParallelConfig(pipeline_model_parallel_size=pp, **fields)
+def config(pp: int, **fields: Any) -> ParallelConfig:
+    return ParallelConfig(pipeline_model_parallel_size=pp, **fields)
 
 
 def layers(pp: int, num_layers: int, layout: str | None = None, **fields: Any) -> list[list[tuple[int, ...]]]:

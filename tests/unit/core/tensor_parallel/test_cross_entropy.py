@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron.core.ops import cross_entropy
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import (
-    vocab_parallel_cross_entropy,
     vocab_parallel_losses_and_normalizers,
+    vocab_sharded_cross_entropy,
 )
 
 ALONE = single_rank_group()
@@ -36,7 +36,7 @@ def reference(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, weigh
 def ours(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, weights: torch.Tensor):
     leaf = logits.detach().clone().requires_grad_()
     # A copy between, as in a model: the loss may overwrite it.
-    losses = vocab_parallel_cross_entropy(leaf * 1, labels, vocab_size, ALONE)
+    losses = vocab_sharded_cross_entropy(leaf * 1, labels, vocab_size, ALONE)
     (losses * weights).sum().backward()
     return losses.detach(), leaf.grad
 
@@ -133,7 +133,7 @@ def test_not_a_number_is_seen_in_the_loss_of_its_own_token_only() -> None:
 def test_logits_that_are_not_contiguous() -> None:
     logits, labels = logits_and_labels(16, 13)
     leaf = logits.transpose(0, 1).contiguous().requires_grad_()
-    losses = vocab_parallel_cross_entropy((leaf * 1).transpose(0, 1), labels, 13, ALONE)
+    losses = vocab_sharded_cross_entropy((leaf * 1).transpose(0, 1), labels, 13, ALONE)
     losses.sum().backward()
     expected_losses, expected_gradient = reference(logits, labels, 13, torch.ones(LENGTH, BATCH))
     torch.testing.assert_close(losses, expected_losses)
@@ -147,7 +147,7 @@ def test_backward_writes_the_gradient_over_the_logits() -> None:
     memory = logits.data_ptr()
     received: list[int] = []
     logits.register_hook(lambda gradient: received.append(gradient.data_ptr()))
-    vocab_parallel_cross_entropy(logits, labels, 13, ALONE).sum().backward()
+    vocab_sharded_cross_entropy(logits, labels, 13, ALONE).sum().backward()
     assert received == [memory]
 
 
@@ -155,20 +155,20 @@ def test_second_use_of_the_logits_is_refused_and_not_wrong() -> None:
     """Whoever still needs the overwritten logits for a gradient gets autograd's error, never silent nonsense."""
     leaf, labels = logits_and_labels(16, 13)
     leaf.requires_grad_()
-    twice = vocab_parallel_cross_entropy(leaf * 1, labels, 13, ALONE).sum()
+    twice = vocab_sharded_cross_entropy(leaf * 1, labels, 13, ALONE).sum()
     twice.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         twice.backward()
 
     logits = leaf * 1
-    first = vocab_parallel_cross_entropy(logits, labels, 13, ALONE).sum()
-    second = vocab_parallel_cross_entropy(logits, labels, 13, ALONE).sum()
+    first = vocab_sharded_cross_entropy(logits, labels, 13, ALONE).sum()
+    second = vocab_sharded_cross_entropy(logits, labels, 13, ALONE).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (first + second).backward()
 
     logits = leaf * 1
     squares = logits.square().sum()
-    vocab_parallel_cross_entropy(logits, labels, 13, ALONE).sum().backward()
+    vocab_sharded_cross_entropy(logits, labels, 13, ALONE).sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
 
@@ -177,5 +177,5 @@ def test_evaluation_leaves_the_logits_alone() -> None:
     logits, labels = logits_and_labels(16, 13)
     before = logits.clone()
     with torch.no_grad():
-        vocab_parallel_cross_entropy(logits, labels, 13, ALONE)
+        vocab_sharded_cross_entropy(logits, labels, 13, ALONE)
     assert torch.equal(logits, before)

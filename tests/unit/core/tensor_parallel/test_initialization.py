@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
-from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ONE_RANK
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, even_shards, full_shards, spec_of, stacked_shards
 from megatron.core.tensor_parallel.initialization import (
@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.initialization import (
     normal_box,
     tile_key,
 )
-from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.tensor_parallel.random import DEFAULT, RngStreams, stream_seed
+from megatron.core.tensor_parallel.sharded_layers import make_parameter
 from tests.harness.toy_model import SEED, make_model, make_rng
 
 SHAPE = (2 * TILE_ROWS + 37, TILE_COLUMNS + 19)

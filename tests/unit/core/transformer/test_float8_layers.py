@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from megatron.core.config_base import from_fields
 from megatron.core.distributed.flat_parameters import is_sent_in_float8
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
-from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.models import fp8_layers
 from megatron.core.models.fp8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.fp8_quantizers import OPERANDS, Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import SEGMENTS_OF_128, Quantized
+from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.moe import experts as experts_module
 from megatron.core.transformer.moe.experts import float8_grouped_linear, grouped_linear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.float8_products import assert_products
 from tests.harness.toy_model import load_global_weights, make_batch, make_float8_model, make_model
 
@@ -126,13 +126,13 @@ def test_the_line_says_what_computes_the_products(
     monkeypatch: pytest.MonkeyPatch, device: str, has_products: bool, by: str
 ) -> None:
     monkeypatch.setattr(fp8_layers, "has_scaled_products", lambda *given: has_products)
-    config = from_fields(TransformerConfig, num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
+    config = from_fields(DecoderConfig, num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
     line = describe_float8(config, device)
     assert line is not None
     assert line.startswith("fp8: hybrid, ")
     assert f"layers 1 to 4 of 4; computed by {by}" in line
     assert "MTP modules" not in line
-    assert describe_float8(TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4), device) is None
+    assert describe_float8(DecoderConfig(num_layers=4, hidden_size=32, num_attention_heads=4), device) is None
 
 
 def test_weights_are_gathered_in_fp8_where_their_products_are() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron.core.config_base import from_fields
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.decoder_config import DecoderConfig, MTPConfig
 from megatron.core.transformer.multi_token_prediction import further_layer_numbers, further_losses, mtp_targets
-from megatron.core.transformer.transformer_config import MTPConfig, TransformerConfig
 
 
 def test_tokens_ahead_end_with_sequence_document_and_mask() -> None:
@@ -61,5 +61,5 @@ def test_more_tokens_ahead_than_a_sequence_has_do_not_count() -> None:
 
 
 def test_dropout_knows_the_further_layers_and_then_their_embeddings() -> None:
-    config = from_fields(TransformerConfig, num_layers=3, hidden_size=24, num_attention_heads=4, mtp_num_layers=2)
+    config = from_fields(DecoderConfig, num_layers=3, hidden_size=24, num_attention_heads=4, mtp_num_layers=2)
     assert further_layer_numbers(config) == range(3, 7)

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.planner import model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.sharding import spec_of
 from tests.harness.distributed import run_distributed

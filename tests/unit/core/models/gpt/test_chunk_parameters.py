@@ -11,10 +11,10 @@ import pytest
 from megatron.core.config_base import from_fields
 from megatron.core.device import Device
 from megatron.core.main_grad import gradient_uses_of
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group

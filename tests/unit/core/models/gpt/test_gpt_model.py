@@ -13,13 +13,13 @@ from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
-from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import LOGIT_Z_LOSS, GPTModel
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dropout import DropoutSamples
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of

@@ -20,10 +20,10 @@ from megatron.core.ops.gemm import RowCounts
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.decoder_config import MoEConfig, moe_layers
 from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.core.transformer.moe.moe_layer import MoELayer, loads_of
 from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
-from megatron.core.transformer.transformer_config import MoEConfig, moe_layers
 from tests.harness.toy_model import load_global_weights, make_model
 
 NUM_TOKENS, NUM_EXPERTS = 37, 12

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import MainGrad, attach_main_grad
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.sharded_layers import ColumnShardedLinear, RowShardedLinear, VocabShardedEmbedding
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import Fragment, fragments, named_values, reassemble, tensor_parallel_group
 
@@ -106,12 +106,12 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def column(tp: Group, sequence_parallel: bool, stride: int = 1, bias: bool = True) -> ColumnParallelLinear:
-    layer = ColumnParallelLinear(
+def column(tp: Group, sequence_parallel: bool, stride: int = 1, bias: bool = True) -> ColumnShardedLinear:
+    layer = ColumnShardedLinear(
         WIDTH,
         16,
         tp,
-        config=ModelParallelConfig(params_dtype="float64", sequence_parallel=sequence_parallel),
+        config=ParallelConfig(params_dtype="float64", sequence_parallel=sequence_parallel),
         init_std=0.1,
         bias=bias,
         stride=stride,
@@ -120,12 +120,12 @@ def column(tp: Group, sequence_parallel: bool, stride: int = 1, bias: bool = Tru
     return layer
 
 
-def row(tp: Group, sequence_parallel: bool) -> RowParallelLinear:
-    layer = RowParallelLinear(
+def row(tp: Group, sequence_parallel: bool) -> RowShardedLinear:
+    layer = RowShardedLinear(
         16,
         WIDTH,
         tp,
-        config=ModelParallelConfig(params_dtype="float64", sequence_parallel=sequence_parallel),
+        config=ParallelConfig(params_dtype="float64", sequence_parallel=sequence_parallel),
         init_std=0.1,
     )
     fill(layer)
@@ -235,7 +235,7 @@ def test_frozen_weight_and_input_get_no_gradient() -> None:
 
 def embed(vocab_size: int, padded: int, sequence_parallel: bool) -> tuple[torch.Tensor, list[Fragment]]:
     tp = tensor_parallel_group()
-    layer = VocabParallelEmbedding(
+    layer = VocabShardedEmbedding(
         vocab_size,
         padded,
         WIDTH,
@@ -275,7 +275,7 @@ def test_embedding_rows_come_from_the_rank_that_holds_them(
 def rows_of_the_gradient() -> list[int]:
     """Return the row of this rank's table to which each token of every rank's gives its gradient."""
     tp = tensor_parallel_group()
-    layer = VocabParallelEmbedding(
+    layer = VocabShardedEmbedding(
         8, 8, WIDTH, tp, sequence_parallel=False, init_std=0.1, dtype=torch.float64, device="cpu"
     )
     main_grad = MainGrad(torch.zeros_like(layer.weight))
@@ -291,8 +291,8 @@ def test_tokens_of_other_ranks_do_not_pile_up_on_one_row() -> None:
 
 
 STANDALONE_LENGTH, STANDALONE_BATCH, INNER, OUTER = 4, 3, 6, 10
-FLOAT64 = ModelParallelConfig(params_dtype="float64")
-SEQUENCE_PARALLEL = ModelParallelConfig(sequence_parallel=True)
+FLOAT64 = ParallelConfig(params_dtype="float64")
+SEQUENCE_PARALLEL = ParallelConfig(sequence_parallel=True)
 TWO_RANKS = Group(axes=("tp",), ranks=(0, 1), rank=0)
 Result = tuple[list[torch.Tensor], torch.Tensor, list[Fragment]]
 
@@ -307,9 +307,9 @@ def run_layer(kind: str, settings: dict[str, Any]) -> Result:
     widths = {"input_size": INNER, "output_size": OUTER}
     layer: Any
     if kind == "column":
-        layer = ColumnParallelLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
+        layer = ColumnShardedLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
     else:
-        layer = RowParallelLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
+        layer = RowShardedLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
     fill(layer)
     x = standalone_values(STANDALONE_LENGTH, STANDALONE_BATCH, INNER, seed=1)
     if kind == "row" and settings.get("input_is_parallel", True):
@@ -327,7 +327,7 @@ def run_layer(kind: str, settings: dict[str, Any]) -> Result:
 
 def plain() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return a plain map's product, its bias, the input's gradient and the parameters'."""
-    layer = ColumnParallelLinear(INNER, OUTER, single_rank_group(), config=FLOAT64)
+    layer = ColumnShardedLinear(INNER, OUTER, single_rank_group(), config=FLOAT64)
     weight = torch.from_numpy(named_values(spec_of(layer.weight))).requires_grad_()
     assert layer.bias is not None
     bias = torch.from_numpy(named_values(spec_of(layer.bias))).requires_grad_()
@@ -377,8 +377,8 @@ def test_every_flag_gives_what_a_plain_product_gives() -> None:
 
 def test_a_layer_without_a_bias_gives_none_for_it() -> None:
     for layer in (
-        ColumnParallelLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
-        RowParallelLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
+        ColumnShardedLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
+        RowShardedLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
     ):
         output, bias = layer(torch.zeros(STANDALONE_LENGTH, STANDALONE_BATCH, INNER))
         assert output.shape == (STANDALONE_LENGTH, STANDALONE_BATCH, OUTER)
@@ -388,16 +388,16 @@ def test_a_layer_without_a_bias_gives_none_for_it() -> None:
 @pytest.mark.parametrize(
     ("layer", "settings", "message"),
     [
-        (ColumnParallelLinear, {"output_size": 7}, "7 output features are not divisible by tensor-parallel size 2;"),
-        (ColumnParallelLinear, {"stride": 2}, "10 output features .* size 2 x 2 stacked tensors;"),
+        (ColumnShardedLinear, {"output_size": 7}, "7 output features are not divisible by tensor-parallel size 2;"),
+        (ColumnShardedLinear, {"stride": 2}, "10 output features .* size 2 x 2 stacked tensors;"),
         (
-            ColumnParallelLinear,
+            ColumnShardedLinear,
             {"gather_output": True, "config": SEQUENCE_PARALLEL},
             ("but they are True and 1; omit one"),
         ),
-        (RowParallelLinear, {"input_size": 5}, "5 input features are not divisible by tensor-parallel size 2;"),
+        (RowShardedLinear, {"input_size": 5}, "5 input features are not divisible by tensor-parallel size 2;"),
         (
-            RowParallelLinear,
+            RowShardedLinear,
             {"input_is_parallel": False, "config": SEQUENCE_PARALLEL},
             "needs the whole input",
         ),

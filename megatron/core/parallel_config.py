@@ -205,7 +205,7 @@ ELEMENT_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "flo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelParallelConfig(Config, in_args=True):
+class ParallelConfig(Config, in_args=True):
     """Parallel layout, shared by all layers.
 
     ``params_dtype`` is a torch dtype by name; ``fp16`` and ``bf16`` set it if one of them is enabled.

@@ -9,7 +9,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_state import ParallelSizes, describe_parallel_state
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, replicated_spec
+from megatron.core.tensor_parallel.sharded_layers import ColumnShardedLinear, RowShardedLinear, replicated_spec
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 )
 def test_rows_of_several_matrices_in_one_weight(options: dict[str, object], expected: tuple[int, ...]) -> None:
     tp = describe_parallel_state(0, 1).tp
-    layer = ColumnParallelLinear(3, 8, tp, device="meta", **options)  # type: ignore[arg-type]
+    layer = ColumnShardedLinear(3, 8, tp, device="meta", **options)  # type: ignore[arg-type]
     assert spec_of(layer.weight).fused_rows == expected
 
 
@@ -37,16 +37,16 @@ def test_a_replicated_parameter_sums_the_gradients_of_parts_over_several_ranks(t
 
 def test_a_bias_comes_into_the_sum_on_cuda_only() -> None:
     tp = describe_parallel_state(0, 1).tp
-    assert not RowParallelLinear(4, 4, tp).brings_bias_into_sum
+    assert not RowShardedLinear(4, 4, tp).brings_bias_into_sum
 
 
 def test_a_layer_leaves_its_bias_to_the_caller() -> None:
     tp = describe_parallel_state(0, 1).tp
     x = torch.randn(5, 2, 4)
     for layer in (
-        RowParallelLinear(4, 6, tp, skip_bias_add=True),
-        RowParallelLinear(4, 6, tp, skip_bias_add=True, input_is_parallel=False),
-        ColumnParallelLinear(4, 6, tp, skip_bias_add=True),
+        RowShardedLinear(4, 6, tp, skip_bias_add=True),
+        RowShardedLinear(4, 6, tp, skip_bias_add=True, input_is_parallel=False),
+        ColumnShardedLinear(4, 6, tp, skip_bias_add=True),
     ):
         with torch.no_grad():
             for parameter in layer.parameters():
@@ -60,7 +60,7 @@ def test_a_layer_leaves_its_bias_to_the_caller() -> None:
 
 def test_gathered_output_has_no_padding() -> None:
     tp = describe_parallel_state(0, 1).tp
-    layer = ColumnParallelLinear(4, 6, tp, padded_output_size=8, gather_output=True, bias=False)
+    layer = ColumnShardedLinear(4, 6, tp, padded_output_size=8, gather_output=True, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(8, 4))
     x = torch.randn(5, 2, 4)
@@ -72,13 +72,13 @@ def test_gathered_output_has_no_padding() -> None:
 def test_features_that_ranks_cannot_share_evenly_are_rejected() -> None:
     tp = describe_parallel_state(0, 2, ParallelSizes(tp=2)).tp
     for make in (
-        lambda: ColumnParallelLinear(4, 7, tp),
-        lambda: ColumnParallelLinear(4, 6, tp, stride=2),
-        lambda: RowParallelLinear(7, 4, tp),
+        lambda: ColumnShardedLinear(4, 7, tp),
+        lambda: ColumnShardedLinear(4, 6, tp, stride=2),
+        lambda: RowShardedLinear(7, 4, tp),
     ):
         with pytest.raises(ConfigurationError, match="features"):
             make()
-    assert ColumnParallelLinear(4, 7, tp, padded_output_size=8).weight.shape == (4, 4)
+    assert ColumnShardedLinear(4, 7, tp, padded_output_size=8).weight.shape == (4, 4)
 
 
 MAPPINGS = (

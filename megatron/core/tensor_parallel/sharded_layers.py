@@ -23,8 +23,8 @@ from megatron.core.collectives import (
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops import Fp8Quantizers, add_rows, linear, product
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Shard, attach_spec, even_shards, full_shards, stacked_shards
@@ -162,7 +162,7 @@ def tensor_parallel_linear(
 
 DEFAULT_INIT_STD = 0.02
 """Default standard deviation of a weight's initial values."""
-_DEFAULTS = ModelParallelConfig()
+_DEFAULTS = ParallelConfig()
 
 
 def make_parameter(
@@ -174,7 +174,7 @@ def make_parameter(
     return parameter
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnShardedLinear(nn.Module):
     """Linear layer whose output features are sharded over the tensor-parallel group.
 
     The arguments are those of Megatron-LM. ``config`` gives the dtype, sequence parallelism and the GEMM library on
@@ -201,7 +201,7 @@ class ColumnParallelLinear(nn.Module):
         output_size: int,
         tp_group: Group,
         *,
-        config: ModelParallelConfig = _DEFAULTS,
+        config: ParallelConfig = _DEFAULTS,
         init_std: float = DEFAULT_INIT_STD,
         bias: bool = True,
         gather_output: bool = False,
@@ -271,12 +271,12 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_tensor_model_parallel_region(tensor, self.tp)[..., : self.output_size]
 
 
-class RowParallelLinear(nn.Module):
+class RowShardedLinear(nn.Module):
     """Linear layer whose input features are sharded over the tensor-parallel group, with a sum of the partial outputs.
 
     The input is this rank's part of the features. Without ``input_is_parallel`` it is all of them, on every rank.
     ``skip_bias_add`` leaves the bias to the caller: forward then returns ``(output, bias)`` with a bias of the same
-    width as the output, or None for a layer without bias. `ColumnParallelLinear` describes the other arguments.
+    width as the output, or None for a layer without bias. `ColumnShardedLinear` describes the other arguments.
 
     The parameters are uninitialized until `initialize_module` or a checkpoint fills them.
 
@@ -294,7 +294,7 @@ class RowParallelLinear(nn.Module):
         output_size: int,
         tp_group: Group,
         *,
-        config: ModelParallelConfig = _DEFAULTS,
+        config: ParallelConfig = _DEFAULTS,
         init_std: float = DEFAULT_INIT_STD,
         bias: bool = True,
         input_is_parallel: bool = True,
@@ -414,7 +414,7 @@ def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     return result
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabShardedEmbedding(nn.Module):
     """Embedding table whose rows are sharded over the tensor-parallel group.
 
     The table is padded to ``padded_vocab_size`` rows. Padding is never looked up and stays zero.

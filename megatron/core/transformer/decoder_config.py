@@ -1,4 +1,4 @@
-"""TransformerConfig: shape and arithmetic of a stack of transformer layers, with MLA, MoE, MTP and muP options.
+"""DecoderConfig: shape and arithmetic of a stack of transformer layers, with MLA, MoE, MTP and muP options.
 
 muP (maximal update parametrization): Yang et al. 2022, https://arxiv.org/abs/2203.03466. Importing this module does not
 import torch.
@@ -11,7 +11,7 @@ import functools
 import math
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
-from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex, ModelParallelConfig
+from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -299,7 +299,7 @@ _PLAIN_ACTIVATIONS = ("squared_relu",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, in_args=True):
+class DecoderConfig(ParallelConfig, in_args=True):
     """Configuration of a transformer layer and of a stack of such layers.
 
     The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in nested groups. ``ffn_hidden_size``,

@@ -10,14 +10,14 @@ import torch
 
 from megatron.core.config_base import field_value, from_fields
 from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.decoder_config import DecoderConfig, RotaryConfig, default_ffn_hidden_size
 from megatron.core.transformer.layer_pattern import _MOST_LAYERS, format_layer_pattern, parse_layer_pattern
 from megatron.core.transformer.rotary_pos_embedding import yarn_frequencies
-from megatron.core.transformer.transformer_config import RotaryConfig, TransformerConfig, default_ffn_hidden_size
 from tests.harness.toy_model import make_model
 
 
-def make(**fields: Any) -> TransformerConfig:
-    return from_fields(TransformerConfig, **{"num_layers": 8, "hidden_size": 96, "num_attention_heads": 6} | fields)
+def make(**fields: Any) -> DecoderConfig:
+    return from_fields(DecoderConfig, **{"num_layers": 8, "hidden_size": 96, "num_attention_heads": 6} | fields)
 
 
 @pytest.mark.parametrize(
