@@ -40,7 +40,7 @@ def inspect_checkpoint(
     directory: Path,
     *,
     ckpt_step: int | None = None,
-    all: bool = False,  # noqa: A002 - as the flag
+    all: bool = False,
     config: bool = False,
     no_tensors: bool = False,
     verify: bool = False,

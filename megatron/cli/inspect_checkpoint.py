@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     declare_checkpoint_folder(parser, "--load", help="folder of a run, an iteration or a model", type=stored_folder)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to list (the latest)")
     parser.add_argument("--all", action="store_true", help="list every tensor and every setting")
-    parser.add_argument("--config", action="store_true", help="list every setting, not only those that differ from their defaults")
+    parser.add_argument("--config", action="store_true", help="list every setting, also those at their defaults")
     parser.add_argument("--no-tensors", action="store_true", help="do not list tensors or parameters")
     parser.add_argument("--verify", action="store_true", help="read every tensor and verify its checksums")
     add_told_settings(parser)

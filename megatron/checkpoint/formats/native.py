@@ -48,14 +48,16 @@ class NativeSource:
     A stored shard (at most 64 MiB, or one row) is always read completely and verified with its checksum; the last one
     is cached. Without ``verify`` checksums are not verified. Random number streams belong to the layout in ``common``,
     and FP8 scales to a run. Both are included only ``with_random_streams``, for a copy with the same layout. Without
-    ``needs_streams``, a file that holds only random number streams may be lost; ``lost_streams`` is then a line about it,
-    and no stream is included.
+    ``needs_streams``, a file that holds only random number streams may be lost. ``lost_streams`` is then a line about
+    it, and no stream is included.
 
     Raises:
         DamagedCheckpointError: the index or a shard file is missing, truncated or modified.
     """
 
-    def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False, needs_streams: bool = True) -> None:
+    def __init__(
+        self, folder: str | Path, verify: bool = True, with_random_streams: bool = False, needs_streams: bool = True
+    ) -> None:
         self.folder = as_path(folder)
         index = read_index(self.folder)
         check_run_state(self.folder, index.common)
