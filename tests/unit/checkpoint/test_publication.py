@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, publication, interruption, retention, and which are known to train."""
+"""The folder of a run's checkpoints: names, publication, interruption, retention, and which are validated."""
 
 from __future__ import annotations
 

@@ -358,9 +358,7 @@ def test_a_port_in_use_is_named_and_its_user_is_not_disturbed() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigurationError, match=rf"^master_port={port}: the processes cannot meet at 127"
-        ):
+        with pytest.raises(ConfigurationError, match=rf"^master_port={port}: the processes cannot meet at 127"):
             parallelize(make_model("gpt2"), num_gpus=2, master_port=port)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     before = store.num_keys()
