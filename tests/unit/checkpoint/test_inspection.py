@@ -318,6 +318,12 @@ def test_the_scripts_find_pythons_own_inspect(tool: str) -> None:
     assert result.stdout.startswith(f"usage: {tool}")
 
 
+def test_the_converter_has_its_former_name_too(checkpoint: Path, tmp_path: Path) -> None:
+    words = "--model-type GPT --loader megatron --saver megatron --target-tensor-parallel-size 2 --load-dir"
+    done = run_command([sys.executable, TOOLS / "util.py", *words.split(), checkpoint, "--save-dir", tmp_path / "out"])
+    assert "converted to" in done.check().stdout
+
+
 @pytest.mark.full
 def test_a_script_imports_torch_beside_inspect_py(checkpoint: Path) -> None:
     assert "format: the native format" in run_command([sys.executable, TOOLS / "inspect.py", checkpoint]).check().stdout

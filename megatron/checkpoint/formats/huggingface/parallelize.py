@@ -243,7 +243,8 @@ def _fetch_on_every_node(model: HubModel) -> Path:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return fetch_model(model, _say)
     # Every call has its own keys.
-    store = dist.PrefixStore(f"parallelize/{next(_calls)}", dist.distributed_c10d._get_default_store())
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"parallelize/{next(_calls)}", default)  # type: ignore[attr-defined]
     return fetch_on_every_node(
         model,
         lambda chosen: fetch_model(chosen, _say if dist.get_rank() == 0 else lambda line: None),

@@ -93,21 +93,21 @@ def _end_with(parent: int) -> None:
     os._exit(_FAILED)
 
 
-def _open_store(job: Mapping[str, Any]) -> dist.Store:
+def _open_store(job: Mapping[str, Any]) -> Any:
     """Return the store in which the ranks meet. Ranks that reach the store of another program do not disturb it.
 
     Raises:
         ConfigurationError: another program uses the port.
     """
     url = urlsplit(job["meeting"])
-    store: dist.Store
+    store: Any
     if url.scheme == "file":
-        store = dist.FileStore(url.path, job["size"])
+        store = dist.FileStore(url.path, job["size"])  # type: ignore[attr-defined]
     else:
         assert url.hostname is not None
         assert url.port is not None
         try:
-            store = dist.TCPStore(
+            store = dist.TCPStore(  # type: ignore[attr-defined]
                 url.hostname, url.port, job["size"], is_master=job["rank"] == 0, wait_for_workers=False
             )
         except dist.DistNetworkError as error:
@@ -115,7 +115,7 @@ def _open_store(job: Mapping[str, Any]) -> dist.Store:
                 f"master_port={url.port}: the processes cannot meet at {url.hostname}:{url.port} "
                 f"({str(error).splitlines()[0]}); use a free port, or omit it"
             ) from error
-    return dist.PrefixStore(job["run"], store)
+    return dist.PrefixStore(job["run"], store)  # type: ignore[attr-defined]
 
 
 class TensorParallelWorker:

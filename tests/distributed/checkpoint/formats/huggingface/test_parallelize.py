@@ -73,11 +73,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 
 
 def parallelize_cached(cache: str) -> tuple[int, int]:
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    huggingface_hub.constants.HF_HUB_CACHE = cache
-    again = [parallelize("org/name"), parallelize("org/name@main")]
-    return tuple(model.tp.size for model in again)
+    constants.HF_HUB_CACHE = cache
+    return parallelize("org/name").tp.size, parallelize("org/name@main").tp.size
 
 
 def test_ranks_load_a_model_of_the_hub(tmp_path: Path) -> None:
