@@ -102,7 +102,7 @@ def _open_store(job: Mapping[str, Any]) -> Any:
     url = urlsplit(job["meeting"])
     store: Any
     if url.scheme == "file":
-        store = dist.FileStore(url.path, job["size"])  # type: ignore[attr-defined]
+        store = dist.FileStore(job["meeting"].removeprefix("file://"), job["size"])  # type: ignore[attr-defined]
     else:
         assert url.hostname is not None
         assert url.port is not None
