@@ -232,11 +232,10 @@ def die_with_launcher(run_id: str, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
     if _adopts_orphans(launcher):
         sys.exit("error: the launcher of this process has ended; start the run again")
-    arguments = (launcher, run_id, rank)
-    threading.Thread(target=_end_after, args=arguments, name="launcher watch", daemon=True).start()
+    threading.Thread(target=_end_after, args=(launcher, rank), name="launcher watch", daemon=True).start()
 
 
-def _end_after(launcher: int, run_id: str, rank: int) -> None:
+def _end_after(launcher: int, rank: int) -> None:
     wait_for_end(launcher)
     deadline = time.monotonic() + GRACE_S
     os.kill(os.getpid(), signal.SIGTERM)
@@ -248,28 +247,32 @@ def _end_after(launcher: int, run_id: str, rank: int) -> None:
                 sys.stderr,
             )
     time.sleep(max(deadline - time.monotonic(), 0.0))
-    for pid in _orphaned_siblings(run_id):
+    for pid in _orphaned_siblings():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _orphaned_siblings(run_id: str) -> list[int]:
+def _orphaned_siblings() -> list[int]:
     """Return the other processes of this run on this node whose launcher has ended, too.
 
     Run ids need not be unique, so the processes must also have the rendezvous address of this one and its new parent.
     """
-    mine = [f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]
+    names = (b"TORCHELASTIC_RUN_ID=", b"MASTER_ADDR=", b"MASTER_PORT=", b"WORLD_SIZE=")
+    try:
+        mine = {word for word in Path("/proc/self/environ").read_bytes().split(b"\0") if word.startswith(names)}
+    except OSError:  # not Linux
+        return []
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            theirs = (entry / "environ").read_bytes().split(b"\0")
+            theirs = set((entry / "environ").read_bytes().split(b"\0"))
             is_orphan = parent_of(int(entry.name)) == os.getppid()
         except OSError:  # it has ended, or belongs to another user
             continue
-        if is_orphan and all(word in theirs for word in (*mine, f"TORCHELASTIC_RUN_ID={run_id}".encode())):
+        if is_orphan and mine <= theirs:
             found.append(int(entry.name))
     return found
 
