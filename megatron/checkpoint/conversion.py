@@ -24,6 +24,7 @@ from megatron.checkpoint.checkpoint_folder import (
     FORMATS,
     TRACKER_FILE,
     CheckpointFormat,
+    detect_format,
     find_checkpoint,
     iteration_folder,
 )
@@ -315,8 +316,8 @@ def open_for(
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    if formats[0] == "native":
-        return NativeSource(folder, with_random_streams=formats[1] == "native", needs_streams=False)
+    if detect_format(folder) == "native":
+        return NativeSource(folder, with_random_streams=formats == ("native", "native"), needs_streams=False)
     return open_checkpoint(folder, vocab_size=vocab_size, told=told, base=base)
 
 
