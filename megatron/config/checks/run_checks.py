@@ -715,9 +715,9 @@ def _check_text(config: RunConfig) -> Iterator[str]:
     for name, files in flags:
         for file in files:
             if not os.path.exists(file):
-                yield f"{name} {file}: there is no such file; pass a file with a JSON object per line"
+                yield f"{name} {file}: there is no such file; pass a text file, or a file with a JSON object per line"
             elif not os.path.isfile(file):
-                yield f"{name} {file} is not a file; pass a file with a JSON object per line"
+                yield f"{name} {file} is not a file; pass a text file, or a file with a JSON object per line"
     if data.train_data and config.tokenizer.tokenizer_type == "NullTokenizer":
         yield "--train-data is text, which NullTokenizer cannot encode; give another --tokenizer-type"
     if data.train_data and data.sft:
