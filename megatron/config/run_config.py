@@ -301,6 +301,8 @@ class LoggingConfig(Config, role="output"):
     """Print the short log of megatron train instead of Megatron's lines."""
     given_arguments: tuple[str, ...] = flag((), cli=False)
     """Fields that the command line, a file or a preset sets; a short log lists those that are not at their defaults."""
+    unused_fusions: tuple[str, ...] = flag((), cli=False)
+    """Megatron's arguments of fusions that the command line turns off, although the results do not depend on them."""
     log_arguments: bool = False
     """Under megatron train, print all arguments, not only those that differ from their defaults."""
     log_throughput: bool = False
