@@ -143,8 +143,8 @@ def advice(line: bytes) -> str | None:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
         return (
-            f"byte 0x{line[error.start]:02x} is not valid UTF-8 (perhaps Latin-1 or Windows-1252); convert the file "
-            "with iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+            f"byte 0x{line[error.start]:02x} is invalid (perhaps Latin-1 or Windows-1252); convert the file with iconv "
+            "-f WINDOWS-1252 -t UTF-8 FILE > NEW"
         )
     if line.lstrip().startswith(b"["):
         return "pass --input-format json to read a JSON array, or convert it to lines with: jq -c '.[]' FILE > NEW"

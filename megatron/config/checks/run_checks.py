@@ -562,11 +562,13 @@ def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
     if tokenizer.tokenizer_type != "GPT2BPETokenizer":
         return
     files = (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file))
+    other = "HuggingFaceTokenizer needs only --tokenizer-model FOLDER"
+    if not config.data.train_data:
+        other = "NullTokenizer needs only --vocab-size"
     for name, file in files:
         if file is None:
             yield (
-                f"{name} is missing; --tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file "
-                "(NullTokenizer needs only --vocab-size)"
+                f"{name} is missing; --tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file ({other})"
             )
         elif not os.path.isfile(file):
             yield f"{name} {file}: there is no such file; pass the path of an existing file"

@@ -75,7 +75,8 @@ class RunRecord:
             (self._folder / END_FILE).unlink(missing_ok=True)
             self._write(CONFIG_FILE, _described(config, launch))
             self._write(ARGUMENTS_FILE, format_arguments(config) + "\n")
-            training = dataclasses.replace(config.training, **dict.fromkeys(SESSION_LIMITS))
+            unlimited: dict[str, Any] = dict.fromkeys(SESSION_LIMITS)
+            training = dataclasses.replace(config.training, **unlimited)
             continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed(), training=training)
             self._write(CONTINUE_FILE, _described(continuing, launch))
         except (OSError, StorageError) as error:

@@ -425,7 +425,7 @@ def test_the_member_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"2 \xe9")
     done = preprocess(tmp_path / "out", *NULL, "--input", tmp_path / "*.txt")
     assert done.returncode == 2
-    assert f"error: {tmp_path}/b.txt: not a JSON line".encode() in done.stderr
+    assert f"error: {tmp_path}/b.txt: not UTF-8 text; byte 0xe9 is invalid (perhaps".encode() in done.stderr
     assert b"iconv -f WINDOWS-1252" in done.stderr
 
 

@@ -142,6 +142,10 @@ def test_processes_that_start_together_read_one_data_set(folder: Path, capfd: py
             "--train-data {}/data.json --tokenizer-type NullTokenizer --vocab-size 99",
             "--train-data is text, which NullTokenizer cannot encode; give another --tokenizer-type",
         ),
+        (
+            "--train-data {}/data.json --tokenizer-type GPT2BPETokenizer",
+            "needs --vocab-file and --merge-file (HuggingFaceTokenizer needs only --tokenizer-model FOLDER)",
+        ),
     ],
 )
 def test_a_wrong_command_line_gets_a_line(folder: Path, words: str, problem: str) -> None:
