@@ -176,7 +176,7 @@ def _check_encoding(path: str, beginning: bytes) -> None:
 
 _ROWS: Final = 64
 _ENDS: Final = (re.compile(r"\n(?:[ \t\r]*\n)+"), re.compile(r"\n"), re.compile(r"\s"))
-"""Where a document of a text may end: after blank lines, a line, or white space."""
+"""Ends of a document in a text: blank lines, a line end, or white space."""
 _TEXT_MEMBERS: Final = ("txt", "md")
 """Suffixes of tar members that hold a sample's ``text`` if there is no member of that name."""
 
