@@ -22,6 +22,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.object_store import as_path
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_config import Fp8Config
+from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.tensor_parallel import read_overlap_methods
 
 BF16 = "bf16"
@@ -62,6 +63,7 @@ def model_notes(config: RunConfig) -> list[str]:
         *_level_notes(config),
         *_window_notes(config),
         *_routing_notes(config),
+        *_mtp_notes(config),
         *float8_notes(config),
     ]
 
@@ -96,6 +98,20 @@ def _window_notes(config: RunConfig) -> list[str]:
         return []
     pattern = model.window_attn_skip_freq
     return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} selects no layer"]
+
+
+def _mtp_notes(config: RunConfig) -> list[str]:
+    model = config.model
+    layout = model.pipeline_model_parallel_layout
+    if layout is None or layout_problems(model, model.num_layers, layout):
+        return []  # The checks report the problem.
+    named = mtp_modules_per_stage(layout)
+    if not any(named[:-1]):
+        return []
+    return [
+        f"--pipeline-model-parallel-layout {layout}: the MTP modules (m) run on the stage of the loss (L), and not on "
+        "a stage before it; results are the same"
+    ]
 
 
 def _routing_notes(config: RunConfig) -> list[str]:

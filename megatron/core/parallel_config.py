@@ -243,7 +243,7 @@ class ParallelConfig(Config, in_args=True):
     """Count the output layer and the loss as a layer in the pipeline split."""
     pipeline_model_parallel_layout: str | None = flag(None, metavar="LAYOUT", role="layout")
     """Layers per pipeline stage: E embedding, t layer, m MTP module, L loss, | between stages: Et*3|(tt|)*2tL. MTP
-    modules run only on the stage of the loss."""
+    modules are always on the stage of the loss."""
     pipeline_schedule: str | None = flag(
         None, choices=("1f1b", "interleaved", "zero-bubble"), role="layout", in_args=False
     )

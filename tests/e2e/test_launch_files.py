@@ -156,11 +156,12 @@ def test_a_layout_with_the_symbol_of_multi_token_prediction_trains(tmp_path: Pat
         --tokenizer-type NullTokenizer --vocab-size 127 --init-method-std 0.06 --distributed-backend gloo
         --hidden-dropout 0 --attention-dropout 0
     """
-    layouts = {"named": "Et|tmL", "plain": "Et|tL"}
+    layouts = {"named": "Et|t|m|L", "plain": "Et|tL"}
     found = {}
     for name, layout in layouts.items():
         more = ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", layout]
         folder = tmp_path / name
         done = run_training([*words.split(), *more, "--save", str(folder / "saved")], nproc=2)
         found[name] = losses(done, folder)
+        assert ("MTP modules (m) run on the stage of the loss (L)" in done.stdout) == (name == "named")
     assert found["named"] == pytest.approx(found["plain"], rel=1e-6)

@@ -444,18 +444,12 @@ def _check_mtp_layout(config: RunConfig) -> Iterator[str]:
     layout, depth = model.pipeline_model_parallel_layout, model.mtp.mtp_depth
     if layout is None or layout_problems(model, model.num_layers, layout):
         return
-    stages = mtp_modules_per_stage(layout)
-    named = sum(stages)
+    named = sum(mtp_modules_per_stage(layout))
     given = f"--pipeline-model-parallel-layout {layout!r} has {named} m (MTP modules)"
     if named and not depth:
         yield f"{given}, and the model has none; add --mtp-num-layers {named}"
     elif named not in (0, depth):
         yield f"{given}, and --mtp-num-layers is {depth}; write m*{depth}, or omit m"
-    elif any(stages[:-1]):
-        yield (
-            f"{given} on a stage before the loss L, but MTP modules run only on the stage of the loss; write m on the "
-            "last stage, before L"
-        )
 
 
 MTP_CHECKS = (
