@@ -33,8 +33,12 @@ from megatron.core.transformer import ADAPTERS, GATE_UP, LINEAR_LAYERS, PART_OF,
 
 _DOWN = re.compile(r"(model\..+)\.adapters\.(\w+)\.lora_A")
 NO_ADAPTERS: dict[str, Any] = {
-    **{"lora_rank": 0, "lora_alpha": 16.0, "lora_target_modules": [], "lora_dropout": 0.0},
-    **{"lora_base_quantization": None, "lora_double_quantization": True},
+    "lora_rank": 0,
+    "lora_alpha": 16.0,
+    "lora_target_modules": [],
+    "lora_dropout": 0.0,
+    "lora_base_quantization": None,
+    "lora_double_quantization": True,
 }
 """Model configuration without adapters."""
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         LARGEST,
         MEAN,
         SCALES,
+        STORED_PARTS,
         QuantizedWeight,
         stacked_weights,
     )
@@ -75,7 +76,7 @@ __getattr__ = lazy_exports(
             "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
             "scatter_to_sequence_parallel_region sum_over_tensor_model_parallel_region"
         ),
-        "quantized_weight": "CODES LARGEST MEAN QuantizedWeight SCALES stacked_weights",
+        "quantized_weight": "CODES LARGEST MEAN QuantizedWeight SCALES STORED_PARTS stacked_weights",
         "random": "DEFAULT RngStreams STREAM_AXES stream_seed",
         "recompute": "saved_as_inputs saved_in_parts several_saved_as_inputs",
         "symmetric_memory": "why_no_symmetric_memory",

@@ -24,6 +24,7 @@ from megatron.core.sharding import Box, ParamSpec, Shard, quantized_of, spec_of
 
 CODES, SCALES, LARGEST, MEAN = "codes", "absmax", "absmax_scale", "absmax_mean"
 """Names of the stored tensors after the name of the weight."""
+STORED_PARTS = (CODES, SCALES, LARGEST, MEAN)
 
 
 class QuantizedWeight:

@@ -1,7 +1,7 @@
 """LoRA: attach low-rank adapters to the linear layers and experts of a transformer layer, and freeze the rest.
 
-Each expert has its own pair of adapter matrices per weight matrix. Hu et al. 2021, https://arxiv.org/abs/2106.09685. The
-frozen weights of these layers may be quantized to 4 bits (QLoRA). Dettmers et al. 2023,
+Each expert has its own pair of adapter matrices per weight matrix. Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+The frozen weights of these layers may be quantized to 4 bits (QLoRA). Dettmers et al. 2023,
 https://arxiv.org/abs/2305.14314.
 """
 
