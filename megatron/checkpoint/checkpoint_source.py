@@ -15,7 +15,7 @@ from megatron.core.config_base import config_to_dict
 from megatron.core.dist_checkpointing import AVERAGE_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX, dtype_of
 from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.ops import BLOCK_SIZE, GROUP_SIZE, dequantize_blocks, dequantize_scales
+from megatron.core.ops import BLOCK_SIZE, GROUP_SIZE, dequantize_blocks, dequantize_scales, make_tables
 from megatron.core.parallel_config import ONE_RANK
 from megatron.core.sharding import Box
 from megatron.core.tensor_parallel import CODES, LARGEST, MEAN, SCALES, STORED_PARTS
@@ -255,7 +255,8 @@ class DequantizedSource:
         self.base, self._original = source, original
         values = source.common["config"]
         model = values["model"]
-        self._kind, dtype = model["lora_base_quantization"], dtype_of(model["params_dtype"])
+        self._tables = make_tables(model["lora_base_quantization"], torch.device("cpu"))
+        dtype = dtype_of(model["params_dtype"])
         self.common: Mapping[str, Any] = {
             **source.common,
             "config": {**values, "model": {**model, "lora_base_quantization": None, "lora_double_quantization": True}},
@@ -302,7 +303,7 @@ class DequantizedSource:
         half = BLOCK_SIZE // 2
         codes = self.base.read(f"{name}.{CODES}", Box((*rows, first * half), (*counts, (end - first) * half)))
         scales = self._scales(name, Box((*rows, first), (*counts, end - first)))
-        values = dequantize_blocks(codes, scales, self._kind, info.dtype)
+        values = dequantize_blocks(codes, scales, self._tables, info.dtype)
         return values[..., start - first * BLOCK_SIZE :][..., :length].contiguous()
 
     def _scales(self, name: str, box: Box) -> torch.Tensor:
@@ -319,7 +320,7 @@ class DequantizedSource:
         shape[dim] = -(-(box.offset[dim] + box.shape[dim]) // GROUP_SIZE) - offset[dim]
         groups = Box(tuple(offset), tuple(shape))
         found = (self.base.read(f"{name}.{part}", groups) for part in (LARGEST, MEAN))
-        return dequantize_scales(stored, *found, dim, box.offset[dim])
+        return dequantize_scales(stored, *found, self._tables, dim, box.offset[dim])
 
     def close(self) -> None:
         self.base.close()

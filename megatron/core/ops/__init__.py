@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from megatron.core.ops.four_bit import (
         BLOCK_SIZE,
         GROUP_SIZE,
+        Tables,
         dequantize_blocks,
         dequantize_scales,
+        make_tables,
         quantize_blocks,
         quantize_scales,
     )
@@ -82,7 +84,10 @@ __getattr__ = lazy_exports(
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "dot_product_attention": "AttentionCore AttentionInputs",
         "dropout": "AttentionDropout DropoutKeys DropoutSamples RowKeys drop_hidden hash_numbers keyed_dropout",
-        "four_bit": ("BLOCK_SIZE GROUP_SIZE dequantize_blocks dequantize_scales quantize_blocks quantize_scales"),
+        "four_bit": (
+            "BLOCK_SIZE GROUP_SIZE Tables dequantize_blocks dequantize_scales make_tables quantize_blocks "
+            "quantize_scales"
+        ),
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers",
         "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
         "gemm": (

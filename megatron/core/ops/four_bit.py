@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,35 +39,41 @@ _CHUNK_BLOCKS = 1 << 16
 """Blocks that are converted at once, which bounds the memory of intermediate results."""
 
 
-@functools.cache
-def _levels(kind: str, device: torch.device) -> torch.Tensor:
-    return torch.tensor(LEVELS[kind], dtype=torch.float32, device=device)
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Values of codes on a device; ``kind`` is nf4 or fp4.
+
+    Shapes: ``pairs: [256, 2]``, the two values of every byte, the first from its upper four bits; ``scales: [256]``,
+    the 8-bit dynamic type in ascending order (Dettmers 2015, https://arxiv.org/abs/1511.04561).
+    """
+
+    kind: str
+    pairs: torch.Tensor
+    scales: torch.Tensor
+
+
+def make_tables(kind: str, device: torch.device) -> Tables:
+    """Create the tables of a type on a device."""
+    levels = LEVELS[kind]
+    pairs = [(levels[byte >> 4], levels[byte & 15]) for byte in range(256)]
+    return Tables(kind, _tensor(pairs, device), _tensor(_scale_levels(), device))
+
+
+def _tensor(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @functools.cache
-def _pairs(kind: str, device: torch.device) -> torch.Tensor:
-    """Return the two values of every byte of codes; the first element of a pair is in the upper four bits."""
-    codes = torch.arange(256, device=device)
-    return _levels(kind, device)[torch.stack((codes >> 4, codes & 15), dim=1)]
-
-
-@functools.cache
-def _bounds(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the midpoints between neighboring values, and the codes in the order of their values."""
-    order = sorted(range(16), key=LEVELS[kind].__getitem__)
-    levels = _levels(kind, device)[torch.tensor(order, device=device)]
-    return (levels[:-1] + levels[1:]) / 2, torch.tensor(order, dtype=torch.uint8, device=device)
-
-
-@functools.cache
-def _scale_levels(device: torch.device) -> torch.Tensor:
-    """Return the 256 values of the 8-bit dynamic type in ascending order (Dettmers 2015, arXiv:1511.04561)."""
-    positive = []
+def _scale_levels() -> tuple[float, ...]:
+    positive: list[float] = []
     for exponent in range(7):
         edges = torch.linspace(0.1, 1.0, 2**exponent + 1, dtype=torch.float32, device="cpu")
         positive += (10.0 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
-    values = sorted([*positive, *(-value for value in positive), 0.0, 1.0])
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return tuple(sorted([*positive, *(-value for value in positive), 0.0, 1.0]))
+
+
+def _midpoints(levels: torch.Tensor) -> torch.Tensor:
+    return (levels[:-1] + levels[1:]) / 2
 
 
 def _normalized(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
@@ -79,30 +87,31 @@ def quantize_blocks(values: torch.Tensor, kind: str) -> tuple[torch.Tensor, torc
     ``absmax: [..., n/64] float32``.
     """
     *rows, length = values.shape
-    bounds, order = _bounds(kind, values.device)
+    order = sorted(range(16), key=LEVELS[kind].__getitem__)
+    bounds = _midpoints(_tensor([LEVELS[kind][code] for code in order], values.device))
+    codes_of = torch.tensor(order, dtype=torch.uint8, device=values.device)
     codes = torch.empty((*rows, length // 2), dtype=torch.uint8, device=values.device)
     absmax = torch.empty((*rows, length // BLOCK_SIZE), dtype=torch.float32, device=values.device)
     parts = (values.reshape(-1, BLOCK_SIZE), codes.view(-1, BLOCK_SIZE // 2), absmax.view(-1))
     for blocks, into, scales in zip(*(part.split(_CHUNK_BLOCKS) for part in parts)):
         blocks = blocks.float()
         scales.copy_(blocks.abs().amax(dim=1))
-        found = order[torch.bucketize(_normalized(blocks, scales), bounds, out_int32=True)]
+        found = codes_of[torch.bucketize(_normalized(blocks, scales), bounds, out_int32=True)]
         torch.bitwise_or(found[:, ::2] << 4, found[:, 1::2], out=into)
     return codes, absmax
 
 
-def dequantize_blocks(codes: torch.Tensor, absmax: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_blocks(codes: torch.Tensor, absmax: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of codes: level x absmax in float32, rounded to ``dtype``.
 
     Shapes: ``codes: [..., n/2] uint8``, ``absmax: [..., n/64] float32 -> [..., n]``.
     """
     if codes.is_cuda and dtype != torch.float64 and load_bitsandbytes() is not None:
-        return library_dequantize(codes, absmax, kind, dtype)
+        return library_dequantize(codes, absmax, tables.kind, dtype)
     output = torch.empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=dtype, device=codes.device)
-    pairs = _pairs(kind, codes.device)
     parts = (codes.reshape(-1, BLOCK_SIZE // 2), absmax.reshape(-1, 1), output.view(-1, BLOCK_SIZE))
     for packed, scales, into in zip(*(part.split(_CHUNK_BLOCKS) for part in parts)):
-        into.copy_(F.embedding(packed.int(), pairs).view(-1, BLOCK_SIZE).mul_(scales))
+        into.copy_(F.embedding(packed.int(), tables.pairs).view(-1, BLOCK_SIZE).mul_(scales))
     return output
 
 
@@ -132,8 +141,7 @@ def quantize_scales(absmax: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch
     Shapes: ``absmax: [..., m, n] -> codes: [..., m, n] uint8``, ``largest`` and ``mean``: ``[..., m, n]`` float32 with
     one entry per group along ``dim``.
     """
-    table = _scale_levels(absmax.device)
-    bounds = (table[:-1] + table[1:]) / 2
+    bounds = _midpoints(_tensor(_scale_levels(), absmax.device))
     codes, largest, means = [], [], []
     for group in absmax.transpose(dim, -1).contiguous().split(GROUP_SIZE, dim=-1):
         mean = group.mean(dim=-1, dtype=torch.float64).float()
@@ -147,7 +155,7 @@ def quantize_scales(absmax: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch
 
 
 def dequantize_scales(
-    codes: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, dim: int, start: int = 0
+    codes: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, tables: Tables, dim: int, start: int = 0
 ) -> torch.Tensor:
     """Return the scales of blocks from `quantize_scales`, or of those from ``start`` along ``dim`` on.
 
@@ -157,5 +165,5 @@ def dequantize_scales(
     """
     first = start // GROUP_SIZE * GROUP_SIZE
     places = torch.arange(start - first, start - first + codes.shape[dim], device=codes.device) // GROUP_SIZE
-    values = F.embedding(codes.int(), _scale_levels(codes.device).unsqueeze(1)).squeeze(-1)
+    values = F.embedding(codes.int(), tables.scales.unsqueeze(1)).squeeze(-1)
     return values.mul_(largest.index_select(dim, places)).add_(mean.index_select(dim, places))

@@ -17,6 +17,7 @@ from megatron.core.ops import (
     GROUP_SIZE,
     dequantize_blocks,
     dequantize_scales,
+    make_tables,
     quantize_blocks,
     quantize_scales,
 )
@@ -37,6 +38,7 @@ class QuantizedWeight:
 
     def __init__(self, weight: nn.Parameter, kind: str, *, doubly: bool, group_dim: int) -> None:
         self.kind, self.group_dim = kind, group_dim
+        self._tables = make_tables(kind, weight.device)
         self._weight = weight
         *rows, length = weight.shape
         assert length % BLOCK_SIZE == 0, f"rows of {length} elements are not whole blocks"
@@ -69,8 +71,8 @@ class QuantizedWeight:
         """Return the dequantized weight."""
         scales = self.tensors[SCALES]
         if LARGEST in self.tensors:
-            scales = dequantize_scales(scales, self.tensors[LARGEST], self.tensors[MEAN], self.group_dim)
-        return dequantize_blocks(self.tensors[CODES], scales, self.kind, self._weight.dtype)
+            scales = dequantize_scales(scales, self.tensors[LARGEST], self.tensors[MEAN], self._tables, self.group_dim)
+        return dequantize_blocks(self.tensors[CODES], scales, self._tables, self._weight.dtype)
 
     def open(self) -> None:
         """Allocate the weight's memory, uninitialized."""
