@@ -84,7 +84,8 @@ def test_stacked_weights_are_dequantized_in_the_gemm() -> None:
     assert tuple(stacked.shape) == (OUT, IN)
     assert stacked.untyped_storage().nbytes() == stacked.element_size()
     storage, whole = quantized_of(stacked), quantized_of(quantized(ColumnShardedLinear, 0, 1).weight)
-    assert storage is not None and whole is not None
+    assert storage is not None
+    assert whole is not None
     assert torch.equal(storage.dense(), whole.dense())
 
 
