@@ -272,12 +272,16 @@ class DequantizedSource:
             if not (name.rpartition(".")[2] in STORED_PARTS and name.rpartition(".")[0] in self._weights)
         }
         self.tensors: Mapping[str, TensorInfo] = {**others, **self._weights}
-        for name, info in self._weights.items() if original is not None else ():
+        if original is not None:
+            self._check_original(original)
+
+    def _check_original(self, original: CheckpointSource) -> None:
+        for name, info in self._weights.items():
             found = original.tensors.get(name)
             if found is None or found.global_shape != info.global_shape:
                 shape = "none" if found is None else str(list(found.global_shape))
                 raise CheckpointError(
-                    f"{original.folder} is not the base model of {source.folder}: {name} has shape "
+                    f"{original.folder} is not the base model of {self.folder}: {name} has shape "
                     f"{list(info.global_shape)}, but the base model has {shape}"
                 )
 
@@ -319,8 +323,8 @@ class DequantizedSource:
         offset[dim] = box.offset[dim] // GROUP_SIZE
         shape[dim] = -(-(box.offset[dim] + box.shape[dim]) // GROUP_SIZE) - offset[dim]
         groups = Box(tuple(offset), tuple(shape))
-        found = (self.base.read(f"{name}.{part}", groups) for part in (LARGEST, MEAN))
-        return dequantize_scales(stored, *found, self._tables, dim, box.offset[dim])
+        found, mean = (self.base.read(f"{name}.{part}", groups) for part in (LARGEST, MEAN))
+        return dequantize_scales(stored, found, mean, self._tables, dim, box.offset[dim])
 
     def close(self) -> None:
         self.base.close()

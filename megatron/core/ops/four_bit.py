@@ -93,7 +93,7 @@ def quantize_blocks(values: torch.Tensor, kind: str) -> tuple[torch.Tensor, torc
     codes = torch.empty((*rows, length // 2), dtype=torch.uint8, device=values.device)
     absmax = torch.empty((*rows, length // BLOCK_SIZE), dtype=torch.float32, device=values.device)
     parts = (values.reshape(-1, BLOCK_SIZE), codes.view(-1, BLOCK_SIZE // 2), absmax.view(-1))
-    for blocks, into, scales in zip(*(part.split(_CHUNK_BLOCKS) for part in parts)):
+    for blocks, into, scales in zip(*(torch.split(part, _CHUNK_BLOCKS) for part in parts)):
         blocks = blocks.float()
         scales.copy_(blocks.abs().amax(dim=1))
         found = codes_of[torch.bucketize(_normalized(blocks, scales), bounds, out_int32=True)]
@@ -110,7 +110,7 @@ def dequantize_blocks(codes: torch.Tensor, absmax: torch.Tensor, tables: Tables,
         return library_dequantize(codes, absmax, tables.kind, dtype)
     output = torch.empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=dtype, device=codes.device)
     parts = (codes.reshape(-1, BLOCK_SIZE // 2), absmax.reshape(-1, 1), output.view(-1, BLOCK_SIZE))
-    for packed, scales, into in zip(*(part.split(_CHUNK_BLOCKS) for part in parts)):
+    for packed, scales, into in zip(*(torch.split(part, _CHUNK_BLOCKS) for part in parts)):
         into.copy_(F.embedding(packed.int(), tables.pairs).view(-1, BLOCK_SIZE).mul_(scales))
     return output
 
@@ -143,7 +143,7 @@ def quantize_scales(absmax: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch
     """
     bounds = _midpoints(_tensor(_scale_levels(), absmax.device))
     codes, largest, means = [], [], []
-    for group in absmax.transpose(dim, -1).contiguous().split(GROUP_SIZE, dim=-1):
+    for group in torch.split(absmax.transpose(dim, -1).contiguous(), GROUP_SIZE, dim=-1):
         mean = group.mean(dim=-1, dtype=torch.float64).float()
         centered = group - mean.unsqueeze(-1)
         top = centered.abs().amax(dim=-1)
