@@ -145,6 +145,27 @@ def test_quantized_base_weights_give_the_gradients_of_their_dequantized_values()
     assert all(own[name].untyped_storage().nbytes() == 0 for name in quantized)
 
 
+def test_quantized_base_weights_train_as_well_as_unquantized_ones() -> None:
+    tokens = torch.randint(52, (4, 17), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(4, 16)
+    losses = []
+    for kind in (None, "nf4"):
+        model = make_model(**WHOLE_BLOCKS, lora_base_quantization=kind, params_dtype="float32")
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+        of_kind = []
+        for _ in range(40):
+            loss = model(tokens[:, :-1], positions, labels=tokens[:, 1:]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            of_kind.append(loss.item())
+        losses.append(of_kind)
+    plain, quantized = losses
+    assert plain[-1] < 0.65 * plain[0]
+    assert quantized[0] != plain[0]
+    assert quantized == pytest.approx(plain, rel=0.05)
+
+
 def test_experts_are_quantized_and_routers_are_not() -> None:
     fields = {"num_experts": 2, "moe_ffn_hidden_size": 64, "lora_target_modules": ("linear_qkv",), "swiglu": False}
     model = make_model(**WHOLE_BLOCKS | fields, lora_base_quantization="fp4", lora_double_quantization=False)
