@@ -111,7 +111,9 @@ def adapter_cells() -> Iterator[Cell]:
         Layout(pp=2, dp=2, sharding="optim"),
         Layout(dp=2, sharding="optim_grads"),
     )
-    return (make_cell("llama", layout, extra=(*SIZES, *ADAPTERS)) for layout in layouts)
+    quantized = (*ADAPTERS, "--lora-base-quantization", "nf4", "--kv-channels", "64")
+    yield make_cell("llama", layouts[0], extra=(*SIZES, *quantized))
+    yield from (make_cell("llama", layout, extra=(*SIZES, *ADAPTERS)) for layout in layouts)
 
 
 def norm_cells() -> Iterator[Cell]:
