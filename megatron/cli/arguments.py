@@ -13,7 +13,7 @@ from megatron.checkpoint.formats import told_specs
 from megatron.config import rename_words
 from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
-from megatron.core.errors import InputError, MegatronError, StorageError
+from megatron.core.errors import ConfigurationError, InputError, MegatronError, StorageError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path, is_url
 from megatron.core.tokenizers import DEFAULT_NUM_SPECIAL_TOKENS, TOKENIZER_TYPES, Tokenizer, unused_tokenizer_flags
@@ -111,6 +111,32 @@ class Parser(SpellingParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(2, f"error: {self.explained(message)}\n")
+
+
+class _ImportScript(argparse.Action):
+    """Import a script for the parts that it registers, before anything that needs them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Import the script and store its path."""
+        from megatron.training import import_script
+
+        try:
+            import_script(values)
+        except ConfigurationError as error:
+            parser.exit(2, "".join(f"error: {problem}\n" for problem in error.problems))
+        setattr(namespace, self.dest, values)
+
+
+def declare_script(container: argparse._ActionsContainer) -> None:
+    """Declare ``--script``, which imports the user's training script for the parts that it registers."""
+    container.add_argument(
+        "--script",
+        action=_ImportScript,
+        metavar="FILE",
+        help="your own training script, imported for the parts of the model that it registers",
+    )
 
 
 def stored_folder(text: str) -> Path:

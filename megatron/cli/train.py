@@ -127,16 +127,17 @@ def _train(argv: Sequence[str]) -> int:
     if "continue" in own:
         words = [*_go_on(own, words), *words]
     place = _place(own)
-    if any(word in _ASKING for word in words):
-        if any(word in HELP_FLAGS for word in words):
-            with reader_may_leave():
-                print(build_parser().format_help())
-        parse_arguments(words, place.world_size, is_train_command=True)
+    is_asking = any(word in _ASKING for word in words)
+    if any(word in HELP_FLAGS for word in words):
+        with reader_may_leave():
+            print(build_parser().format_help(), flush=True)
     script = training_script()
     if "script" in own:
         script = Path(own["script"])
         if not script.is_file():
             raise ConfigurationError(f"--script {script} does not exist; pass a Python training script")
+    elif is_asking:
+        parse_arguments(words, place.world_size, is_train_command=True)
     elif "--explain" not in words:
         # Report invalid flags before any rank is started.
         resolve_arguments(words, place.world_size, is_train_command=True)

@@ -93,7 +93,7 @@ from megatron.training.training_step import ForwardStep
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Arguments of `pretrain` except the configuration."""
+    """Arguments of `pretrain_from_config` except the configuration."""
 
     launch: LaunchEnvironment
     tokenizer: Tokenizer
@@ -142,7 +142,7 @@ class RunSetup:
         return BatchSource(dataset, *place, shift=shift, tells_data_sets=True)
 
 
-def pretrain(
+def pretrain_from_config(
     config: RunConfig,
     launch: LaunchEnvironment,
     tokenizer: Tokenizer,

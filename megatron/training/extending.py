@@ -1,0 +1,130 @@
+"""Extend a run from a script of one's own: register parts under names that flags select, and train with them.
+
+The script registers at its top level, and starts training only if it is the program that runs::
+
+    from megatron.training import pretrain, register_activation
+
+    register_activation("mish", torch.nn.functional.mish)
+
+    if __name__ == "__main__":
+        pretrain()
+
+``megatron train --script FILE`` and torchrun run it instead of ``pretrain_gpt.py``. The other commands import it with
+``--script FILE``. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron.config import command_line_fields
+from megatron.core import registry
+from megatron.core.errors import ConfigurationError
+from megatron.training.exit_reason import refuse, run_program
+from megatron.training.initialize import read_launch_environment
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from megatron.training.callbacks import Callback
+    from megatron.training.data_plan import DatasetsProvider
+    from megatron.training.model_setup import ModelProvider
+    from megatron.training.training_step import ForwardStep
+
+_MODULE_NAME = "megatron_script"
+"""``__name__`` of a script that a command imports for its registrations."""
+_importing: list[Path] = []
+
+
+def register_activation(name: str, function: Callable[[torch.Tensor], torch.Tensor], *, gated: bool = False) -> None:
+    """Register an activation of the feed-forward layers and experts, selected by ``--activation-func NAME``.
+
+    Args:
+        name: the value of the flag.
+        function: an elementwise function of torch, ``[..., n] -> [..., n]``, that autograd differentiates. Its
+            argument is a shard of the channels.
+        gated: whether fc1 has twice as many output channels, of which ``function(gate) * linear`` is the activation.
+
+    Raises:
+        ConfigurationError: there is an activation of this name, or the name cannot be the value of a flag.
+    """
+    _register("activation", name, function, gated=gated)
+
+
+def pretrain(
+    *,
+    model_provider: ModelProvider | None = None,
+    datasets_provider: DatasetsProvider | None = None,
+    forward_step: ForwardStep | None = None,
+    callbacks: Sequence[Callback] = (),
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Train as the command line says, then end the program with the run's exit status.
+
+    Args:
+        model_provider: builds one model chunk of this rank; by default a GPT.
+        datasets_provider: builds the data sets; by default those that the flags name.
+        forward_step: computes the loss of a micro-batch; by default that of a GPT.
+        callbacks: objects whose hooks the run calls, see `megatron.training.callbacks.callback.Callback`.
+        argv: the flags; by default those of the command line.
+
+    Raises:
+        ConfigurationError: a command imports the script only for its registrations.
+    """
+    if _importing:
+        raise ConfigurationError(
+            f'--script {_importing[-1]} calls pretrain() when it is imported; call it under if __name__ == "__main__":'
+        )
+    from megatron.cli.pretrain import main
+
+    words = sys.argv[1:] if argv is None else argv
+    given = {"model_provider": model_provider, "datasets_provider": datasets_provider, "forward_step": forward_step}
+    parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
+    run_program(lambda: main(words, callbacks=callbacks, **parts))
+
+
+def import_script(path: str) -> None:
+    """Run the top level of a script for its registrations, with its folder in ``sys.path`` as Python does.
+
+    Raises:
+        ConfigurationError: the file does not exist, or a registration in it is invalid.
+    """
+    script = Path(path)
+    if not script.is_file():
+        raise ConfigurationError(f"--script {path} does not exist; pass a Python training script")
+    folder = str(script.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    _importing.append(script)
+    try:
+        runpy.run_path(path, run_name=_MODULE_NAME)
+    finally:
+        _importing.pop()
+
+
+def _register(kind: str, name: str, value: Callable[..., Any], **properties: Any) -> None:
+    """Register a value under a name that no field of this kind has among its choices.
+
+    If the error ends the program, it is reported in one line, with exit status 2.
+    """
+    fields = [spec for _, spec in command_line_fields() if spec.options.registry == kind]
+    built_in = tuple(choice for spec in fields for choice in spec.options.choices or ())
+    try:
+        registry.add(kind, name, value, built_in, **properties)
+    except ConfigurationError:
+        sys.excepthook = _report
+        raise
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report an uncaught error: an invalid registration in one line, any other error as Python does."""
+    if not isinstance(error, ConfigurationError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.exit(refuse(error.problems, read_launch_environment().rank))
