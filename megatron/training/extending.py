@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+    from torch import nn
 
     from megatron.training.callbacks import Callback
     from megatron.training.data_plan import DatasetsProvider
@@ -55,6 +56,21 @@ def register_activation(name: str, function: Callable[[torch.Tensor], torch.Tens
         ConfigurationError: there is an activation of this name, or the name cannot be the value of a flag.
     """
     _register("activation", name, function, gated=gated)
+
+
+def register_norm(name: str, module: Callable[[int, float], nn.Module]) -> None:
+    """Register a normalization for every norm of the model, selected by ``--normalization NAME``.
+
+    Args:
+        name: the value of the flag.
+        module: a class or function that is called with the width ``n`` and ``--norm-epsilon``, and returns a module
+            ``[..., n] -> [..., n]``. All values of a parameter of the module start from the same number. The norm of a
+            tensor-parallel rank sees a part of the positions, and with --qk-layernorm a part of the heads.
+
+    Raises:
+        ConfigurationError: there is a norm of this name, or the name cannot be the value of a flag.
+    """
+    _register("normalization", name, module)
 
 
 def pretrain(

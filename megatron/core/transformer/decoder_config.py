@@ -348,8 +348,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
     )
     """Separate keys and values per head, or shared (same as --group-query-attention alone)."""
 
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), role="shape")
-    """Type of normalization."""
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), registry="normalization", role="shape")
+    """Type of normalization; a script can register others."""
     norm_epsilon: float = flag(
         1e-5,
         aliases=("--layernorm-epsilon",),
