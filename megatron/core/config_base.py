@@ -515,8 +515,10 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
             arguments[name] = _plain_value(hints[name], values[name], f"{where}.{name}", problems)
             if issubclass(config_class, Config):
                 problems.extend(_excesses(config_class, name, arguments[name], f"{where}.{name}"))
-                unregistered = _spec(config_class, name).unregistered(arguments[name])
-                problems.extend(() if unregistered is None else (unregistered,))
+                spec = _spec(config_class, name)
+                # A model can be used without what it was only trained with.
+                if spec.options.role in IDENTITY and (unregistered := spec.unregistered(arguments[name])) is not None:
+                    problems.append(unregistered)
     return from_fields(config_class, **arguments) if len(problems) == before else None
 
 

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
         refuse_in_run,
         run_program,
     )
-    from megatron.training.extending import import_script, pretrain, register_activation, register_norm
+    from megatron.training.extending import (
+        import_script,
+        pretrain,
+        register_activation,
+        register_attention,
+        register_loss,
+        register_norm,
+    )
     from megatron.training.gpt import forward_step, provide_datasets, provide_model, training_script
     from megatron.training.initialize import (
         LaunchEnvironment,
@@ -71,7 +78,7 @@ __getattr__ = lazy_exports(
         "exit_reason": (
             "OWN_RUN_ID launch_environment_or_exit parse_arguments_or_exit reasons_of refuse refuse_in_run run_program"
         ),
-        "extending": "import_script pretrain register_activation register_norm",
+        "extending": "import_script pretrain register_activation register_attention register_loss register_norm",
         "gpt": "forward_step provide_datasets provide_model training_script",
         "initialize": (
             "LaunchEnvironment MeetingPoint Runtime abort_communication connect_store elastic_run_id "

@@ -123,8 +123,8 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         )
     if model.apply_layernorm_1p and registry.is_registered("normalization", model.normalization):
         yield (
-            f"--apply-layernorm-1p has no meaning for --normalization {model.normalization}, which a script registered; "
-            "omit it"
+            f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
+            "registered; omit it"
         )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (
