@@ -28,7 +28,7 @@ from megatron.training.exit_reason import refuse, run_program
 from megatron.training.initialize import read_launch_environment
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     import torch
     from torch import nn
@@ -176,6 +176,20 @@ def _register(kind: str, name: str, value: Callable[..., Any], **properties: Any
     except ConfigurationError:
         sys.excepthook = _report
         raise
+    if (script := _running_script()) is not None:
+        registry.add_script(script)
+
+
+def _running_script() -> str | None:
+    """Return the path of the script whose top level is running, directly or in a module that it imports."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    while frame is not None and (frame.f_code.co_name == "<module>" or "importlib" in frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") in ("__main__", _MODULE_NAME) and "__file__" in frame.f_globals:
+            return str(Path(frame.f_globals["__file__"]).resolve())
+        frame = frame.f_back
+    return None
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
