@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="R",
         help="largest difference that counts as equal, relative to the tensor's largest value (0: bitwise)",
     )
+    declare_script(parser)
     add_told_settings(parser)
     arguments = parser.parse_args(argv)
     told = told_settings(arguments)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from megatron.training.model_setup import ModelProvider
     from megatron.training.training_step import ForwardStep
 
+__all__ = ["pretrain", "register_activation", "register_attention", "register_loss", "register_norm"]
+"""The public API of scripts, which docs/extending.md lists with its version."""
+
 _MODULE_NAME = "megatron_script"
 """``__name__`` of a script that a command imports for its registrations."""
 _importing: list[Path] = []
