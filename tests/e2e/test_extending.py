@@ -21,6 +21,14 @@ SHORT = """
     --attention-dropout 0
 """
 ALL = "--activation-func mish_glu --normalization dynamic_tanh --attention gated --loss label_smoothing"
+EXPERTS = """
+    --num-experts 4 --activation-func mish --recompute-granularity selective --recompute-modules moe_act
+    --normalization dynamic_tanh --qk-layernorm
+"""
+RECOMPUTE = """
+    --loss focal --z-loss-coeff 0.01 --attention gated --group-query-attention --num-query-groups 2
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+"""
 TP_2_PP_2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 
 
@@ -60,13 +68,11 @@ def test_registered_parts_resume_bitwise(tmp_path: Path, nproc: int, layout: str
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(ALL, id="all"),
-        pytest.param("--activation-func mish --num-experts 4 --recompute-granularity selective "
-                     "--recompute-modules moe_act --normalization dynamic_tanh --qk-layernorm", id="experts"),
-        pytest.param("--loss focal --z-loss-coeff 0.01 --attention gated --num-query-groups 2 "
-                     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="recompute"),
+        pytest.param(ALL, id="all", marks=pytest.mark.long),
+        pytest.param(EXPERTS, id="experts"),
+        pytest.param(RECOMPUTE, id="recompute", marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_registered_parts_are_the_same_at_any_layout(tmp_path: Path, flags: str) -> None:
     one, four = (train(tmp_path / str(n), flags, layout, nproc=n) for n, layout in ((1, ""), (4, TP_2_PP_2)))
     assert one.check().losses() == pytest.approx(four.check().losses(), rel=2e-6)
