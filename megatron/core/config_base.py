@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
+from megatron.core.registry import missing_registration, registered_names
 
 ConfigType = TypeVar("ConfigType")
 
@@ -237,14 +237,14 @@ class FieldSpec:
         """Return the accepted values, built in and registered, or None if any value of the type is accepted."""
         if self.options.registry is None:
             return self.options.choices
-        return (*(self.options.choices or ()), *registry.names(self.options.registry))
+        return (*(self.options.choices or ()), *registered_names(self.options.registry))
 
     def unregistered(self, value: Any) -> str | None:
         """Return an error message if the value is a name that must be registered and is not, or None."""
         kind = self.options.registry
         if kind is None or value is None or value in (self.choices or ()):
             return None
-        return registry.missing(kind, value)
+        return missing_registration(kind, value)
 
     @property
     def metavar(self) -> str:

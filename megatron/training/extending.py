@@ -15,6 +15,7 @@ The script registers at its top level, and starts training only if it is the pro
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config import command_line_fields
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
+from megatron.core.registry import add_registered, add_script
 from megatron.training.exit_reason import refuse, run_program
 from megatron.training.initialize import read_launch_environment
 
@@ -140,8 +141,8 @@ def pretrain(
         raise ConfigurationError(
             f'--script {_importing[-1]} calls pretrain() when it is imported; call it under if __name__ == "__main__":'
         )
-    from megatron.cli.pretrain import main
-
+    # The command line is in a layer above this one.
+    main = importlib.import_module("megatron.cli.pretrain").main
     words = sys.argv[1:] if argv is None else argv
     given = {"model_provider": model_provider, "datasets_provider": datasets_provider, "forward_step": forward_step}
     parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
@@ -175,12 +176,12 @@ def _register(kind: str, name: str, value: Callable[..., Any], **properties: Any
     fields = [spec for _, spec in command_line_fields() if spec.options.registry == kind]
     built_in = tuple(choice for spec in fields for choice in spec.options.choices or ())
     try:
-        registry.add(kind, name, value, built_in, **properties)
+        add_registered(kind, name, value, built_in, **properties)
     except ConfigurationError:
         sys.excepthook = _report
         raise
     if (script := _running_script()) is not None:
-        registry.add_script(script)
+        add_script(script)
 
 
 def _running_script() -> str | None:
