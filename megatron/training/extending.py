@@ -15,17 +15,20 @@ The script registers at its top level, and starts training only if it is the pro
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config import command_line_fields
 from megatron.core.errors import ConfigurationError
-from megatron.core.registry import add_registered, add_script
-from megatron.training.exit_reason import refuse, run_program
+from megatron.core.registry import add_registered, add_script, registered_scripts
+from megatron.training.exit_reason import is_own_rank, refuse, run_program
 from megatron.training.initialize import read_launch_environment
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ __all__ = ["pretrain", "register_activation", "register_attention", "register_lo
 _MODULE_NAME = "megatron_script"
 """``__name__`` of a script that a command imports for its registrations."""
 _importing: list[Path] = []
+_calls_pretrain: list[bool] = []
+"""Not empty once `pretrain` was called."""
 
 
 def register_activation(name: str, function: Callable[[torch.Tensor], torch.Tensor], *, gated: bool = False) -> None:
@@ -143,6 +148,7 @@ def pretrain(
         )
     # The command line is in a layer above this one.
     main = importlib.import_module("megatron.cli.pretrain").main
+    _calls_pretrain.append(True)
     words = sys.argv[1:] if argv is None else argv
     given = {"model_provider": model_provider, "datasets_provider": datasets_provider, "forward_step": forward_step}
     parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
@@ -181,7 +187,19 @@ def _register(kind: str, name: str, value: Callable[..., Any], **properties: Any
         sys.excepthook = _report
         raise
     if (script := _running_script()) is not None:
+        if not registered_scripts():
+            atexit.register(_require_training, script)
         add_script(script)
+
+
+def _require_training(script: str) -> None:
+    """End a rank of ``megatron train`` with status 2 if its script registers parts and then does nothing."""
+    has_trained = _calls_pretrain or "megatron.training.training_step" in sys.modules
+    if is_own_rank() and not has_trained and getattr(sys, "last_value", None) is None:
+        reason = f'--script {script} ends without training; call pretrain() under if __name__ == "__main__":'
+        with suppress(SystemExit):  # of a rank that is ended while it waits for rank 0
+            refuse([reason], read_launch_environment().rank)
+        os._exit(2)
 
 
 def _running_script() -> str | None:
