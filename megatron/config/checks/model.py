@@ -14,6 +14,7 @@ from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
+from megatron.core.registry import is_registered
 from megatron.core.transformer import FOUR_BIT_BLOCK, GATED_ACTIVATIONS, adapted_parts
 
 _MOST_VALUES = 10**13
@@ -37,6 +38,8 @@ def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.ffn_hidden_size == 0 and model.hidden_size > 0:
         gate = "--geglu" if model.geglu else "--swiglu"
+        if model.activation_func is not None:
+            gate = f"--activation-func {model.activation_func}"
         yield (
             f"--hidden-size {model.hidden_size} is too small for the default FFN size with {gate}; set "
             "--ffn-hidden-size"
@@ -119,6 +122,11 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         yield (
             f"--qk-layernorm-across-heads is not supported with --normalization {model.normalization}; "
             "use --normalization RMSNorm"
+        )
+    if model.apply_layernorm_1p and is_registered("normalization", model.normalization):
+        yield (
+            f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
+            "registered; omit it"
         )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (
