@@ -2,10 +2,10 @@
 
     python benchmarks/step/nanogpt.py --nanogpt PATH --output benchmarks/results/nanogpt_cpu_DATE
 
-PATH is a checkout of nanoGPT; its ``model.py`` is trained in nanoGPT's loop (batch, forward, backward, clipping, AdamW).
-Without it a plain torch model of the same shape takes its place, and is named so. The floor is the same GEMMs, attention
-and optimizer update alone, with the faster of torch's two GEMM libraries. Contestants run alternately, each time in
-a fresh process. A time is the mean of ten iterations; the first 50 iterations are not counted.
+PATH is a checkout of nanoGPT. Its ``model.py`` is trained in nanoGPT's loop: batch, forward, backward, clipping, AdamW.
+Without it a plain torch model of the same shape takes its place, and is named so. The floor is the same GEMMs,
+attention and optimizer update alone, with the faster of torch's two GEMM libraries. Contestants run alternately, each
+time in a fresh process. A time is the mean of ten iterations; the first 50 iterations are not counted.
 """
 
 from __future__ import annotations
@@ -219,8 +219,9 @@ def _measure(role: str, shape: str, threads: int, nanogpt: Path | None) -> list[
 def _markdown(result: dict[str, Any]) -> str:
     lines = [f"# Iterations of small models on {result['machine']}, {result['date']}", ""]
     lines += [
-        f"torch {result['torch']}, {result['threads']} threads, float32, no dropout, no biases. Milliseconds per iteration: median",
-        f"[quartiles] of means of ten iterations, in {result['rounds']} alternating rounds. Load average {result['load_average']}.",
+        f"torch {result['torch']}, {result['threads']} threads, float32, no dropout, no biases. Milliseconds per",
+        f"iteration: median [quartiles] of means of ten iterations, in {result['rounds']} alternating rounds. Load",
+        f"average {result['load_average']}.",
         "",
         "| model | ours | " + result["other"] + " | floor | other ÷ ours | ours ÷ floor |",
         "|---|---|---|---|---|---|",
