@@ -27,6 +27,7 @@ from megatron.config import RunConfig, recorded_config
 from megatron.core.collectives import all_gather_last_dim, any_rank, run_on_all_ranks
 from megatron.core.console import print_line
 from megatron.core.datasets import BlendedDatasetBuilder, ExternalSamples, SampleDataset
+from megatron.core.dist_checkpointing import read_index_file
 from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.core.inference import (
     BeamConfig,
@@ -48,6 +49,7 @@ from megatron.python_api.settings import (
     Settings,
     kept_settings,
     loaded_settings,
+    recorded_values,
     refuse_other_model,
     settings_of,
     with_chosen_values,
@@ -179,11 +181,10 @@ class GPT:
             InputError: the data cannot be used.
             TrainingError: the run failed, for example because the loss is not finite.
         """
-        config = self._prepare_training(data, steps, flags)
-        last = self._state.held.last_iteration
-        self._provider(
-            config, self.tokenizer, sample_targets(config, self._state.held.train_state), ignore_line
-        ).check()
+        settings, provider = self._with_data(data, flags)
+        config, last = self._plan_training(settings, provider, steps)
+        provider(config, self.tokenizer, sample_targets(config, self._state.held.train_state), ignore_line).check()
+        self._settings, self._provider, self._state.held.last_iteration = settings, provider, last
         self._engine = None
         self._state.adapt(config)
         self.config = config
@@ -192,7 +193,6 @@ class GPT:
         program = Program(
             self._launch, self.tokenizer, *providers, (recorder, *callbacks), time.time(), config.logging.brief_log
         )
-        self._state.held.last_iteration = last
         try:
             with _finishing_step() as was_interrupted:
                 train_held(config, self._state.runtime, program, self._state.held)
@@ -204,23 +204,21 @@ class GPT:
             raise KeyboardInterrupt(recorder.history.stop_reason)
         return recorder.history
 
-    def _prepare_training(self, data: object, steps: int | None, flags: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration of a training, and keep its settings for the next one."""
-        caller = "GPT.fit"
-        wrong = [f"{caller}: {name} belongs elsewhere: {hint}" for name, hint in _NOT_HERE.items() if name in flags]
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            wrong.append(f"{caller}: steps is {steps!r}; pass a number of iterations of 1 or more")
-        wrong += [
-            f"{caller}: data and {name} both name data; omit one"
-            for name in SOURCES
-            if name in flags and data is not None
-        ]
+    def _with_data(self, data: object, flags: Mapping[str, Any]) -> tuple[Settings, DatasetsProvider]:
+        """Return the settings with the flags and the data of a training, and the function that provides the data.
+
+        Raises:
+            ConfigurationError: a flag does not belong here, or the data is none of the accepted kinds.
+        """
+        wrong = [f"GPT.fit: {name} belongs elsewhere: {hint}" for name, hint in _NOT_HERE.items() if name in flags]
+        if data is not None:
+            wrong += [f"GPT.fit: data and {name} both name data; omit one" for name in SOURCES if name in flags]
         if wrong:
             raise ConfigurationError(wrong)
         settings, provider = self._settings.updated(flags), self._provider
         if data is not None:
             folder = settings.values.get("data_cache_path")
-            found = flags_of_data(data, self.tokenizer, self._launch, folder, caller)
+            found = flags_of_data(data, self.tokenizer, self._launch, folder, "GPT.fit")
             chosen = {name: value for name, value in found.values.items() if name not in flags}
             if "split" not in settings.values:
                 chosen |= {"split": "1,0,0", "eval_iters": settings.values.get("eval_iters", 0)}
@@ -228,33 +226,42 @@ class GPT:
             provider = found.provider
         elif any(name in flags for name in SOURCES):
             provider = provide_datasets
-        done, world_size = self._state.held.train_state.iteration, self._launch.world_size
-        planned, _ = settings.resolve(caller, world_size, has_data=False)
+        return settings, provider
+
+    def _plan_training(
+        self, settings: Settings, provider: DatasetsProvider, steps: int | None
+    ) -> tuple[RunConfig, int]:
+        """Return the configuration of a training, and its last iteration.
+
+        Raises:
+            ConfigurationError: the number of steps or a flag is wrong.
+        """
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ConfigurationError(f"GPT.fit: steps is {steps!r}; pass a number of iterations of 1 or more")
+        done, world_size = self.iteration, self._launch.world_size
+        planned, _ = settings.resolve("GPT.fit", world_size, has_data=False)
         last = planned.train_iters if steps is None else done + steps
         if last <= done:
             raise ConfigurationError(
-                f"{caller}: all {planned.train_iters} iterations of train_iters are done; pass steps"
+                f"GPT.fit: all {planned.train_iters} iterations of train_iters are done; pass steps"
                 if planned.train_iters
-                else f"{caller}: the number of iterations is missing; pass steps"
+                else "GPT.fit: the number of iterations is missing; pass steps"
             )
         if not planned.training.train_samples:
-            running = settings.updated({"train_iters": max(planned.train_iters, last)})
-        elif last <= planned.train_iters:
-            running = settings
-        else:
+            settings = settings.updated({"train_iters": max(planned.train_iters, last)})
+        elif last > planned.train_iters:
             raise ConfigurationError(
-                f"{caller}: train_samples {planned.training.train_samples} ends at iteration {planned.train_iters}, "
+                f"GPT.fit: train_samples {planned.training.train_samples} ends at iteration {planned.train_iters}, "
                 f"before {steps} more; pass {planned.train_iters - done} steps or fewer, or more train_samples"
             )
-        config, notes = running.resolve(caller, world_size, has_data=True, needs_files=provider is provide_datasets)
+        config, notes = settings.resolve("GPT.fit", world_size, has_data=True, needs_files=provider is provide_datasets)
         config = with_chosen_values(config, self.config)
-        refuse_other_model(config, self.config, caller)
+        refuse_other_model(config, self.config, "GPT.fit")
         if config.data.train_data:
             config = with_tokenized_text(config, is_reporter=False)
         for note in notes if self._launch.rank == 0 else ():
             print_line(note)
-        self._settings, self._provider, self._state.held.last_iteration = settings, provider, last
-        return config
+        return config, last
 
     def evaluate(self, data: object, steps: int | None = None) -> float:
         """Return the mean loss per token of data that is given as in `fit`, each sample once.
@@ -344,11 +351,17 @@ class GPT:
         if is_text:
             texts = [prompt] if isinstance(prompt, str) else list(prompt)
             results = [
-                f"{text}{self.tokenizer.detokenize(each.tokens)}" for text, each in zip(texts, found, strict=True)
+                self._continued(text, tokens, each.tokens)
+                for text, tokens, each in zip(texts, prompts, found, strict=True)
             ]
         else:
             results = [[*tokens, *each.tokens] for tokens, each in zip(prompts, found, strict=True)]
         return results[0] if is_one else results
+
+    def _continued(self, text: str, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """Return a text with its continuation; tokens are decoded together, because some decode to a space then."""
+        before, whole = self.tokenizer.detokenize(prompt), self.tokenizer.detokenize([*prompt, *new])
+        return text + whole[len(before) :] if whole.startswith(before) else whole
 
     def _prompts(self, prompt: Any) -> tuple[tuple[tuple[int, ...], ...], bool, bool]:
         """Return the tokens of each prompt, whether they are texts, and whether there is only one, not in a list."""
@@ -406,7 +419,10 @@ class GPT:
         rows = self._rows(tokens)
         if rows.shape[1] < 2:
             raise InputError(f"GPT.loss: {rows.shape[1]} tokens have no next token to predict; pass two or more")
-        logits = self.logits(rows)[:, :-1]
+        last, vocab_size = rows[:, -1], self.config.model.vocab_size
+        if not 0 <= int(last.min()) <= int(last.max()) < vocab_size:
+            raise InputError(f"GPT.loss: a last token is outside the model's vocabulary 0..{vocab_size - 1}")
+        logits = self.logits(rows[:, :-1])
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten().to(logits.device))
 
@@ -480,13 +496,18 @@ class GPT:
         return f"GPT({shape}, iteration={self.iteration})"
 
 
-def _recorded(folder: str, ckpt_step: int | None) -> RunConfig | None:
-    """Return the configuration of the run that saved a native checkpoint, or None for other folders."""
+def _recorded(folder: str, ckpt_step: int | None) -> dict[str, Any]:
+    """Return the flags of training that a native checkpoint records, or none for another folder.
+
+    Without optimizer state in the checkpoint, they include ``no_load_optim``.
+    """
     place = as_path(folder)
     found = candidate_folders(place, ckpt_step) if place.exists() else []
     if not found or detect_format(found[0]) != "native":
-        return None
-    return RunConfig.from_dict(recorded_config(found[0]))
+        return {}
+    values = recorded_values(RunConfig.from_dict(recorded_config(found[0])))
+    has_optimizer = read_index_file(found[0])["common"]["optimizer"] is not None
+    return values if has_optimizer else {**values, "no_load_optim": True}
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingConfig:

@@ -10,7 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config import RunConfig, command_line_fields, keyword_words, preset_names, resolve_arguments
+from megatron.config import (
+    DEFAULT_SPLIT,
+    RunConfig,
+    command_line_fields,
+    keyword_words,
+    preset_names,
+    resolve_arguments,
+)
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER
 from megatron.core.config_base import IDENTITY, field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
@@ -128,22 +135,31 @@ def config_values(config: RunConfig | GPTConfig, without: Collection[str] = ()) 
     }
 
 
-def loaded_settings(folder: str, recorded: RunConfig | None, flags: Mapping[str, Any]) -> Settings:
+def recorded_values(config: RunConfig) -> dict[str, Any]:
+    """Return the flags of a run that say how it trains, but not the model, its layout, its tokenizer or its output."""
+    roles = (*IDENTITY, "layout", "output")
+    closed = (*PRECISION, *TOKENIZER)
+    kept = {
+        spec.name for _, spec in command_line_fields() if spec.options.role not in roles and spec.name not in closed
+    }
+    return {name: value for name, value in _values_without_load(config).items() if name in kept}
+
+
+def loaded_settings(folder: str, recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Settings:
     """Return the settings that load a folder: those that its run recorded for training, and then the given ones."""
-    values: dict[str, Any] = {}
-    if recorded is not None:
-        own = {
-            spec.name
-            for _, spec in command_line_fields()
-            if spec.options.role not in (*IDENTITY, "layout", "output") and spec.name not in (*PRECISION, *TOKENIZER)
-        }
-        values = {name: value for name, value in config_values(recorded, _OF_LOAD).items() if name in own}
-    return Settings((), {**values, **flags, "load": folder, "use_checkpoint_args": True})
+    return Settings((), {**recorded, **flags, "load": folder, "use_checkpoint_args": True})
 
 
 def kept_settings(config: RunConfig) -> Settings:
     """Return the settings of a model that was loaded, which no longer name the folder."""
-    return Settings((), config_values(config, (*_OF_LOAD, "skip_train", "log_interval")))
+    return Settings((), _values_without_load(config))
+
+
+def _values_without_load(config: RunConfig) -> dict[str, Any]:
+    values = config_values(config, (*_OF_LOAD, "skip_train", "log_interval"))
+    if values.get("split") == DEFAULT_SPLIT:
+        del values["split"]
+    return values
 
 
 def with_chosen_values(config: RunConfig, built: RunConfig) -> RunConfig:
