@@ -218,7 +218,7 @@ class GPT:
         settings, provider = self._settings.updated(flags), self._provider
         if data is not None:
             folder = settings.values.get("data_cache_path")
-            found = flags_of_data(data, self.tokenizer, self._launch, folder, "GPT.fit")
+            found = flags_of_data(data, self.tokenizer, folder, "GPT.fit")
             chosen = {name: value for name, value in found.values.items() if name not in flags}
             if "split" not in settings.values:
                 chosen |= {"split": "1,0,0", "eval_iters": settings.values.get("eval_iters", 0)}
@@ -282,7 +282,7 @@ class GPT:
             return evaluate(self.config, runtime, self._state.held.parts, forward_step, source, number)
 
     def _evaluation_data(self, data: object) -> SampleDataset:
-        found = flags_of_data(data, self.tokenizer, self._launch, self.config.data.data_cache_path, "GPT.evaluate")
+        found = flags_of_data(data, self.tokenizer, self.config.data.data_cache_path, "GPT.evaluate")
         values: dict[str, Any] = {
             **dict.fromkeys(SOURCES, ()),
             "data_args_path": None,
@@ -349,7 +349,7 @@ class GPT:
         found = self._open_engine().generate(request)
         results: list[Any]
         if is_text:
-            texts = [prompt] if isinstance(prompt, str) else list(prompt)
+            texts = [prompt] if isinstance(prompt, str) else [str(text) for text in prompt]
             results = [
                 self._continued(text, tokens, each.tokens)
                 for text, tokens, each in zip(texts, prompts, found, strict=True)

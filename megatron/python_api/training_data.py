@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
 import shutil
@@ -29,7 +30,7 @@ from megatron.core.datasets import (
 )
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers import Tokenizer
-from megatron.training import LaunchEnvironment, SampleTargets, elastic_run_id, provide_datasets
+from megatron.training import SampleTargets, provide_datasets
 from megatron.training.data_plan import DatasetsProvider
 
 SOURCES = (
@@ -61,9 +62,7 @@ class DataFlags:
     provider: DatasetsProvider = provide_datasets
 
 
-def flags_of_data(
-    data: object, tokenizer: Tokenizer, launch: LaunchEnvironment, folder: str | None, caller: str
-) -> DataFlags:
+def flags_of_data(data: object, tokenizer: Tokenizer, folder: str | None, caller: str) -> DataFlags:
     """Return the flags for data in Python. Texts and tokens are written as token files to ``folder`` first.
 
     Without a folder, the files are in a temporary folder, which is removed when the process ends.
@@ -73,11 +72,11 @@ def flags_of_data(
         InputError: a file cannot be read, or a text cannot be encoded.
     """
     if isinstance(data, str | os.PathLike):
-        return _flags_of_path(Path(data), tokenizer, launch, folder, caller)
+        return _flags_of_path(Path(data), tokenizer, folder, caller)
     if isinstance(data, np.ndarray | torch.Tensor):
-        return _write(_documents_of_array(data, caller), tokenizer, launch, folder)
+        return _write(_documents_of_array(data, caller), tokenizer, folder)
     if isinstance(data, list | tuple):
-        return _write(_documents_of_list(data, tokenizer, caller), tokenizer, launch, folder)
+        return _write(_documents_of_list(data, tokenizer, caller), tokenizer, folder)
     if isinstance(data, ExternalSamples):
         return DataFlags({"dataloader_type": "external"}, _provider_of(data))
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
@@ -85,9 +84,7 @@ def flags_of_data(
     raise ConfigurationError(f"{caller}: data has the type {type(data).__name__}; pass {_ACCEPTED}")
 
 
-def _flags_of_path(
-    path: Path, tokenizer: Tokenizer, launch: LaunchEnvironment, folder: str | None, caller: str
-) -> DataFlags:
+def _flags_of_path(path: Path, tokenizer: Tokenizer, folder: str | None, caller: str) -> DataFlags:
     if path.suffix in _JSON_LINES and path.is_file():
         return DataFlags({"train_data": [str(path)]})
     if path.suffix == ".txt" and path.is_file():
@@ -95,7 +92,7 @@ def _flags_of_path(
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
-        return _write(_documents_of_list([text], tokenizer, caller), tokenizer, launch, folder)
+        return _write(_documents_of_list([text], tokenizer, caller), tokenizer, folder)
     prefix = str(path.with_suffix("")) if path.suffix in (".bin", ".idx") else str(path)
     if path.is_dir():
         found = sorted(each.with_suffix("") for each in path.glob("*.idx"))
@@ -134,14 +131,12 @@ def _documents_of_list(data: Sequence[Any], tokenizer: Tokenizer, caller: str) -
     raise ConfigurationError(f"{caller}: the list of data contains {kinds}; pass {_ACCEPTED}")
 
 
-def _write(
-    documents: Sequence[NDArray[Any]], tokenizer: Tokenizer, launch: LaunchEnvironment, folder: str | None
-) -> DataFlags:
+def _write(documents: Sequence[NDArray[Any]], tokenizer: Tokenizer, folder: str | None) -> DataFlags:
     """Write documents as token files, whose name depends on their content, unless the files exist."""
     digest = hashlib.blake2b(digest_size=8)
     for document in documents:
         digest.update(len(document).to_bytes(8, "little") + np.ascontiguousarray(document, np.int64).tobytes())
-    target = _temporary_folder(launch) if folder is None else Path(folder)
+    target = _temporary_folder() if folder is None else Path(folder)
     prefix = str(target / f"tokens-{digest.hexdigest()}")
     if not (idx_path(prefix).is_file() and bin_path(prefix).is_file()):
         # Ranks of a node may write the same files at the same time: each is renamed to its name when it is complete.
@@ -156,11 +151,10 @@ def _write(
     return DataFlags({"data_path": [prefix]})
 
 
-def _temporary_folder(launch: LaunchEnvironment) -> Path:
-    """Return the folder of this process for token files, which the ranks of a run on this node share."""
-    run = elastic_run_id() if launch.world_size > 1 else ""
-    name = f"megatron-{os.getuid()}-{run or os.getpid()}"
-    folder = Path(tempfile.gettempdir()) / name
+@functools.cache
+def _temporary_folder() -> Path:
+    """Return the folder of this process for token files."""
+    folder = Path(tempfile.mkdtemp(prefix="megatron-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -35,7 +35,7 @@ def use_model(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
         **layout,
     )
     results: dict[str, Any] = {"greedy": model.generate([1, 2, 3], 4, temperature=0)}
-    results["fit"] = model.fit(tokens, 3, lr=1e-2, global_batch_size=4, train_iters=6).losses
+    results["fit"] = model.fit(tokens, 3, lr=1e-2, global_batch_size=4, train_iters=6, data_cache_path=folder).losses
     results["evaluate"] = model.evaluate(tokens)
     results["loss"] = float(model.loss(tokens[:2, :17]))
     results["logits"] = model.logits([[1, 2, 3], [4, 5, 6]]).tolist()
@@ -43,7 +43,7 @@ def use_model(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
     model.to_hf(f"{folder}/hf")
     results["more"] = model.fit(steps=2).losses
     loaded = GPT.load(f"{folder}/run", **layout)
-    assert loaded.fit(tokens, 2).losses == results["more"]
+    assert loaded.fit(tokens, 2, data_cache_path=folder).losses == results["more"]
     return results
 
 

@@ -89,7 +89,7 @@ def test_fit_has_the_losses_of_the_command_line_also_in_several_calls(tokens: Pa
     assert first.losses + second.losses + third.losses == reference == model.history.losses
     assert (first.iterations, second.iterations, third.iterations) == ([1, 2], [3], [4, 5, 6])
     assert first.learning_rates == model.history.learning_rates[:2] != [first.learning_rates[0]] * 2
-    with pytest.raises(ConfigurationError, match="GPT.fit: all 6 iterations of train_iters are done; pass steps"):
+    with pytest.raises(ConfigurationError, match="all 6 iterations of train_iters are done; pass steps"):
         model.fit()
     assert model.fit(steps=2).iterations == [7, 8]
 
