@@ -10,4 +10,10 @@ if TYPE_CHECKING:
     from megatron.python_api.gpt import GPT
     from megatron.python_api.history import TrainingHistory
 
-__getattr__ = lazy_exports(__name__, {"gpt": "GPT", "history": "TrainingHistory"})
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "gpt": "GPT",
+        "history": "TrainingHistory",
+    },
+)

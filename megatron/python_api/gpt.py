@@ -57,17 +57,19 @@ from megatron.python_api.settings import (
 from megatron.python_api.training_data import SOURCES, flags_of_data
 from megatron.training import (
     BatchSource,
+    DatasetsProvider,
     LaunchEnvironment,
+    Program,
     SampleTargets,
     dataset_config,
     evaluate,
     forward_step,
     provide_datasets,
     provide_model,
+    sample_targets,
+    train_held,
 )
 from megatron.training.callbacks import Callback, open_engine
-from megatron.training.data_plan import DatasetsProvider, sample_targets
-from megatron.training.pretrain import Program, train_held
 
 Tokens: TypeAlias = "str | Sequence[int] | Sequence[Sequence[int]] | NDArray[Any] | torch.Tensor"
 """A text, or token ids of the shape ``[s]`` or ``[b, s]``."""
@@ -110,6 +112,7 @@ class GPT:
         self._launch = launch
         self._settings = settings
         self._provider: DatasetsProvider = provide_datasets
+        self._chosen: tuple[str, ...] = ()
         self._engine: InferenceEngine | None = None
         config, runtime = connect(config, launch, self.tokenizer)
         self._state = ModelState(config, runtime, self.tokenizer)
@@ -181,10 +184,11 @@ class GPT:
             InputError: the data cannot be used.
             TrainingError: the run failed, for example because the loss is not finite.
         """
-        settings, provider = self._with_data(data, flags)
+        settings, provider, chosen = self._with_data(data, flags)
         config, last = self._plan_training(settings, provider, steps)
         provider(config, self.tokenizer, sample_targets(config, self._state.held.train_state), ignore_line).check()
-        self._settings, self._provider, self._state.held.last_iteration = settings, provider, last
+        self._settings, self._provider, self._chosen = settings, provider, chosen
+        self._state.held.last_iteration = last
         self._engine = None
         self._state.adapt(config)
         self.config = config
@@ -204,8 +208,8 @@ class GPT:
             raise KeyboardInterrupt(recorder.history.stop_reason)
         return recorder.history
 
-    def _with_data(self, data: object, flags: Mapping[str, Any]) -> tuple[Settings, DatasetsProvider]:
-        """Return the settings with the flags and the data of a training, and the function that provides the data.
+    def _with_data(self, data: object, flags: Mapping[str, Any]) -> tuple[Settings, DatasetsProvider, tuple[str, ...]]:
+        """Return the settings of a training, the function that provides its data, and the flags that follow from it.
 
         Raises:
             ConfigurationError: a flag does not belong here, or the data is none of the accepted kinds.
@@ -215,18 +219,18 @@ class GPT:
             wrong += [f"GPT.fit: data and {name} both name data; omit one" for name in SOURCES if name in flags]
         if wrong:
             raise ConfigurationError(wrong)
-        settings, provider = self._settings.updated(flags), self._provider
-        if data is not None:
-            folder = settings.values.get("data_cache_path")
-            found = flags_of_data(data, self.tokenizer, folder, "GPT.fit")
-            chosen = {name: value for name, value in found.values.items() if name not in flags}
-            if "split" not in settings.values:
-                chosen |= {"split": "1,0,0", "eval_iters": settings.values.get("eval_iters", 0)}
-            settings = settings.updated({**dict.fromkeys(SOURCES), "mock_data": False, **chosen})
-            provider = found.provider
-        elif any(name in flags for name in SOURCES):
-            provider = provide_datasets
-        return settings, provider
+        if data is None and not any(name in flags for name in SOURCES):
+            return self._settings.updated(flags), self._provider, self._chosen
+        settings = self._settings.without(self._chosen).updated(flags)
+        if data is None:
+            return settings, provide_datasets, ()
+        folder = settings.values.get("data_cache_path")
+        found = flags_of_data(data, self.tokenizer, folder, "GPT.fit")
+        given = settings.resolve("GPT.fit", self._launch.world_size, has_data=False)[0].logging.given_arguments
+        defaults = {} if "split" in given else {"split": "1,0,0", "eval_iters": 0}
+        values = {**dict.fromkeys(SOURCES), "mock_data": False, **defaults, **found.values}
+        free = {name: value for name, value in values.items() if name in SOURCES or name not in given}
+        return settings.updated(free), found.provider, tuple(free)
 
     def _plan_training(
         self, settings: Settings, provider: DatasetsProvider, steps: int | None
@@ -236,8 +240,8 @@ class GPT:
         Raises:
             ConfigurationError: the number of steps or a flag is wrong.
         """
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigurationError(f"GPT.fit: steps is {steps!r}; pass a number of iterations of 1 or more")
+        if steps is not None:
+            _check_count(steps, "GPT.fit: steps")
         done, world_size = self.iteration, self._launch.world_size
         planned, _ = settings.resolve("GPT.fit", world_size, has_data=False)
         last = planned.train_iters if steps is None else done + steps
@@ -273,6 +277,8 @@ class GPT:
         Raises:
             InputError: the data cannot be used.
         """
+        if steps is not None:
+            _check_count(steps, "GPT.evaluate: steps")
         dataset = self._evaluation_data(data)
         training, runtime = self.config.training, self._state.runtime
         size = len(dataset) if steps is None else min(len(dataset), steps * training.global_batch_size)
@@ -337,6 +343,7 @@ class GPT:
             ConfigurationError: a sampling parameter is unknown or invalid.
             InputError: a prompt is empty or too long.
         """
+        _check_count(max_new_tokens, "GPT.generate: max_new_tokens")
         prompts, is_text, is_one = self._prompts(prompt)
         end = self.tokenizer.eod_id if stops_at_end else None
         request = GenerationRequest(
@@ -510,6 +517,11 @@ def _recorded(folder: str, ckpt_step: int | None) -> dict[str, Any]:
     return values if has_optimizer else {**values, "no_load_optim": True}
 
 
+def _check_count(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name} is {value!r}; pass a whole number of 1 or more")
+
+
 def _sampling(values: Mapping[str, Any]) -> SamplingConfig:
     names = [field.name for field in dataclasses.fields(SamplingConfig)]
     unknown = [name for name in values if name not in names]
@@ -517,6 +529,11 @@ def _sampling(values: Mapping[str, Any]) -> SamplingConfig:
         nearest = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"possible: {', '.join(names)}"
         raise ConfigurationError(f"GPT.generate: unknown argument {unknown[0]}; {hint}")
+    for name, value in values.items():
+        is_switch = isinstance(getattr(SamplingConfig, name), bool)
+        if isinstance(value, bool) != is_switch or not isinstance(value, int | float):
+            kind = "True or False" if is_switch else "a number"
+            raise ConfigurationError(f"GPT.generate: {name} is {value!r}; pass {kind}")
     chosen = dict(values)
     if chosen.get("temperature") == 0:
         chosen = {**chosen, "temperature": 1.0, "greedy": True}

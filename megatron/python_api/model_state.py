@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint import TrainState
 from megatron.config import RunConfig
 from megatron.core.console import Log, print_line
 from megatron.core.dist_checkpointing import ShardedTensor, float8_tensors, model_tensors, optimizer_tensors
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import OptimizerParamScheduler
 from megatron.core.tokenizers import Tokenizer
 from megatron.training import (
+    HeldModel,
     LaunchEnvironment,
     ModelAndOptimizer,
     RunCheckpoints,
     Runtime,
     build_model_and_optimizer,
+    choose_implementations,
     elastic_run_id,
+    initialize_lasting_runtime,
+    open_saver,
     provide_model,
+    read_launch_environment,
     schedule_of,
-    shut_down,
+    with_vocabulary,
 )
-from megatron.training.checkpointing import open_saver
 from megatron.training.fault_tolerance import die_with_launcher
-from megatron.training.initialize import initialize_runtime, read_launch_environment
-from megatron.training.pretrain import HeldModel, choose_implementations, with_vocabulary
 
 _OF_A_TRAINING: Mapping[str, Any] = {
     "train_iters": 0,
@@ -68,10 +68,7 @@ def connect(config: RunConfig, launch: LaunchEnvironment, tokenizer: Tokenizer) 
     """
     detail: Log = ignore_line if config.logging.brief_log or launch.rank else print_line
     config = with_vocabulary(config, tokenizer, detail)
-    has_group = dist.is_initialized()
-    runtime = initialize_runtime(config, launch)
-    if dist.is_initialized() and not has_group:
-        atexit.register(shut_down)
+    runtime = initialize_lasting_runtime(config, launch)
     return choose_implementations(config, runtime, launch, detail, detail), runtime
 
 

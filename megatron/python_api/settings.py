@@ -12,13 +12,14 @@ from typing import Any
 
 from megatron.config import (
     DEFAULT_SPLIT,
+    PRECISION,
+    TOKENIZER,
     RunConfig,
     command_line_fields,
     keyword_words,
     preset_names,
     resolve_arguments,
 )
-from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER
 from megatron.core.config_base import IDENTITY, field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import GPTConfig
@@ -49,6 +50,11 @@ class Settings:
     def updated(self, values: Mapping[str, Any]) -> Settings:
         """Return the settings with other values."""
         return dataclasses.replace(self, values={**self.values, **values})
+
+    def without(self, names: Collection[str]) -> Settings:
+        """Return the settings without some values."""
+        kept = {name: value for name, value in self.values.items() if name not in names}
+        return dataclasses.replace(self, values=kept)
 
     def resolve(
         self, caller: str, world_size: int, *, has_data: bool, needs_files: bool = True
@@ -183,7 +189,7 @@ def refuse_other_model(config: RunConfig, built: RunConfig, caller: str) -> None
     roles = (*IDENTITY, "layout")
     for part, spec in command_line_fields():
         is_fixed = part in _FIXED_PARTS or (part == "model" and spec.options.role in roles)
-        if not is_fixed or spec.name in _FREE or spec.name in _MEASURED:
+        if not is_fixed or spec.name in _FREE or (part == "model" and spec.name in _MEASURED):
             continue
         given, own = (field_value(getattr(each, part), spec.name) for each in (config, built))
         if given != own:

@@ -30,8 +30,7 @@ from megatron.core.datasets import (
 )
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers import Tokenizer
-from megatron.training import SampleTargets, provide_datasets
-from megatron.training.data_plan import DatasetsProvider
+from megatron.training import DatasetsProvider, SampleTargets, provide_datasets
 
 SOURCES = (
     "data_path",

@@ -204,6 +204,9 @@ def test_a_data_set_is_read_in_epochs() -> None:
         alone = float(np.mean([float(model.loss(rows._rows[index])) for index in range(6)]))
         assert model.evaluate(rows) == pytest.approx(alone, abs=1e-5)
         losses.append(model.fit(rows, 4, **TRAINING).losses)
+        assert model.config.data.dataloader_type == "cyclic"
+        model.fit([[1, 2, 3] * 20], 1)
+        assert model.config.data.dataloader_type == "single"
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
 
@@ -298,13 +301,14 @@ def untrained() -> GPT:
         ({"data": np.zeros((2, 2)), "steps": 1}, ConfigurationError, "the dtype float64; pass integers of the shape"),
         ({"data": [[1, 2, 77] * 40], "steps": 1}, DataError, "contains token id 77, but the vocabulary has 51 ids"),
         ({"data": [["a"]], "steps": 1}, ConfigurationError, "dtype <U1; pass integers"),
-        ({"steps": 0}, ConfigurationError, "GPT.fit: steps is 0; pass a number of iterations of 1 or more"),
+        ({"steps": 0}, ConfigurationError, "GPT.fit: steps is 0; pass a whole number of 1 or more"),
         ({"data": [[1] * 40]}, ConfigurationError, "GPT.fit: the number of iterations is missing; pass steps"),
         ({"steps": 1}, ConfigurationError, "--data-path"),
         ({"steps": 1, "load": "x"}, ConfigurationError, "GPT.load(folder) loads a checkpoint"),
         ({"data": [[1] * 40], "steps": 1, "lrr": 1}, ConfigurationError, "GPT.fit: unknown key lrr; did you mean lr?"),
         ({"data": [[1] * 40], "steps": 1, "mock_data": True}, ConfigurationError, "data and mock_data both name data"),
         ({"data": [[1] * 40], "steps": 1, "num_layers": 3}, ConfigurationError, "num_layers is 2 in this model and"),
+        ({"data": [[1] * 40], "steps": 1, "vocab_size": 60}, ConfigurationError, "vocab_size is 50 in this model and"),
         ({"data": [[1] * 40], "steps": 1, "seed": 3}, ConfigurationError, "seed is 1234 in this model and cannot"),
         ({"data": [[1] * 40], "steps": 2, "train_samples": 1}, ConfigurationError, "pass 1 steps or fewer, or more"),
     ],
@@ -322,6 +326,10 @@ def test_a_wrong_training_changes_nothing(
 def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
     with pytest.raises(ConfigurationError, match="unknown argument topk; did you mean top_k"):
         untrained.generate([1], topk=3)
+    with pytest.raises(ConfigurationError, match="temperature is 'hot'; pass a number"):
+        untrained.generate([1], temperature="hot")
+    with pytest.raises(ConfigurationError, match="pass a whole number of 1 or more"):
+        untrained.generate([1], 1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="the prompt is neither a text nor token ids"):
         untrained.generate([1, "a"])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="outside the model's vocabulary"):
