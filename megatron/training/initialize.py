@@ -340,7 +340,7 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
 
 
 def initialize_lasting_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
-    """Like `initialize_runtime`, in a program that goes on: the group of all processes lasts until the program ends.
+    """Like `initialize_runtime`, but destroy the group of all processes at the end of the program.
 
     A group that the caller has created is the caller's to destroy.
     """
