@@ -46,11 +46,10 @@ SOURCES = (
 )
 """Fields that name data, which data in Python replaces."""
 _ACCEPTED = (
-    "a prefix of token files (.bin and .idx) or a folder with one, a .jsonl or .txt file, a list of texts, a NumPy "
+    "a prefix of token files (.bin and .idx) or a folder with one, a file of text or jsonl, a list of texts, a NumPy "
     "array or torch tensor of tokens (one document, or a document per row), a list of these, or a data set with "
     "__len__ and __getitem__"
 )
-_JSON_LINES = (".jsonl", ".json")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ def flags_of_data(data: object, tokenizer: Tokenizer, folder: str | None, caller
         InputError: a file cannot be read, or a text cannot be encoded.
     """
     if isinstance(data, str | os.PathLike):
-        return _flags_of_path(Path(data), tokenizer, folder, caller)
+        return _flags_of_path(Path(data), caller)
     if isinstance(data, np.ndarray | torch.Tensor):
         return _write(_documents_of_array(data, caller), tokenizer, folder)
     if isinstance(data, list | tuple):
@@ -83,15 +82,9 @@ def flags_of_data(data: object, tokenizer: Tokenizer, folder: str | None, caller
     raise ConfigurationError(f"{caller}: data has the type {type(data).__name__}; pass {_ACCEPTED}")
 
 
-def _flags_of_path(path: Path, tokenizer: Tokenizer, folder: str | None, caller: str) -> DataFlags:
-    if path.suffix in _JSON_LINES and path.is_file():
+def _flags_of_path(path: Path, caller: str) -> DataFlags:
+    if path.is_file() and path.suffix not in (".bin", ".idx"):
         return DataFlags({"train_data": [str(path)]})
-    if path.suffix == ".txt" and path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
-        return _write(_documents_of_list([text], tokenizer, caller), tokenizer, folder)
     prefix = str(path.with_suffix("")) if path.suffix in (".bin", ".idx") else str(path)
     if path.is_dir():
         found = sorted(each.with_suffix("") for each in path.glob("*.idx"))

@@ -17,6 +17,7 @@ import torch
 from megatron import GPT
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.data.input_files import cut_text
 from megatron.training.callbacks import Callback
 from tests.harness.byte_vocabulary import write_vocabulary
 from tests.harness.forked_training import fork_training
@@ -173,8 +174,9 @@ def test_every_kind_of_data_is_the_same_data(tokens: Path, tmp_path: Path) -> No
 
 def test_text_files_are_the_same_data_as_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXTS[0])
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
-    kinds: list[object] = [[TEXTS[0]], tmp_path / "a.txt", tmp_path / "a.jsonl"]
+    texts = list(cut_text(TEXTS[0]))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    kinds: list[object] = [texts, tmp_path / "a.txt", tmp_path / "a.jsonl"]
     losses = [byte_model(tmp_path).fit(data, 1, lr=1e-3).losses for data in kinds]
     assert losses == [losses[0]] * 3
     evaluated = [byte_model(tmp_path).evaluate(data) for data in kinds]
