@@ -411,16 +411,18 @@ _MEANINGS = {
 }
 
 
-def _group(name: str, check_initialized: bool = True) -> Any:
-    group = _STATE.groups.get(name)
+def _group(name: str, check_initialized: bool = True) -> dist.ProcessGroup:
+    """Return this rank's group of a name; unchecked, None before initialization, as in megatron-core."""
+    group: Any = _STATE.groups.get(name)
     if check_initialized:
         assert group is not None, (
             f"{_MEANINGS.get(name, name)} group is not initialized on this rank; call initialize_model_parallel first"
         )
-    return group
+    found: dist.ProcessGroup = group
+    return found
 
 
-def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp", check: bool = True) -> Group:
+def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp") -> Group:
     """Return the ranks and communicator that a caller passed as ours or torch's, or the process-wide group.
 
     ``default`` is the short name of the process-wide group, such as ``tp``. Before initialization it is a group of one
@@ -431,15 +433,14 @@ def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp", 
     """
     if isinstance(group, Group):
         return group
-    if group is None:
-        if not _STATE.groups and not (dist.is_available() and dist.is_initialized()):
-            return Group((default,), (0,), 0)
-        group = _group(default)
-    known = _STATE.wrapped.get(id(group))
-    if known is None or known[0] is not group:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        known = (group, Group((default,), ranks, dist.get_rank(group), group))
-        _STATE.wrapped[id(group)] = known
+    if group is None and not _STATE.groups and not (dist.is_available() and dist.is_initialized()):
+        return Group((default,), (0,), 0)
+    handle: dist.ProcessGroup = _group(default) if group is None else group
+    known = _STATE.wrapped.get(id(handle))
+    if known is None or known[0] is not handle:
+        ranks = tuple(dist.get_process_group_ranks(handle))
+        known = (handle, Group((default,), ranks, dist.get_rank(handle), handle))
+        _STATE.wrapped[id(handle)] = known
     return known[1]
 
 
@@ -518,9 +519,10 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return _ranks("cp") if check_initialized or is_initialized() else None
 
 
-def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[dist.ProcessGroup]:
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[dist.ProcessGroup] | None:
     """Return the context-parallel groups from the innermost level on."""
-    groups: list[dist.ProcessGroup] = _group("hcp", check_initialized)
+    groups = _STATE.groups.get("hcp")
+    assert groups is not None or not check_initialized, "hierarchical context parallel groups are not initialized"
     return groups
 
 
@@ -530,7 +532,10 @@ def get_hybrid_data_context_parallel_groups(
     """Return the group of ``group_size`` neighboring data x context ranks."""
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return _group("dp_cp", check_initialized)
-    return _group("hybrid", check_initialized)[group_size]
+    groups: dict[int | None, dist.ProcessGroup] = _STATE.groups.get("hybrid", {})
+    if group_size not in groups:
+        raise KeyError(f"there is no hybrid group of {group_size} ranks; there are groups of {list(groups)}")
+    return groups[group_size]
 
 
 def get_embedding_group(check_initialized: bool = True) -> dist.ProcessGroup:

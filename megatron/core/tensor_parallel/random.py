@@ -177,9 +177,10 @@ class _InferenceRNGTracker(CudaRNGStatesTracker):
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """Do nothing."""
 
-    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> contextlib.AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        """Change nothing."""
+        yield
 
 
 def initialize_rng_tracker(
@@ -320,7 +321,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _recomputable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+    if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
         raise RuntimeError("Checkpointing is not compatible with .grad(), please use .backward() if possible")
     return inputs
 
@@ -386,7 +387,7 @@ class CheckpointWithoutOutput:
         for output in self.outputs or ():
             output.untyped_storage().resize_(0)
         if hook_tensor.requires_grad:
-            hook_tensor.register_hook(self._recompute)
+            hook_tensor.register_hook(self._recompute)  # type: ignore[no-untyped-call]
 
     def _recompute(self, _: torch.Tensor) -> None:
         """Run the function again and put the results into the freed outputs."""
