@@ -7,6 +7,7 @@ framework's own code passes groups, and reads the process-wide ones only where a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from megatron.core.device import current_device
 from megatron.core.parallel_config import Grid, slice_ranks
 from megatron.core.process_group import Group
 
@@ -43,6 +46,29 @@ class _ProcessState:
     overrides: dict[str, int | None] = field(default_factory=dict)
     wrapped: dict[int, tuple[Any, Group]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+
+
+class GlobalMemoryBuffer:
+    """Tensors by name and dtype whose memory is reused and grows to the largest request."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> torch.Tensor:
+        """Return uninitialized memory of a shape; its contents are lost at the next call with the same name."""
+        length = math.prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < length:
+            with (mem_alloc_context or contextlib.nullcontext)():
+                held = torch.empty(length, dtype=dtype, device=current_device().torch_device)
+            self.buffer[(name, dtype)] = held
+        return held[:length].view(*tensor_shape)
 
 
 _STATE = _ProcessState()
@@ -382,6 +408,7 @@ def destroy_model_parallel() -> None:
     _STATE.groups = {}
     _STATE.overrides = {}
     _STATE.wrapped = {}
+    destroy_global_memory_buffer()
 
 
 def is_initialized() -> bool:
@@ -879,3 +906,16 @@ def get_all_ranks() -> str:
         get_expert_model_parallel_rank(),
     )
     return "_".join(map(str, ranks))
+
+
+_MEMORY_BUFFER = "global_memory_buffer"
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the process's memory that layers reuse."""
+    return process_object(_MEMORY_BUFFER, GlobalMemoryBuffer)
+
+
+def destroy_global_memory_buffer() -> None:
+    """Free the process's memory that layers reuse."""
+    forget_process_object(_MEMORY_BUFFER)

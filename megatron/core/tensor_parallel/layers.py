@@ -200,7 +200,7 @@ def _initialize_affine_weight_gpu(
 
 
 class _Megatron(nn.Module):
-    """What the linear layers have in common: groups, initial values, and the extra state of their state dicts."""
+    """Groups, initial values and the extra state of state dicts, for both linear layers."""
 
     config: ModelParallelConfig
     tp: Group

@@ -212,6 +212,21 @@ def get_all_rng_states() -> dict[str, torch.Tensor]:
     return get_cuda_rng_tracker().states_
 
 
+def convert_cuda_rng_state(
+    state: torch.Tensor | torch.Generator, to_graphable: bool = False
+) -> torch.Tensor | torch.Generator:
+    """Return an RNG state as a tensor, or with ``to_graphable`` as a generator of the current device.
+
+    Raises:
+        ValueError: it is neither a tensor nor a generator.
+    """
+    if not isinstance(state, (torch.Tensor, torch.Generator)):
+        raise ValueError(f"Invalid state type: {type(state)}")
+    if isinstance(state, torch.Generator):
+        return state if to_graphable else state.get_state()
+    return torch.Generator(current_device().torch_device).set_state(state) if to_graphable else state
+
+
 def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: CudaRNGStatesTracker) -> bool:
     """Return whether CUDA graphs can capture the tracker's states."""
     return cuda_rng_tracker.use_cudagraphable_rng

@@ -110,7 +110,7 @@ def test_conversion_of_latent_attention_and_squared_relu() -> None:
     own = config.to_decoder_config()
     assert (own.mla.multi_latent_attention, own.mla.q_lora_rank, own.mla.kv_lora_rank) == (True, None, 512)
     assert (own.rope.rope_type, own.rope.rotary_scaling_factor, own.squared_relu) == ("yarn", 40, True)
-    with pytest.raises(NotImplementedError, match="Output gate"):
+    with pytest.raises(ValueError, match="Output gate"):
         MLATransformerConfig(**SMALL, attention_output_gate=True)
 
 

@@ -125,6 +125,17 @@ def test_an_object_of_the_process_is_made_once_and_outlives_the_groups() -> None
     process_state.forget_process_object("a test's object")
 
 
+def test_memory_of_a_name_is_reused_until_more_is_needed() -> None:
+    buffer = parallel_state.get_global_memory_buffer()
+    first = buffer.get_tensor((2, 3), torch.float32, "mpu")
+    assert first.shape == (2, 3)
+    assert buffer.get_tensor((4,), torch.float32, "mpu").data_ptr() == first.data_ptr()
+    assert buffer.get_tensor((4,), torch.float64, "mpu").dtype is torch.float64
+    assert buffer.get_tensor((3, 3), torch.float32, "mpu").numel() == 9
+    parallel_state.destroy_model_parallel()
+    assert parallel_state.get_global_memory_buffer() is not buffer
+
+
 def test_a_collection_has_the_groups_that_are_passed() -> None:
     collection = ProcessGroupCollection()
     assert repr(collection) == "ProcessGroupCollection(empty)"

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
     CudaRNGStatesTracker,
     checkpoint,
+    convert_cuda_rng_state,
     get_cuda_rng_tracker,
     initialize_rng_tracker,
 )
@@ -78,6 +79,17 @@ def test_the_process_has_one_tracker_until_it_is_replaced() -> None:
     with inference.fork():
         assert torch.equal(torch.get_rng_state(), before)
     assert inference.get_states() == {}
+
+
+def test_states_are_tensors_or_generators() -> None:
+    state = torch.Generator().manual_seed(5).get_state()
+    generator = convert_cuda_rng_state(state, to_graphable=True)
+    assert isinstance(generator, torch.Generator)
+    assert convert_cuda_rng_state(generator, to_graphable=True) is generator
+    assert torch.equal(convert_cuda_rng_state(generator), state)
+    assert convert_cuda_rng_state(state) is state
+    with pytest.raises(ValueError, match="Invalid state type"):
+        convert_cuda_rng_state([1])
 
 
 def test_recomputation_without_groups_and_its_limits() -> None:
