@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER
 from megatron.config.deprecated_names import deprecation_warning
+from megatron.config.extra_arguments import script_defaults
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
@@ -182,10 +183,11 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
     Raises:
         ConfigurationError: a file cannot be read, or has a key that is no flag; with the problems of all files.
     """
-    presets, files = _values_of(argv, _PRESET), _values_of(argv, _CONFIG)
-    if not presets and not files:
+    presets, files, defaults = _values_of(argv, _PRESET), _values_of(argv, _CONFIG), script_defaults()
+    if not presets and not files and not defaults:
         return list(argv)
     problems: list[str] = []
+    of_script = _read_entries("args_defaults:", defaults, problems, notes)
     read = list[_FileWords]()
     for name in files:
         try:
@@ -194,6 +196,7 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
             problems += error.problems
     presets = presets or [each.preset for each in read if each.preset is not None]
     settings = _by_flag(preset_words(presets[-1])) if presets else {}
+    settings = _settle(of_script.given, settings)
     if problems:
         raise ConfigurationError(problems)
     for each in read:
@@ -252,19 +255,24 @@ def _replaced(flag: str) -> Collection[str]:
 
 
 def _read(path: str, problems: list[str], notes: list[str]) -> _FileWords:
+    return _read_entries(f"--config {path}:", read_config_file(path), problems, notes)
+
+
+def _read_entries(source: str, entries: Mapping[str, Any], problems: list[str], notes: list[str]) -> _FileWords:
+    """Return the words for the values of a source, which messages name."""
     names, found = _flags_by_key(), _FileWords()
-    for key, value in read_config_file(path).items():
+    for key, value in entries.items():
         spec = names.get(key)
         if isinstance(spec, FieldSpec):
-            key, value = _current_entry(path, key, value, spec, notes)
+            key, value = _current_entry(source, key, value, spec, notes)
         if spec is None:
-            problems.append(_unknown(path, key, names))
+            problems.append(_unknown(source, key, names))
         elif isinstance(spec, str):
             found.given[spec] = _table_words(spec, value)
         elif spec.name in _OWN:
-            problems.append(f"--config {path}: {key} belongs on the command line; remove it from the file")
+            problems.append(f"{source} {key} belongs on the command line; remove it from the file")
         else:
-            words = list(_words(path, key, spec, value, problems))
+            words = list(_words(source, key, spec, value, problems))
             if spec.name == "model_preset" and words:
                 found.preset = str(value)
             elif words:
@@ -274,14 +282,16 @@ def _read(path: str, problems: list[str], notes: list[str]) -> _FileWords:
     return found
 
 
-def _current_entry(path: str, key: str, value: Any, spec: FieldSpec, notes: list[str]) -> tuple[str, Any]:
+def _current_entry(source: str, key: str, value: Any, spec: FieldSpec, notes: list[str]) -> tuple[str, Any]:
     """Replace a deprecated key and a deprecated value, and add a warning for each."""
     if f"--{key.replace('_', '-')}" in spec.options.deprecated:
-        notes.append(f"{deprecation_warning(key, spec.name)} (--config {path})")
+        notes.append(f"{deprecation_warning(key, spec.name)} ({source.removesuffix(':')})")
         key = spec.name
     for earlier, current in spec.options.deprecated_values:
         if value == earlier:
-            notes.append(f"{deprecation_warning(f'{key} = {value}', f'{key} = {current}')} (--config {path})")
+            notes.append(
+                f"{deprecation_warning(f'{key} = {value}', f'{key} = {current}')} ({source.removesuffix(':')})"
+            )
             value = current
             break
     return key, value
@@ -296,10 +306,10 @@ def _flags_by_key() -> dict[str, FieldSpec | str]:
     return found
 
 
-def _unknown(path: str, key: str, known: Collection[str]) -> str:
+def _unknown(source: str, key: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
     hint = f"did you mean {nearest[0]}?" if nearest else "--print-config lists all keys"
-    return f"--config {path}: unknown key {key}; {hint}"
+    return f"{source} unknown key {key}; {hint}"
 
 
 def _table_words(flag: str, value: Any) -> list[str]:
@@ -308,20 +318,20 @@ def _table_words(flag: str, value: Any) -> list[str]:
     return [flag] if value is True else [flag, *(str(item) for item in (value if isinstance(value, list) else [value]))]
 
 
-def _words(path: str, key: str, spec: FieldSpec, value: Any, problems: list[str]) -> Iterator[str]:
+def _words(source: str, key: str, spec: FieldSpec, value: Any, problems: list[str]) -> Iterator[str]:
     """Yield the command-line words for a value; none for a switch at its default, an empty list or None."""
     flag, items = spec.flags[0], value if isinstance(value, list) else [value]
     if value is None or value == []:
         return
     if spec.is_bool:
         if not isinstance(value, bool):
-            problems.append(f"--config {path}: {key} = {value!r}: true or false is expected")
+            problems.append(f"{source} {key} = {value!r}: true or false is expected")
         elif value != (key == spec.name and spec.options.negative is not None):
             yield flag
     elif any(isinstance(item, bool) or item is None for item in items):
-        problems.append(f"--config {path}: {key} = {value!r}: {flag} needs {spec.metavar}")
+        problems.append(f"{source} {key} = {value!r}: {flag} needs {spec.metavar}")
     elif isinstance(value, list) and not spec.is_sequence:
-        problems.append(f"--config {path}: {key} = {value!r}: one value is expected, not a list")
+        problems.append(f"{source} {key} = {value!r}: one value is expected, not a list")
     elif spec.is_sequence and not spec.options.append:
         yield from (flag, *map(str, items))
     else:

@@ -8,6 +8,7 @@ from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.training.batch_source import BatchSource, batch_layout
+    from megatron.training.callbacks.callback import Callback
     from megatron.training.checkpointing import RunCheckpoints
     from megatron.training.data_plan import SampleTargets, dataset_config
     from megatron.training.evaluation import EvaluationRecord, EvaluationSets, evaluate
@@ -20,7 +21,18 @@ if TYPE_CHECKING:
         refuse_in_run,
         run_program,
     )
-    from megatron.training.extending import import_script, pretrain, register_activation
+    from megatron.training.extending import (
+        get_args,
+        import_script,
+        keep_arguments,
+        pretrain,
+        register_activation,
+        register_callback,
+        register_dataset,
+        register_logger,
+        register_lr_schedule,
+        register_optimizer,
+    )
     from megatron.training.gpt import forward_step, provide_datasets, provide_model, training_script
     from megatron.training.initialize import (
         LaunchEnvironment,
@@ -38,6 +50,7 @@ if TYPE_CHECKING:
         scheduler_job_id,
         shut_down,
     )
+    from megatron.training.loggers.experiment_loggers import RunLogger
     from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer, schedule_of
     from megatron.training.preflight import prepare_data_or_exit
     from megatron.training.resume import ResumeState
@@ -71,13 +84,18 @@ __getattr__ = lazy_exports(
         "exit_reason": (
             "OWN_RUN_ID launch_environment_or_exit parse_arguments_or_exit reasons_of refuse refuse_in_run run_program"
         ),
-        "extending": "import_script pretrain register_activation",
+        "callbacks.callback": "Callback",
+        "extending": (
+            "get_args import_script keep_arguments pretrain register_activation register_callback register_dataset "
+            "register_logger register_lr_schedule register_optimizer"
+        ),
         "gpt": "forward_step provide_datasets provide_model training_script",
         "initialize": (
             "LaunchEnvironment MeetingPoint Runtime abort_communication connect_store elastic_run_id "
             "initialize_device initialize_distributed is_first_failure launcher_error_file make_runtime "
             "meeting_point scheduler_job_id shut_down"
         ),
+        "loggers.experiment_loggers": "RunLogger",
         "model_setup": "ModelAndOptimizer ModelProvider build_model_and_optimizer schedule_of",
         "preflight": "prepare_data_or_exit",
         "resume": "ResumeState",

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.inner_optimizer import examine_rule, is_decayed, load_fused_adam
     from megatron.core.optimizer.muon import is_orthogonalized
     from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig, host_state_bytes, parse_override, state_bytes
+    from megatron.core.optimizer.optimizer_config import (
+        OptimizerConfig,
+        host_state_bytes,
+        parse_optimizer_args,
+        parse_override,
+        state_bytes,
+    )
     from megatron.core.optimizer.optimizer_param_scheduler import (
         OptimizerParamScheduler,
         ScheduleConfig,
@@ -32,7 +38,7 @@ __getattr__ = lazy_exports(
         "inner_optimizer": "examine_rule is_decayed load_fused_adam",
         "muon": "is_orthogonalized",
         "optimizer": "MegatronOptimizer StepOutcome",
-        "optimizer_config": "OptimizerConfig host_state_bytes parse_override state_bytes",
+        "optimizer_config": "OptimizerConfig host_state_bytes parse_optimizer_args parse_override state_bytes",
         "optimizer_param_scheduler": (
             "OptimizerParamScheduler ScheduleConfig conflicting_fields learning_rate reconcile_schedules "
             "styles_unknown_to_megatron weight_decay"

@@ -1,0 +1,20 @@
+"""Train with a callback of your own: ``megatron train --script FILE --callbacks weight-norm``.
+
+The norm of the weights is then in the log line, the metrics file and TensorBoard.
+"""
+
+from dataclasses import replace
+
+from megatron.training import Callback, pretrain, register_callback
+
+
+class WeightNorm(Callback):
+    def measure(self, run, report):
+        norm = run.parts.optimizer.params_norm()  # a collective: every rank calls it
+        return replace(report, auxiliary={**report.auxiliary, "weight norm": norm})
+
+
+register_callback("weight-norm", WeightNorm)
+
+if __name__ == "__main__":
+    pretrain()

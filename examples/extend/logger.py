@@ -1,0 +1,29 @@
+"""Train with a logger of your own: ``megatron train --script FILE --loggers csv --save DIR``.
+
+It writes the metrics to ``DIR/metrics.csv``.
+"""
+
+import csv
+import os
+
+from megatron.training import RunLogger, pretrain, register_logger
+
+
+class CsvLogger(RunLogger):
+    def __init__(self, config):
+        folder = config.checkpoint.save or "."
+        os.makedirs(folder, exist_ok=True)
+        self.file = open(os.path.join(folder, "metrics.csv"), "a", newline="")  # noqa: SIM115
+        self.rows = csv.writer(self.file)
+
+    def scalars(self, values, iteration, samples=None):
+        self.rows.writerows([iteration, name, value] for name, value in values.items())
+
+    def close(self):
+        self.file.close()
+
+
+register_logger("csv", CsvLogger)
+
+if __name__ == "__main__":
+    pretrain()
