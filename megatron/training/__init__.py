@@ -27,10 +27,13 @@ if TYPE_CHECKING:
         keep_arguments,
         pretrain,
         register_activation,
+        register_attention,
         register_callback,
         register_dataset,
         register_logger,
+        register_loss,
         register_lr_schedule,
+        register_norm,
         register_optimizer,
     )
     from megatron.training.gpt import forward_step, provide_datasets, provide_model, training_script
@@ -86,8 +89,8 @@ __getattr__ = lazy_exports(
         ),
         "callbacks.callback": "Callback",
         "extending": (
-            "get_args import_script keep_arguments pretrain register_activation register_callback register_dataset "
-            "register_logger register_lr_schedule register_optimizer"
+            "get_args import_script keep_arguments pretrain register_activation register_attention register_callback "
+            "register_dataset register_logger register_loss register_lr_schedule register_norm register_optimizer"
         ),
         "gpt": "forward_step provide_datasets provide_model training_script",
         "initialize": (

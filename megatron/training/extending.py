@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+    from torch import nn
 
+    from megatron.core.tensor_parallel import LossInputs
     from megatron.core.tokenizers import Tokenizer
+    from megatron.core.transformer import DecoderConfig
     from megatron.training.callbacks import Callback
     from megatron.training.data_plan import DatasetsProvider
     from megatron.training.loggers import RunLogger
@@ -66,6 +69,59 @@ def register_activation(name: str, function: Callable[[torch.Tensor], torch.Tens
         ConfigurationError: there is an activation of this name, or the name cannot be the value of a flag.
     """
     _register("activation", name, function, gated=gated)
+
+
+def register_norm(name: str, module: Callable[[int, float], nn.Module]) -> None:
+    """Register a normalization for every norm of the model, selected by ``--normalization NAME``.
+
+    Args:
+        name: the value of the flag.
+        module: a class or function that is called with the width ``n`` and ``--norm-epsilon``, and returns a module
+            ``[..., n] -> [..., n]``. All values of a parameter of the module start from the same number. The norm of a
+            tensor-parallel rank sees a part of the positions, and with --qk-layernorm a part of the heads.
+
+    Raises:
+        ConfigurationError: there is a norm of this name, or the name cannot be the value of a flag.
+    """
+    _register("normalization", name, module)
+
+
+def register_attention(
+    name: str,
+    module: Callable[..., nn.Module],
+    *,
+    multiply_adds: Callable[[DecoderConfig], float] = lambda config: 0.0,
+) -> None:
+    """Register an attention module for all layers, selected by ``--attention NAME``.
+
+    Args:
+        name: the value of the flag.
+        module: a class with the constructor and the ``forward`` of `megatron.core.transformer.SelfAttention`, usually a
+            subclass of it, or with MLA of `megatron.core.transformer.LatentAttention`. Its parameters have a
+            `ParamSpec`, as those of the layers in `megatron.core.tensor_parallel`.
+        multiply_adds: function of the model's configuration that returns the multiply-adds per token and layer in
+            matmuls that self-attention does not have, for the reported FLOP/s.
+
+    Raises:
+        ConfigurationError: there is an attention of this name, or the name cannot be the value of a flag.
+    """
+    _register("attention", name, module, multiply_adds=multiply_adds)
+
+
+def register_loss(name: str, function: Callable[[LossInputs], torch.Tensor]) -> None:
+    """Register a loss for training, selected by ``--loss NAME``; evaluation reports the cross-entropy.
+
+    Args:
+        name: the value of the flag.
+        function: returns the loss of every token, ``[s, b]``, from the logits and labels of a micro-batch, see
+            `megatron.core.tensor_parallel.LossInputs`. The loss mask is applied to the result, and the mean over all
+            counted tokens of the global batch is minimized. With multi-token prediction the batch also has the
+            sequences of its modules.
+
+    Raises:
+        ConfigurationError: there is a loss of this name, or the name cannot be the value of a flag.
+    """
+    _register("loss", name, function)
 
 
 def pretrain(

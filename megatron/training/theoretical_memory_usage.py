@@ -370,9 +370,9 @@ def model_size(config: RunConfig) -> ModelSize:
     block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
     # A tied output layer is counted with the embedding whose weight it shares.
     ends = StageContents((), has_embedding=True, has_loss=True)
-    num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     rows = model.padded_vocab_size - whole.padded_vocab_size
     plain = with_fields(whole, mtp_num_layers=None)
+    num_norm = sum(each.size for each in chunk_parameters(plain, ends) if ".final_layernorm." in each.name)
     embedding = _count(plain, ends) - num_norm
     further = _count(whole, ends) - _count(plain, ends)
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)

@@ -9,6 +9,7 @@ from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
+from megatron.core import registry
 from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
@@ -119,6 +120,11 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         yield (
             f"--qk-layernorm-across-heads is not supported with --normalization {model.normalization}; "
             "use --normalization RMSNorm"
+        )
+    if model.apply_layernorm_1p and registry.is_registered("normalization", model.normalization):
+        yield (
+            f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
+            "registered; omit it"
         )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (

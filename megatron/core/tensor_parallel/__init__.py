@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from megatron.core.tensor_parallel.cpu_offload import ActivationOffload, WeightOffload
     from megatron.core.tensor_parallel.cross_entropy import (
+        LossInputs,
         vocab_parallel_losses_and_normalizers,
         vocab_sharded_cross_entropy,
     )
@@ -55,7 +56,7 @@ __getattr__ = lazy_exports(
     {
         "comm_overlap_config": "LinearOverlap WHOLE linear_overlap read_overlap_methods",
         "cpu_offload": "ActivationOffload WeightOffload",
-        "cross_entropy": "vocab_sharded_cross_entropy vocab_parallel_losses_and_normalizers",
+        "cross_entropy": "LossInputs vocab_sharded_cross_entropy vocab_parallel_losses_and_normalizers",
         "initialization": "initialize_divided initialize_parameter",
         "sharded_layers": (
             "ColumnShardedLinear RowShardedLinear VocabShardedEmbedding embedding_lookup make_parameter "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         plain_names,
     )
     from megatron.core.transformer.mlp import MLP, activation_of
-    from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
+    from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear
     from megatron.core.transformer.multi_token_prediction import (
         MTPLayer,
         MultiTokenPrediction,
@@ -60,7 +60,7 @@ __getattr__ = lazy_exports(
         "lora": "add_adapters",
         "lora_targets": "ADAPTERS GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names",
         "mlp": "MLP activation_of",
-        "multi_latent_attention": "ReplicatedLinear",
+        "multi_latent_attention": "LatentAttention ReplicatedLinear",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm normalize",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",

@@ -348,8 +348,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
     )
     """Separate keys and values per head, or shared (same as --group-query-attention alone)."""
 
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), role="shape")
-    """Type of normalization."""
+    attention: str = flag(
+        "self_attention", choices=("self_attention",), registry="attention", role="shape", in_args=False
+    )
+    """Attention module: multi-head self-attention (MLA too), or one that a script registered."""
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), registry="normalization", role="shape")
+    """Type of normalization; a script can register others."""
     norm_epsilon: float = flag(
         1e-5,
         aliases=("--layernorm-epsilon",),
@@ -711,6 +715,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         kind = self.kind_of(layer_number)
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
+        if registry.is_registered("attention", self.attention):
+            gemms += registry.find("attention", self.attention).properties["multiply_adds"](self)
         num_matrices = 3 if self.is_gated else 2
         if self.moe_layers[kind]:
             # Routed experts (top-k), the shared expert and the router.
