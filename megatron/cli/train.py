@@ -34,12 +34,13 @@ from megatron.training.loggers import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FI
 
 @dataclass(frozen=True)
 class ContinuedRun:
-    """Flags, working directory and number of processes of a recorded run that continues."""
+    """Flags, working directory, number of processes and script of a recorded run that continues."""
 
     words: tuple[str, ...]
     folder: Path
     nproc: int
     nnodes: int
+    script: str | None
 
     @classmethod
     def read(cls, directory: str) -> ContinuedRun:
@@ -59,6 +60,7 @@ class ContinuedRun:
             environment = parse_json(read_plain_text(record / ENVIRONMENT_FILE))
             nproc, nnodes = (_count(environment, key) for key in ("processes_per_machine", "machines"))
             started_in = Path(str(environment["folder"]))
+            script = environment.get("script")
             is_saved = (folder / TRACKER_FILE).is_file()
         except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
             raise ConfigurationError(
@@ -67,7 +69,7 @@ class ContinuedRun:
             ) from error
         config = record / (CONTINUE_FILE if is_saved else CONFIG_FILE)
         words = ["--config", str(config), "--save", str(folder), *(["--load", str(folder)] if is_saved else [])]
-        return cls(tuple(words), started_in, nproc, nnodes)
+        return cls(tuple(words), started_in, nproc, nnodes, None if script is None else str(script))
 
 
 def _count(environment: Mapping[str, Any], key: str) -> int:
@@ -180,6 +182,8 @@ def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
         )
     if "script" in own:
         own["script"] = str(Path(own["script"]).resolve())
+    elif run.script is not None:
+        own["script"] = run.script
     if not run.folder.is_dir():
         print_line(
             f"WARNING: the run's working directory {run.folder} is missing: its relative paths are resolved from the "

@@ -159,6 +159,7 @@ def pretrain(
         declare_arguments(extra_args, args_defaults, all_flags())
     except ConfigurationError as error:
         sys.exit(refuse(error.problems, read_launch_environment().rank))
+    _Run.script = str(Path(sys.argv[0]).resolve())
     words = sys.argv[1:] if argv is None else argv
     given = {"model_provider": model_provider, "datasets_provider": datasets_provider, "forward_step": forward_step}
     parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
@@ -197,6 +198,12 @@ def get_args() -> argparse.Namespace:
 
 class _Run:
     config: RunConfig | None = None
+    script: str | None = None
+
+
+def running_script() -> str | None:
+    """Return the script that called `pretrain` in this process, or None if the run is that of pretrain_gpt.py."""
+    return _Run.script
 
 
 def keep_arguments(config: RunConfig) -> None:

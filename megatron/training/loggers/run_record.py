@@ -31,7 +31,7 @@ from megatron.config import RunConfig, format_arguments, format_config
 from megatron.core.errors import MegatronError, StorageError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range
-from megatron.training import LaunchEnvironment
+from megatron.training import LaunchEnvironment, running_script
 
 RECORD_FOLDER = "run_record"
 CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
@@ -102,6 +102,7 @@ class RunRecord:
         environment = {
             **start,
             "command": sys.argv,
+            "script": running_script(),
             "folder": os.getcwd(),
             "processes_per_machine": launch.local_world_size,
             "machines": max(1, launch.world_size // launch.local_world_size),
