@@ -93,7 +93,7 @@ def _as_class(provider: ExtraArgsProvider, known: Collection[str]) -> type[Extra
             problems.append(f"extra_args: {'/'.join(action.option_strings) or action.dest}: {problem}")
             continue
         fields[action.dest] = _field(action)
-        text = (action.help or "").replace("%(default)s", str(action.default)).strip()
+        text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%").strip()
         docs[action.dest] = f" Off: {text}" if _is_negative(action) else text
     if problems:
         raise ConfigurationError(problems)

@@ -372,7 +372,7 @@ def measure_state_bytes(name: str, words: tuple[str, ...]) -> int:
             f"--optimizer {name}: the trial step that measures its state fails ({type(error).__name__}: {error}); fix "
             "it, or pass state_bytes to register_optimizer"
         ) from error
-    tensors = [value for value in inner.rule.state[parameter].values() if isinstance(value, torch.Tensor)]
+    tensors = [inner.state_of(parameter, name) for name in inner.names_of_state(parameter)]
     return round(sum(tensor.numel() * tensor.element_size() for tensor in tensors) / parameter.numel())
 
 

@@ -113,7 +113,7 @@ class ReplicaChecks(Callback):
         raise_on_all_ranks(error, run.runtime.state.world)
 
 
-def _registered(names: Sequence[str]) -> list[Callback]:
+def registered_callbacks(names: Sequence[str]) -> list[Callback]:
     """Create the registered callbacks of ``--callbacks``.
 
     Raises:
@@ -168,7 +168,7 @@ def configured_callbacks(
         ExitWarning(checkpoint.preemption_grace_seconds, checkpoint.async_save),
         GarbageCollection() if training.manual_gc else None,
         UnusedMemory() if training.empty_unused_memory_level >= 1 else None,
-        *_registered(logging.callbacks),
+        *registered_callbacks(logging.callbacks),
         *own,
     ]
     return Callbacks([callback for callback in found if callback is not None])
