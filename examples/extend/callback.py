@@ -6,10 +6,12 @@ The norm of the weights is then in the log line, the metrics file and TensorBoar
 from dataclasses import replace
 
 from megatron.training import Callback, pretrain, register_callback
+from megatron.training.callbacks import TrainingRun
+from megatron.training.loggers import StepReport
 
 
 class WeightNorm(Callback):
-    def measure(self, run, report):
+    def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
         norm = run.parts.optimizer.params_norm()  # a collective: every rank calls it
         return replace(report, auxiliary={**report.auxiliary, "weight norm": norm})
 

@@ -5,21 +5,23 @@ It writes the metrics to ``DIR/metrics.csv``.
 
 import csv
 import os
+from collections.abc import Mapping
 
+from megatron.config import RunConfig
 from megatron.training import RunLogger, pretrain, register_logger
 
 
 class CsvLogger(RunLogger):
-    def __init__(self, config):
+    def __init__(self, config: RunConfig) -> None:
         folder = config.checkpoint.save or "."
         os.makedirs(folder, exist_ok=True)
         self.file = open(os.path.join(folder, "metrics.csv"), "a", newline="")  # noqa: SIM115
         self.rows = csv.writer(self.file)
 
-    def scalars(self, values, iteration, samples=None):
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
         self.rows.writerows([iteration, name, value] for name, value in values.items())
 
-    def close(self):
+    def close(self) -> None:
         self.file.close()
 
 

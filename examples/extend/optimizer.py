@@ -5,17 +5,19 @@ the class below (Bernstein et al. 2018, https://arxiv.org/abs/1802.04434), and `
 Adafactor.
 """
 
+from typing import Any
+
 import torch
 
 from megatron.training import pretrain, register_optimizer
 
 
 class Signum(torch.optim.Optimizer):
-    def __init__(self, params, lr=1e-3, momentum=0.9, weight_decay=0.0):
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -114,28 +114,35 @@ class Parser(SpellingParser):
 
 
 class _ImportScript(argparse.Action):
-    """Import a script for the parts that it registers, before anything that needs them."""
+    """Import a script when the command line is parsed, before anything that needs what it registers."""
+
+    def __init__(self, *args: Any, before: Callable[[], object], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._before = before
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """Import the script and store its path."""
-        from megatron.training import import_script
+        """Import the script; the namespace does not change."""
+        from megatron.training import import_script, launch_environment_or_exit, refuse
 
         try:
+            self._before()
             import_script(values)
         except ConfigurationError as error:
-            parser.exit(2, "".join(f"error: {problem}\n" for problem in error.problems))
-        setattr(namespace, self.dest, values)
+            parser.exit(refuse(error.problems, launch_environment_or_exit().rank))
 
 
-def declare_script(container: argparse._ActionsContainer) -> None:
-    """Declare ``--script``, which imports the user's training script for the parts that it registers."""
+def declare_script(container: argparse._ActionsContainer, before: Callable[[], object] = lambda: None) -> None:
+    """Declare ``--script``, which imports a training script for the parts that it registers, after ``before()``."""
     container.add_argument(
         "--script",
         action=_ImportScript,
+        before=before,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
         metavar="FILE",
-        help="your own training script, imported for the parts of the model that it registers",
+        help="your training script, imported for the parts of the model that it registers",
     )
 
 

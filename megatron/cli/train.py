@@ -34,13 +34,16 @@ from megatron.training.loggers import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FI
 
 @dataclass(frozen=True)
 class ContinuedRun:
-    """Flags, working directory, number of processes and script of a recorded run that continues."""
+    """Flags, working directory and number of processes of a recorded run that continues.
+
+    ``scripts`` registered parts of the run.
+    """
 
     words: tuple[str, ...]
     folder: Path
     nproc: int
     nnodes: int
-    script: str | None
+    scripts: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, directory: str) -> ContinuedRun:
@@ -59,8 +62,8 @@ class ContinuedRun:
         try:
             environment = parse_json(read_plain_text(record / ENVIRONMENT_FILE))
             nproc, nnodes = (_count(environment, key) for key in ("processes_per_machine", "machines"))
+            scripts = tuple(str(path) for path in environment.get("scripts", ()))
             started_in = Path(str(environment["folder"]))
-            script = environment.get("script")
             is_saved = (folder / TRACKER_FILE).is_file()
         except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
             raise ConfigurationError(
@@ -69,7 +72,7 @@ class ContinuedRun:
             ) from error
         config = record / (CONTINUE_FILE if is_saved else CONFIG_FILE)
         words = ["--config", str(config), "--save", str(folder), *(["--load", str(folder)] if is_saved else [])]
-        return cls(tuple(words), started_in, nproc, nnodes, None if script is None else str(script))
+        return cls(tuple(words), started_in, nproc, nnodes, scripts)
 
 
 def _count(environment: Mapping[str, Any], key: str) -> int:
@@ -171,9 +174,14 @@ def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
     Relative paths are resolved from that directory, including paths in ``typed``; a message says so.
 
     Raises:
-        ConfigurationError: the run has no record, or it ran on several nodes and --nnodes is missing.
+        ConfigurationError: the run has no record, or --script or --nnodes is missing.
     """
     run = ContinuedRun.read(own["continue"])
+    if run.scripts and "script" not in own:
+        raise ConfigurationError(
+            f"--continue {own['continue']}: {run.scripts[0]} registered parts of the run; pass --script "
+            f"{run.scripts[0]} too"
+        )
     own.setdefault("nproc", str(run.nproc))
     if run.nnodes > 1 and "nnodes" not in own:
         raise ConfigurationError(
@@ -182,8 +190,6 @@ def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
         )
     if "script" in own:
         own["script"] = str(Path(own["script"]).resolve())
-    elif run.script is not None:
-        own["script"] = run.script
     if not run.folder.is_dir():
         print_line(
             f"WARNING: the run's working directory {run.folder} is missing: its relative paths are resolved from the "

@@ -25,6 +25,18 @@ class Registered:
 
 
 _REGISTERED: dict[str, dict[str, Registered]] = {}
+_SCRIPTS: list[str] = []
+
+
+def add_script(path: str) -> None:
+    """Record a script that registers something, by its absolute path."""
+    if path not in _SCRIPTS:
+        _SCRIPTS.append(path)
+
+
+def scripts() -> tuple[str, ...]:
+    """Return the scripts that registered something, which other processes import to have the same names."""
+    return tuple(_SCRIPTS)
 
 
 def add(kind: str, name: str, value: Any, built_in: tuple[str, ...] = (), **properties: Any) -> None:
@@ -79,8 +91,3 @@ def missing(kind: str, name: str) -> str:
         f"{kind} {name} is not registered{known}; pass the script that registers it with --script FILE, or run that "
         "script instead of pretrain_gpt.py"
     )
-
-
-def remove(kind: str, name: str) -> None:
-    """Remove a registered name; for tests and notebooks, which register a function again after changing it."""
-    del _REGISTERED[kind][name]

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         register_lr_schedule,
         register_norm,
         register_optimizer,
-        running_script,
     )
     from megatron.training.gpt import forward_step, provide_datasets, provide_model, training_script
     from megatron.training.initialize import (
@@ -91,8 +90,7 @@ __getattr__ = lazy_exports(
         "callbacks.callback": "Callback",
         "extending": (
             "get_args import_script keep_arguments pretrain register_activation register_attention register_callback "
-            "register_dataset register_logger register_loss register_lr_schedule register_norm register_optimizer "
-            "running_script"
+            "register_dataset register_logger register_loss register_lr_schedule register_norm register_optimizer"
         ),
         "gpt": "forward_step provide_datasets provide_model training_script",
         "initialize": (

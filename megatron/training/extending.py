@@ -37,7 +37,7 @@ from megatron.training.exit_reason import refuse, run_program
 from megatron.training.initialize import read_launch_environment
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     import torch
     from torch import nn
@@ -50,6 +50,21 @@ if TYPE_CHECKING:
     from megatron.training.loggers import RunLogger
     from megatron.training.model_setup import ModelProvider
     from megatron.training.training_step import ForwardStep
+
+__all__ = [
+    "get_args",
+    "pretrain",
+    "register_activation",
+    "register_attention",
+    "register_callback",
+    "register_dataset",
+    "register_logger",
+    "register_loss",
+    "register_lr_schedule",
+    "register_norm",
+    "register_optimizer",
+]
+"""The public API of scripts, which docs/extending.md lists with its version."""
 
 _MODULE_NAME = "megatron_script"
 """``__name__`` of a script that a command imports for its registrations."""
@@ -159,7 +174,7 @@ def pretrain(
         declare_arguments(extra_args, args_defaults, all_flags())
     except ConfigurationError as error:
         sys.exit(refuse(error.problems, read_launch_environment().rank))
-    _Run.script = str(Path(sys.argv[0]).resolve())
+    registry.add_script(str(Path(sys.argv[0]).resolve()))
     words = sys.argv[1:] if argv is None else argv
     given = {"model_provider": model_provider, "datasets_provider": datasets_provider, "forward_step": forward_step}
     parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
@@ -198,12 +213,6 @@ def get_args() -> argparse.Namespace:
 
 class _Run:
     config: RunConfig | None = None
-    script: str | None = None
-
-
-def running_script() -> str | None:
-    """Return the script that called `pretrain` in this process, or None if the run is that of pretrain_gpt.py."""
-    return _Run.script
 
 
 def keep_arguments(config: RunConfig) -> None:
@@ -299,6 +308,20 @@ def _register(kind: str, name: str, value: Callable[..., Any], **properties: Any
     except ConfigurationError:
         sys.excepthook = _report
         raise
+    if (script := _running_script()) is not None:
+        registry.add_script(script)
+
+
+def _running_script() -> str | None:
+    """Return the path of the script whose top level is running, directly or in a module that it imports."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    while frame is not None and (frame.f_code.co_name == "<module>" or "importlib" in frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") in ("__main__", _MODULE_NAME) and "__file__" in frame.f_globals:
+            return str(Path(frame.f_globals["__file__"]).resolve())
+        frame = frame.f_back
+    return None
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

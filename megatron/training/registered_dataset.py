@@ -153,11 +153,13 @@ class RegisteredDatasetBuilder:
 
         made = registry.find("data set", self._name).value(self.config, self.tokenizer)
         splits = zip(_SPLITS, self._parts(made), self._num_samples())
-        found = [self._samples(split, *part, count) if part is not None else None for split, part, count in splits]
-        for dataset in found:
+        train, valid, test = (
+            None if part is None else self._samples(split, *part, count) for split, part, count in splits
+        )
+        for dataset in (train, valid, test):
             if dataset is not None and dataset.usage.num_epochs > 1:
                 self.report(dataset.usage.describe())
-        return DatasetSplits(*found)
+        return DatasetSplits(train, valid, test)
 
     @property
     def _name(self) -> str:

@@ -38,6 +38,8 @@ def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.ffn_hidden_size == 0 and model.hidden_size > 0:
         gate = "--geglu" if model.geglu else "--swiglu"
+        if model.activation_func is not None:
+            gate = f"--activation-func {model.activation_func}"
         yield (
             f"--hidden-size {model.hidden_size} is too small for the default FFN size with {gate}; set "
             "--ffn-hidden-size"

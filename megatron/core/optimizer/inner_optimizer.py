@@ -356,7 +356,7 @@ def _make_registered(config: OptimizerConfig, param_groups: list[dict[str, Any]]
     made = factory(param_groups, lr=config.lr or 1e-3, **parse_optimizer_args(config.optimizer_args))
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"the registered function returned {type(made).__name__}, not a torch.optim.Optimizer")
-    return cast("torch.optim.Optimizer", made)
+    return made
 
 
 def measure_state_bytes(name: str, words: tuple[str, ...]) -> int:

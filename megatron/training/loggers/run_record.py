@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import RunConfig, format_arguments, format_config
+from megatron.core import registry
 from megatron.core.errors import MegatronError, StorageError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range
-from megatron.training import LaunchEnvironment, running_script
+from megatron.training import LaunchEnvironment
 
 RECORD_FOLDER = "run_record"
 CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
@@ -102,7 +103,7 @@ class RunRecord:
         environment = {
             **start,
             "command": sys.argv,
-            "script": running_script(),
+            "scripts": registry.scripts(),
             "folder": os.getcwd(),
             "processes_per_machine": launch.local_world_size,
             "machines": max(1, launch.world_size // launch.local_world_size),

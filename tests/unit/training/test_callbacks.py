@@ -120,13 +120,10 @@ def test_several_callbacks_are_called_at_every_moment() -> None:
     assert [name for name, value in vars(Callbacks).items() if inspect.isfunction(value)][1:] == MOMENTS
 
 
-def test_a_registered_function_must_return_a_callback() -> None:
+def test_a_registered_function_must_return_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     register_callback("watching", Watching)
     register_callback("wrong", lambda: "x")  # type: ignore[arg-type, return-value]
-    try:
-        assert [type(callback) for callback in registered_callbacks(("watching", "watching"))] == [Watching, Watching]
-        with pytest.raises(ConfigurationError, match="callback wrong is str, not a subclass of"):
-            registered_callbacks(("wrong",))
-    finally:
-        for name in ("watching", "wrong"):
-            registry.remove("callback", name)
+    assert [type(callback) for callback in registered_callbacks(("watching", "watching"))] == [Watching, Watching]
+    with pytest.raises(ConfigurationError, match="callback wrong is str, not a subclass of"):
+        registered_callbacks(("wrong",))

@@ -99,12 +99,13 @@ def test_an_item_of_another_kind_is_rejected(item: Any, message: str) -> None:
 
 
 @pytest.fixture
-def register() -> Iterator[Callable[[Any], None]]:
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+
     def add(made: Any) -> None:
         extending.register_dataset("mine", lambda config, tokenizer: made)
 
-    yield add
-    registry.remove("data set", "mine")
+    return add
 
 
 def config_of(more: str) -> RunConfig:

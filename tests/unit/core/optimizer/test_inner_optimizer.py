@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -354,13 +354,11 @@ class Halving(torch.optim.Optimizer):
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     register_optimizer("halving", Halving)
     register_optimizer("declared", Halving, state_bytes=6)
     register_optimizer("nothing", lambda params, lr: None)  # type: ignore[arg-type, return-value]
-    yield
-    for name in ("halving", "declared", "nothing"):
-        registry.remove("optimizer", name)
 
 
 def test_a_registered_optimizer_gets_its_arguments(registered: None) -> None:

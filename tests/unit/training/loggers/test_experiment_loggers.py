@@ -351,24 +351,25 @@ def test_an_mlflow_server_that_speaks_another_protocol_is_rejected(mlflow: list[
     assert mlflow == []
 
 
-def test_registered_loggers_are_made_with_the_configuration_in_the_order_of_the_flag() -> None:
+def test_registered_loggers_are_made_with_the_configuration_in_the_order_of_the_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+
     class Keeping(RunLogger):
         def __init__(self, config: RunConfig) -> None:
             self.config = config
 
     register_logger("keeping", Keeping)
     register_logger("wrong", lambda config: [])  # type: ignore[arg-type, return-value]
-    try:
-        config = resolve_arguments([*FLAGS, "--loggers", "keeping", "keeping"], 1).config
-        first, second = open_loggers(config, 0)
-        assert isinstance(first, Keeping)
-        assert (first.config, first.name, second.name) == (config, "keeping", "keeping")
-        first.scalars({"lm loss": 1.0}, 1)
-        config = resolve_arguments([*FLAGS, "--loggers", "wrong"], 1).config
-        with pytest.raises(ConfigurationError, match="logger wrong is list, not a subclass of"):
-            open_loggers(config, 0)
-    finally:
-        for name in ("keeping", "wrong"):
-            registry.remove("logger", name)
+    config = resolve_arguments([*FLAGS, "--loggers", "keeping", "keeping"], 1).config
+    first, second = open_loggers(config, 0)
+    assert isinstance(first, Keeping)
+    assert (first.config, first.name, second.name) == (config, "keeping", "keeping")
+    first.scalars({"lm loss": 1.0}, 1)
+    config = resolve_arguments([*FLAGS, "--loggers", "wrong"], 1).config
+    with pytest.raises(ConfigurationError, match="logger wrong is list, not a subclass of"):
+        open_loggers(config, 0)
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     with pytest.raises(ConfigurationError, match="--loggers keeping: possible values are none; a script that registe"):
         resolve_arguments([*FLAGS, "--loggers", "keeping"], 1)
