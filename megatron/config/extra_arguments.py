@@ -169,4 +169,5 @@ def _field(action: argparse.Action) -> tuple[Any, Any]:
 
 def extra_fields() -> tuple[FieldSpec, ...]:
     """Return the fields of the arguments that the script added."""
-    return field_specs(extra_class())
+    added: type = extra_class()
+    return field_specs(added)
