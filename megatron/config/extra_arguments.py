@@ -74,7 +74,8 @@ def recorded_arguments(values: Mapping[str, Any]) -> ExtraArguments:
     made = dataclasses.make_dataclass(
         ExtraArguments.__name__, fields, bases=(ExtraArguments,), frozen=True, kw_only=True
     )
-    return made()
+    recorded: ExtraArguments = made()
+    return recorded
 
 
 def _as_class(provider: ExtraArgsProvider, known: Collection[str]) -> type[ExtraArguments]:

@@ -377,12 +377,12 @@ def measure_state_bytes(name: str, words: tuple[str, ...]) -> int:
 
 
 def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    if registry.is_registered("optimizer", config.elementwise):
+        return ()
     if config.elementwise == "adam":
         return ("exp_avg", "exp_avg_sq")
     if config.elementwise == "lion":
         return ("exp_avg",)
-    if registry.is_registered("optimizer", config.elementwise):
-        return ()
     assert config.elementwise == "sgd", config.elementwise
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
