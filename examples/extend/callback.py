@@ -5,8 +5,8 @@ The norm of the weights is then in the log line, the metrics file and TensorBoar
 
 from dataclasses import replace
 
-from megatron.training import Callback, pretrain, register_callback
-from megatron.training.callbacks import TrainingRun
+from megatron.training import pretrain, register_callback
+from megatron.training.callbacks import Callback, TrainingRun
 from megatron.training.loggers import StepReport
 
 

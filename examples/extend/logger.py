@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 
 from megatron.config import RunConfig
-from megatron.training import RunLogger, pretrain, register_logger
+from megatron.training import pretrain, register_logger
+from megatron.training.loggers import RunLogger
 
 
 class CsvLogger(RunLogger):

@@ -22,9 +22,8 @@ from megatron.training import (
 )
 
 if TYPE_CHECKING:
-    from megatron.training import ForwardStep, ModelProvider
+    from megatron.training import DatasetsProvider, ForwardStep, ModelProvider
     from megatron.training.callbacks import Callback
-    from megatron.training.data_plan import DatasetsProvider
 
 
 def main(
@@ -56,7 +55,7 @@ def main(
     kept = keep_rank(config, launch)
     with waiting("preparing the data and loading torch", is_on=launch.rank == 0, prints=config.logging.brief_log):
         tokenizer = prepare_data_or_exit(config, launch, datasets_provider)
-        from megatron.training.pretraining import pretrain_from_config
+        from megatron.training import pretrain_from_config
 
     parts = (model_provider, datasets_provider, forward_step)
     return pretrain_from_config(config, launch, tokenizer, *parts, kept, callbacks)

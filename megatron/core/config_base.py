@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
+from megatron.core.registry import missing_registration, registered_names
 
 ConfigType = TypeVar("ConfigType")
 
@@ -237,7 +237,7 @@ class FieldSpec:
         """Return the accepted values, built in and registered, or None if any value of the type is accepted."""
         if self.options.registry is None:
             return self.options.choices
-        return (*(self.options.choices or ()), *registry.names(self.options.registry))
+        return (*(self.options.choices or ()), *registered_names(self.options.registry))
 
     def unregistered(self, value: Any) -> str | None:
         """Return an error message if the value is a name that must be registered and is not, or None."""
@@ -245,7 +245,7 @@ class FieldSpec:
         if kind is None or value is None:
             return None
         unknown = [name for name in (value if self.is_sequence else (value,)) if name not in (self.choices or ())]
-        return registry.missing(kind, unknown[0]) if unknown else None
+        return missing_registration(kind, unknown[0]) if unknown else None
 
     @property
     def metavar(self) -> str:

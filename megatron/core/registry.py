@@ -34,12 +34,12 @@ def add_script(path: str) -> None:
         _SCRIPTS.append(path)
 
 
-def scripts() -> tuple[str, ...]:
+def registered_scripts() -> tuple[str, ...]:
     """Return the scripts that registered something, which other processes import to have the same names."""
     return tuple(_SCRIPTS)
 
 
-def add(kind: str, name: str, value: Any, built_in: tuple[str, ...] = (), **properties: Any) -> None:
+def add_registered(kind: str, name: str, value: Any, built_in: tuple[str, ...] = (), **properties: Any) -> None:
     """Register a function or class under a name of its kind.
 
     Args:
@@ -62,12 +62,12 @@ def add(kind: str, name: str, value: Any, built_in: tuple[str, ...] = (), **prop
     _REGISTERED.setdefault(kind, {})[name] = Registered(value, properties)
 
 
-def names(kind: str) -> tuple[str, ...]:
+def registered_names(kind: str) -> tuple[str, ...]:
     """Return the registered names of a kind, in the order of registration."""
     return tuple(_REGISTERED.get(kind, ()))
 
 
-def find(kind: str, name: str) -> Registered:
+def find_registered(kind: str, name: str) -> Registered:
     """Return what was registered under a name.
 
     Raises:
@@ -76,7 +76,7 @@ def find(kind: str, name: str) -> Registered:
     try:
         return _REGISTERED[kind][name]
     except KeyError:
-        raise ConfigurationError(missing(kind, name)) from None
+        raise ConfigurationError(missing_registration(kind, name)) from None
 
 
 def is_registered(kind: str, name: str | None) -> bool:
@@ -84,9 +84,9 @@ def is_registered(kind: str, name: str | None) -> bool:
     return name in _REGISTERED.get(kind, ())
 
 
-def missing(kind: str, name: str) -> str:
+def missing_registration(kind: str, name: str) -> str:
     """Return the error message for a name that is neither built in nor registered."""
-    known = f" (registered: {choices(names(kind))})" if names(kind) else ""
+    known = f" (registered: {choices(registered_names(kind))})" if registered_names(kind) else ""
     return (
         f"{kind} {name} is not registered{known}; pass the script that registers it with --script FILE, or run that "
         "script instead of pretrain_gpt.py"

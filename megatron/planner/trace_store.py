@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core import registry
 from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.registry import is_registered, registered_scripts
 from megatron.planner.simulation import load_fake_cuda
 from megatron.planner.traces import (
     FEWEST_SAMPLES,
@@ -190,14 +190,14 @@ def _has_registered(request: TraceRequest) -> bool:
     """Return whether a script registered parts of the model, which may change while their names do not."""
     fields = {spec.name: spec.options.registry for spec in field_specs(GPTConfig)}
     kinds = {name: kind for name, kind in fields.items() if kind is not None}
-    return any(registry.is_registered(kind, field_value(request.model, name)) for name, kind in kinds.items())
+    return any(is_registered(kind, field_value(request.model, name)) for name, kind in kinds.items())
 
 
 @functools.cache
 def _worker() -> subprocess.Popen[str]:
     """Return a process that takes traces until its standard input is closed, when this process ends."""
     found = [str(_PACKAGE.parent), *sys.path]
-    start = f"from megatron.planner.trace_store import run_trace_worker; run_trace_worker({registry.scripts()!r})"
+    start = f"from megatron.planner.trace_store import run_trace_worker; run_trace_worker({registered_scripts()!r})"
     program = f"import sys; sys.path[:0] = {found!r}; {start}"
     command, pipe = [sys.executable, "-c", program], subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)

@@ -8,9 +8,8 @@ from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.training.batch_source import BatchSource, batch_layout
-    from megatron.training.callbacks.callback import Callback
     from megatron.training.checkpointing import RunCheckpoints
-    from megatron.training.data_plan import SampleTargets, dataset_config
+    from megatron.training.data_plan import DatasetsProvider, SampleTargets, dataset_config
     from megatron.training.evaluation import EvaluationRecord, EvaluationSets, evaluate
     from megatron.training.exit_reason import (
         OWN_RUN_ID,
@@ -53,9 +52,9 @@ if TYPE_CHECKING:
         scheduler_job_id,
         shut_down,
     )
-    from megatron.training.loggers.experiment_loggers import RunLogger
     from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer, schedule_of
     from megatron.training.preflight import prepare_data_or_exit
+    from megatron.training.pretraining import pretrain_from_config
     from megatron.training.resume import ResumeState
     from megatron.training.step_position import StepPosition, find_step
     from megatron.training.step_samples import StepSamples
@@ -82,12 +81,11 @@ __getattr__ = lazy_exports(
     {
         "batch_source": "BatchSource batch_layout",
         "checkpointing": "RunCheckpoints",
-        "data_plan": "SampleTargets dataset_config",
+        "data_plan": "DatasetsProvider SampleTargets dataset_config",
         "evaluation": "EvaluationRecord EvaluationSets evaluate",
         "exit_reason": (
             "OWN_RUN_ID launch_environment_or_exit parse_arguments_or_exit reasons_of refuse refuse_in_run run_program"
         ),
-        "callbacks.callback": "Callback",
         "extending": (
             "get_args import_script keep_arguments pretrain register_activation register_attention register_callback "
             "register_dataset register_logger register_loss register_lr_schedule register_norm register_optimizer"
@@ -98,9 +96,9 @@ __getattr__ = lazy_exports(
             "initialize_device initialize_distributed is_first_failure launcher_error_file make_runtime "
             "meeting_point scheduler_job_id shut_down"
         ),
-        "loggers.experiment_loggers": "RunLogger",
         "model_setup": "ModelAndOptimizer ModelProvider build_model_and_optimizer schedule_of",
         "preflight": "prepare_data_or_exit",
+        "pretraining": "pretrain_from_config",
         "resume": "ResumeState",
         "step_position": "StepPosition find_step",
         "step_samples": "StepSamples",

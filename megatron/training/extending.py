@@ -16,9 +16,13 @@ The script registers at its top level, and starts training only if it is the pro
 from __future__ import annotations
 
 import argparse
+import atexit
+import importlib
+import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,9 +35,9 @@ from megatron.config import (
     command_line_fields,
     declare_arguments,
 )
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
-from megatron.training.exit_reason import refuse, run_program
+from megatron.core.registry import add_registered, add_script, registered_scripts
+from megatron.training.exit_reason import is_own_rank, refuse, run_program
 from megatron.training.initialize import read_launch_environment
 
 if TYPE_CHECKING:
@@ -69,6 +73,8 @@ __all__ = [
 _MODULE_NAME = "megatron_script"
 """``__name__`` of a script that a command imports for its registrations."""
 _importing: list[Path] = []
+_calls_pretrain: list[bool] = []
+"""Not empty once `pretrain` was called."""
 
 
 def register_activation(name: str, function: Callable[[torch.Tensor], torch.Tensor], *, gated: bool = False) -> None:
@@ -168,13 +174,14 @@ def pretrain(
         raise ConfigurationError(
             f'--script {_importing[-1]} calls pretrain() when it is imported; call it under if __name__ == "__main__":'
         )
-    from megatron.cli.pretrain import main
-
+    # The command line is in a layer above this one.
+    main = importlib.import_module("megatron.cli.pretrain").main
+    _calls_pretrain.append(True)
     try:
         declare_arguments(extra_args, args_defaults, all_flags())
     except ConfigurationError as error:
         sys.exit(refuse(error.problems, read_launch_environment().rank))
-    registry.add_script(str(Path(sys.argv[0]).resolve()))
+    add_script(str(Path(sys.argv[0]).resolve()))
     words = sys.argv[1:] if argv is None else argv
     given = {"model_provider": model_provider, "datasets_provider": datasets_provider, "forward_step": forward_step}
     parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
@@ -274,7 +281,7 @@ def register_callback(name: str, factory: Callable[[], Callback]) -> None:
 
     Args:
         name: a value of the flag.
-        factory: a subclass of `megatron.training.Callback`, or a function that returns one, without arguments.
+        factory: a subclass of `megatron.training.callbacks.Callback`, or a function that returns one, without arguments.
 
     Raises:
         ConfigurationError: there is a callback of this name, or the name cannot be the value of a flag.
@@ -287,7 +294,7 @@ def register_logger(name: str, factory: Callable[[RunConfig], RunLogger]) -> Non
 
     Args:
         name: a value of the flag.
-        factory: a subclass of `megatron.training.RunLogger` whose constructor takes the configuration, or a function
+        factory: a subclass of `megatron.training.loggers.RunLogger` whose constructor takes the configuration, or a function
             that returns a logger. Only the reporting rank calls it.
 
     Raises:
@@ -304,12 +311,24 @@ def _register(kind: str, name: str, value: Callable[..., Any], **properties: Any
     fields = [spec for _, spec in command_line_fields() if spec.options.registry == kind]
     built_in = tuple(choice for spec in fields for choice in spec.options.choices or ())
     try:
-        registry.add(kind, name, value, built_in, **properties)
+        add_registered(kind, name, value, built_in, **properties)
     except ConfigurationError:
         sys.excepthook = _report
         raise
     if (script := _running_script()) is not None:
-        registry.add_script(script)
+        if not registered_scripts():
+            atexit.register(_require_training, script)
+        add_script(script)
+
+
+def _require_training(script: str) -> None:
+    """End a rank of ``megatron train`` with status 2 if its script registers parts and then does nothing."""
+    has_trained = _calls_pretrain or "megatron.training.training_step" in sys.modules
+    if is_own_rank() and not has_trained and getattr(sys, "last_value", None) is None:
+        reason = f'--script {script} ends without training; call pretrain() under if __name__ == "__main__":'
+        with suppress(SystemExit):  # of a rank that is ended while it waits for rank 0
+            refuse([reason], read_launch_environment().rank)
+        os._exit(2)
 
 
 def _running_script() -> str | None:

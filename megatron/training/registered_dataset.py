@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config import RunConfig
-from megatron.core import registry
 from megatron.core.datasets import (
     DataUsage,
     GPTDatasetConfig,
@@ -20,6 +19,7 @@ from megatron.core.datasets import (
     split_boundaries,
 )
 from megatron.core.errors import ConfigurationError, DataError
+from megatron.core.registry import find_registered
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.data_plan import SampleTargets, dataset_config
 
@@ -141,7 +141,7 @@ class RegisteredDatasetBuilder:
         Raises:
             ConfigurationError: it is not.
         """
-        registry.find("data set", self._name)
+        find_registered("data set", self._name)
 
     def build(self) -> DatasetSplits:
         """Call the registered function and make the samples of each split.
@@ -151,7 +151,7 @@ class RegisteredDatasetBuilder:
         """
         from megatron.core.datasets import DatasetSplits
 
-        made = registry.find("data set", self._name).value(self.config, self.tokenizer)
+        made = find_registered("data set", self._name).value(self.config, self.tokenizer)
         splits = zip(_SPLITS, self._parts(made), self._num_samples())
         train, valid, test = (
             None if part is None else self._samples(split, *part, count) for split, part, count in splits

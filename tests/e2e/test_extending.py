@@ -114,3 +114,13 @@ def test_megatron_train_runs_a_script(tmp_path: Path) -> None:
     generate = [*megatron, "generate", "--load", tmp_path / "checkpoints", "--prompt", "1 2", "--max-tokens", "2"]
     assert "attention gated is not registered" in run_command(generate).stderr
     assert len(run_command([*generate, "--script", script]).check().stdout.split()) == 4
+
+
+def test_a_script_that_does_not_train_is_reported(tmp_path: Path) -> None:
+    script = tmp_path / "only.py"
+    script.write_text("from megatron.training import register_loss\nregister_loss('mean', len)\n")
+    found = run_command([sys.executable, "-m", "megatron", "train", "--nproc", "2", "--script", script])
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1] == (
+        f'error: --script {script} ends without training; call pretrain() under if __name__ == "__main__":'
+    )

@@ -9,12 +9,12 @@ from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
-from megatron.core import registry
 from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
+from megatron.core.registry import is_registered
 from megatron.core.transformer import GATED_ACTIVATIONS, adapted_parts
 
 _MOST_VALUES = 10**13
@@ -123,7 +123,7 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
             f"--qk-layernorm-across-heads is not supported with --normalization {model.normalization}; "
             "use --normalization RMSNorm"
         )
-    if model.apply_layernorm_1p and registry.is_registered("normalization", model.normalization):
+    if model.apply_layernorm_1p and is_registered("normalization", model.normalization):
         yield (
             f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
             "registered; omit it"

@@ -16,7 +16,6 @@ from megatron.config import (
 )
 from megatron.config.checks import model, parallelism
 from megatron.config.checks.parallelism import Check, divisors_of, has_whole_copies
-from megatron.core import registry
 from megatron.core.config_base import BELOW_ONE
 from megatron.core.datasets import (
     ConversationFile,
@@ -31,6 +30,7 @@ from megatron.core.errors import ConfigurationError, DataError, StorageError, ch
 from megatron.core.object_store import PACKAGES, is_url, url_problem
 from megatron.core.optimizer import parse_optimizer_args, parse_override, styles_unknown_to_megatron
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
+from megatron.core.registry import is_registered
 
 _LENGTHS = (
     "train_iters",
@@ -75,7 +75,7 @@ def _check_overrides(config: RunConfig) -> Iterator[str]:
 
 def _check_optimizer_args(config: RunConfig) -> Iterator[str]:
     optimizer = config.optimizer
-    if optimizer.optimizer_args and not registry.is_registered("optimizer", optimizer.optimizer):
+    if optimizer.optimizer_args and not is_registered("optimizer", optimizer.optimizer):
         yield (
             f"--optimizer-args {' '.join(optimizer.optimizer_args)}: --optimizer {optimizer.optimizer} has flags of "
             "its own; only an optimizer that a script registers takes --optimizer-args"

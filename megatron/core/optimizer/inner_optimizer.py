@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, parse_optimizer_args
+from megatron.core.registry import find_registered, is_registered
 
 _PIECE = 1 << 24
 """Elements that are updated together; it bounds the size of temporary tensors."""
@@ -337,7 +337,7 @@ def _make_torch_optimizer(
         return Lion(param_groups, (config.lion_beta1, config.lion_beta2))
     if config.elementwise == "sgd":
         return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
-    if registry.is_registered("optimizer", config.elementwise):
+    if is_registered("optimizer", config.elementwise):
         return _make_registered(config, param_groups)
     assert config.elementwise == "adam", config.elementwise
     options: dict[str, Any] = {
@@ -352,7 +352,7 @@ def _make_torch_optimizer(
 
 def _make_registered(config: OptimizerConfig, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Call the factory of a registered optimizer; every step sets the learning rate, which must only be valid here."""
-    factory = registry.find("optimizer", config.elementwise).value
+    factory = find_registered("optimizer", config.elementwise).value
     made = factory(param_groups, lr=config.lr or 1e-3, **parse_optimizer_args(config.optimizer_args))
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"the registered function returned {type(made).__name__}, not a torch.optim.Optimizer")
@@ -377,7 +377,7 @@ def measure_state_bytes(name: str, words: tuple[str, ...]) -> int:
 
 
 def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    if registry.is_registered("optimizer", config.elementwise):
+    if is_registered("optimizer", config.elementwise):
         return ()
     if config.elementwise == "adam":
         return ("exp_avg", "exp_avg_sq")

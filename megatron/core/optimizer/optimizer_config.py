@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron.core import registry
 from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, idle_without
 from megatron.core.parallel_config import ELEMENT_BYTES
+from megatron.core.registry import find_registered, is_registered
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _average_bytes(optimizer: OptimizerConfig) -> int:
 
 def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
     sizes = _sizes(optimizer)
-    if registry.is_registered("optimizer", optimizer.optimizer):
+    if is_registered("optimizer", optimizer.optimizer):
         return _registered_bytes(optimizer.optimizer, optimizer.optimizer_args) * sizes["fp32"] // 4
     if optimizer.elementwise == "lion" or (optimizer.optimizer == "muon" and is_matrix):
         return sizes["fp32"]
@@ -286,7 +286,7 @@ def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int
 @functools.cache
 def _registered_bytes(name: str, words: tuple[str, ...]) -> int:
     """Return the bytes of float32 state per parameter of a registered optimizer: declared, or measured."""
-    declared = registry.find("optimizer", name).properties["state_bytes"]
+    declared = find_registered("optimizer", name).properties["state_bytes"]
     if declared is not None:
         return int(declared)
     from megatron.core.optimizer.inner_optimizer import measure_state_bytes

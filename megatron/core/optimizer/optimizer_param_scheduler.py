@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron.core import registry
 from megatron.core.config_base import config_from_dict, config_to_dict
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.registry import find_registered, registered_names
 
 DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -78,7 +78,7 @@ class ScheduleConfig:
         """Reject unknown styles, and schedules that are incomplete or inconsistent."""
         for name, styles in _STYLES.items():
             if name in REGISTERED_STYLES:
-                styles = (*styles, *registry.names(SCHEDULES))
+                styles = (*styles, *registered_names(SCHEDULES))
             if getattr(self, name) not in styles:
                 flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
                 raise ConfigurationError(
@@ -125,7 +125,7 @@ def _remaining(style: str, elapsed: float) -> float:
     """Return the remaining fraction of a decay, built in or registered, after an elapsed fraction of its length."""
     if style in DECAYS:
         return DECAYS[style](elapsed)
-    remaining = float(registry.find(SCHEDULES, style).value(elapsed))
+    remaining = float(find_registered(SCHEDULES, style).value(elapsed))
     if not math.isfinite(remaining):
         raise ConfigurationError(f"{SCHEDULES} {style}: its value at {elapsed} is {remaining}; return a finite number")
     return remaining

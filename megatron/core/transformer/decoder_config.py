@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import math
 
-from megatron.core import registry
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
+from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -572,8 +572,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def is_gated(self) -> bool:
-        if self.activation_func is not None and registry.is_registered("activation", self.activation_func):
-            return bool(registry.find("activation", self.activation_func).properties["gated"])
+        if self.activation_func is not None and is_registered("activation", self.activation_func):
+            return bool(find_registered("activation", self.activation_func).properties["gated"])
         return self.activation in GATED_ACTIVATIONS
 
     @property
@@ -715,8 +715,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         kind = self.kind_of(layer_number)
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
-        if registry.is_registered("attention", self.attention):
-            gemms += registry.find("attention", self.attention).properties["multiply_adds"](self)
+        if is_registered("attention", self.attention):
+            gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
         num_matrices = 3 if self.is_gated else 2
         if self.moe_layers[kind]:
             # Routed experts (top-k), the shared expert and the router.

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core import registry
 from megatron.core.layer_output import LayerOutput
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import Group
+from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
 
@@ -84,7 +84,7 @@ class MLP(nn.Module):
 def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
     if config.activation_func is not None:
-        own: Callable[[torch.Tensor], torch.Tensor] = registry.find("activation", config.activation_func).value
+        own: Callable[[torch.Tensor], torch.Tensor] = find_registered("activation", config.activation_func).value
         return partial(_gated_by, own) if config.is_gated else own
     if not config.is_gated:
         return ACTIVATIONS[config.activation]

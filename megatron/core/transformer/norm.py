@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
 from megatron.core.ops import EngineNorm, RowKeys, drop_hidden, runs_on_triton, transformer_engine_for
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.registry import find_registered, is_registered
 from megatron.core.sharding import ParamSpec, even_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, sum_over_tensor_model_parallel_region
 from megatron.core.transformer.decoder_config import DecoderConfig
@@ -58,7 +58,7 @@ class Norm(nn.Module):
         self.bias: nn.Parameter | None = None
         self.module: nn.Module | None = None
         self.of_engine: EngineNorm | None = None
-        if registry.is_registered("normalization", kind):
+        if is_registered("normalization", kind):
             self.module = _registered_norm(kind, width, epsilon, tp, partial_gradient, dtype, device)
             return
         mean = 0.0 if centered_weight else 1.0
@@ -101,7 +101,7 @@ def _registered_norm(
         ConfigurationError: it has a buffer, or a parameter that is a number or whose initial values differ.
     """
     with torch.device("cpu"):
-        module: nn.Module = registry.find("normalization", kind).value(width, epsilon)
+        module: nn.Module = find_registered("normalization", kind).value(width, epsilon)
     for name, _ in module.named_buffers():
         raise ConfigurationError(f"normalization {kind}: it has a buffer, {name}; only parameters are supported")
     for name, parameter in list(module.named_parameters()):

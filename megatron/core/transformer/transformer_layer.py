@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import LayerOutput
 from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import LowRankAdapter, saved_as_inputs
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
@@ -70,7 +70,7 @@ def make_attention(
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
     if name == "self_attention":
         return kind(config, layer_number, tp, device, cp)
-    module: nn.Module = registry.find("attention", name).value(config, layer_number, tp, device, cp)
+    module: nn.Module = find_registered("attention", name).value(config, layer_number, tp, device, cp)
     if isinstance(module, SelfAttention) and isinstance(module, LatentAttention) != latent:
         base = "LatentAttention" if latent else "SelfAttention"
         flag = "with" if latent else "without"

@@ -6,10 +6,10 @@ import gc
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
-from megatron.core import registry
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.distributed import check_replicas_equal, compare_over_replicas
 from megatron.core.errors import ConfigurationError, TrainingError
+from megatron.core.registry import find_registered
 from megatron.core.timers import format_report
 from megatron.training import ModelAndOptimizer, ResumeState, Runtime
 from megatron.training.callbacks.callback import Callback, Callbacks, TrainingRun, is_due
@@ -121,10 +121,10 @@ def registered_callbacks(names: Sequence[str]) -> list[Callback]:
     """
     made = []
     for name in names:
-        callback = registry.find("callback", name).value()
+        callback = find_registered("callback", name).value()
         if not isinstance(callback, Callback):
             raise ConfigurationError(
-                f"callback {name} is {type(callback).__name__}, not a subclass of megatron.training.Callback"
+                f"callback {name} is {type(callback).__name__}, not a subclass of megatron.training.callbacks.Callback"
             )
         made.append(callback)
     return made

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron.config import RunConfig, extra_validation_sets
-from megatron.core import registry
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import ObjectPath, as_path
+from megatron.core.registry import find_registered
 
 OF_DATA_SET: Final = "lm loss of data set"
 """Prefix, followed by a slash, of the tag of a data set's training loss."""
@@ -410,10 +410,10 @@ def open_loggers(config: RunConfig, start_iteration: int, data_sets: Sequence[st
     if options.mlflow_experiment:
         loggers.append(MlflowLogger(config))
     for name in options.loggers:
-        logger = registry.find("logger", name).value(config)
+        logger = find_registered("logger", name).value(config)
         if not isinstance(logger, RunLogger):
             raise ConfigurationError(
-                f"logger {name} is {type(logger).__name__}, not a subclass of megatron.training.RunLogger"
+                f"logger {name} is {type(logger).__name__}, not a subclass of megatron.training.loggers.RunLogger"
             )
         logger.name = logger.name or name
         loggers.append(logger)

@@ -22,6 +22,7 @@ from megatron.core.config_base import config_from_dict, config_to_dict, with_fie
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt import GPTConfig, flags_without_argument
 from megatron.core.process_group import single_rank_group
+from megatron.core.registry import registered_names, registered_scripts
 from megatron.core.tensor_parallel import LossInputs, initialize_parameter
 from megatron.core.transformer import MLP, Norm, SelfAttention
 from megatron.core.transformer.transformer_layer import make_attention
@@ -268,8 +269,8 @@ def test_a_script_is_imported_for_its_registrations_only(tmp_path: Path) -> None
     )
     script.write_text("import parts_of_own\nif __name__ == '__main__':\n    raise AssertionError\n")
     import_script(str(script))
-    assert registry.names("activation") == ("mish",)
-    assert registry.scripts() == (str(script.resolve()),)
+    assert registered_names("activation") == ("mish",)
+    assert registered_scripts() == (str(script.resolve()),)
     script.write_text("from megatron.training import pretrain\npretrain()\n")
     with pytest.raises(ConfigurationError) as caught:
         import_script(str(script))

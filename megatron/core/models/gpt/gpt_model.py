@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.core import registry
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
@@ -24,6 +23,7 @@ from megatron.core.ops import CAUSAL, AttentionPattern, DropoutKeys, DropoutSamp
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
+from megatron.core.registry import find_registered
 from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel import (
     ColumnShardedLinear,
@@ -379,7 +379,7 @@ class GPTModel(Model):
             ConfigurationError: the function returns anything but a loss per token.
         """
         name = self.config.loss
-        per_token = registry.find("loss", name).value(inputs)
+        per_token = find_registered("loss", name).value(inputs)
         if not isinstance(per_token, torch.Tensor) or per_token.shape != inputs.labels.shape:
             found = list(per_token.shape) if isinstance(per_token, torch.Tensor) else type(per_token).__name__
             raise ConfigurationError(

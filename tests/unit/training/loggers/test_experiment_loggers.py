@@ -21,8 +21,8 @@ from megatron.core import registry
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import as_path
-from megatron.training import RunLogger, register_logger
-from megatron.training.loggers.experiment_loggers import check_packages, check_services, open_loggers
+from megatron.training import register_logger
+from megatron.training.loggers.experiment_loggers import RunLogger, check_packages, check_services, open_loggers
 from megatron.training.loggers.metrics import MetricsWriter
 from tests.harness.object_faults import empty_memory_store
 from tests.unit.training.loggers.test_profiling import FLAGS
