@@ -308,8 +308,9 @@ def _flags_by_key() -> dict[str, FieldSpec | str]:
 
 def _unknown(source: str, key: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
-    hint = f"did you mean {nearest[0]}?" if nearest else "--print-config lists all keys"
-    return f"{source} unknown key {key}; {hint}"
+    if nearest:
+        return f"{source} unknown key {key}; did you mean {nearest[0]}?"
+    return f"{source} unknown key {key}; --print-config lists all keys"
 
 
 def _table_words(flag: str, value: Any) -> list[str]:

@@ -243,7 +243,13 @@ def register_optimizer(
     Raises:
         ConfigurationError: there is an optimizer of this name, or the name cannot be the value of a flag.
     """
-    _register("optimizer", name, factory, state_bytes=state_bytes)
+
+    def count(words: tuple[str, ...]) -> int:
+        from megatron.core.optimizer import measure_state_bytes
+
+        return measure_state_bytes(name, words) if state_bytes is None else round(state_bytes)
+
+    _register("optimizer", name, factory, state_bytes=count)
 
 
 def register_lr_schedule(name: str, function: Callable[[float], float]) -> None:
@@ -281,7 +287,8 @@ def register_callback(name: str, factory: Callable[[], Callback]) -> None:
 
     Args:
         name: a value of the flag.
-        factory: a subclass of `megatron.training.callbacks.Callback`, or a function that returns one, without arguments.
+        factory: a subclass of `megatron.training.callbacks.Callback`, or a function that returns an object of one. It
+            is called without arguments.
 
     Raises:
         ConfigurationError: there is a callback of this name, or the name cannot be the value of a flag.
@@ -294,8 +301,8 @@ def register_logger(name: str, factory: Callable[[RunConfig], RunLogger]) -> Non
 
     Args:
         name: a value of the flag.
-        factory: a subclass of `megatron.training.loggers.RunLogger` whose constructor takes the configuration, or a function
-            that returns a logger. Only the reporting rank calls it.
+        factory: a subclass of `megatron.training.loggers.RunLogger` whose constructor takes the configuration, or a
+            function that returns a logger. Only the reporting rank calls it.
 
     Raises:
         ConfigurationError: there is a logger of this name, or the name cannot be the value of a flag.

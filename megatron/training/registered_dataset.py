@@ -71,16 +71,21 @@ class MapStyleDataset:
         item = self._dataset[self._rows[index % len(self._rows)]]
         fields = dict(item) if isinstance(item, Mapping) else {"tokens": item}
         if unknown := [name for name in fields if name not in _FIELDS]:
-            raise DataError(f"it has {', '.join(map(str, unknown))}, which no part of the run reads; {_EXPECTED}")
+            raise DataError(
+                f"it has {', '.join(map(str, unknown))}, which no part of the run reads; return tokens, or a "
+                "dictionary with tokens and, if needed, labels and loss_mask"
+            )
         if "tokens" not in fields:
-            raise DataError(f"it has no tokens; {_EXPECTED}")
+            raise DataError("it is a dictionary without tokens; return tokens, or a dictionary with them")
         tokens, labels = _integers(fields, "tokens"), _integers(fields, "labels")
         if len(tokens) == 0:
-            raise DataError("it has no tokens")
+            raise DataError("it has no tokens; return one or more")
         mask = None if fields.get("loss_mask") is None else np.asarray(fields["loss_mask"], np.float32)
         for name, array in (("labels", labels), ("loss_mask", mask)):
             if array is not None and array.shape != tokens.shape:
-                raise DataError(f"its {name} have shape {array.shape}, but its tokens {tokens.shape}")
+                raise DataError(
+                    f"its {name} have shape {array.shape}, but its tokens {tokens.shape}; return equal shapes"
+                )
         return self._shifted(tokens, mask) if labels is None else self._labeled(tokens, labels, mask)
 
     def _shifted(self, tokens: NDArray[np.int64], mask: NDArray[np.float32] | None) -> GPTSample:
@@ -112,9 +117,6 @@ class MapStyleDataset:
         if len(tokens) > length:
             raise DataError(f"it has {len(tokens)} tokens; at most {length} are expected ({what})")
         return np.concatenate((tokens, np.zeros(length - len(tokens), np.int64)))
-
-
-_EXPECTED = "return tokens, or a dictionary with tokens and, if needed, labels and loss_mask"
 
 
 def _integers(fields: Mapping[str, Any], name: str) -> Any:

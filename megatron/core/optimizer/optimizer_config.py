@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -285,13 +286,9 @@ def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int
 
 @functools.cache
 def _registered_bytes(name: str, words: tuple[str, ...]) -> int:
-    """Return the bytes of float32 state per parameter of a registered optimizer: declared, or measured."""
-    declared = find_registered("optimizer", name).properties["state_bytes"]
-    if declared is not None:
-        return int(declared)
-    from megatron.core.optimizer.inner_optimizer import measure_state_bytes
-
-    return measure_state_bytes(name, words)
+    """Return the bytes of float32 state per parameter of a registered optimizer."""
+    count: Callable[[tuple[str, ...]], int] = find_registered("optimizer", name).properties["state_bytes"]
+    return count(words)
 
 
 def _sizes(optimizer: OptimizerConfig) -> dict[str, int]:

@@ -88,7 +88,7 @@ def test_a_mask_of_tokens_or_of_labels_excludes_them_from_the_loss() -> None:
         ([0.5], "its tokens have shape (1,) and type float64; one row of integers is expected"),
         ([[1, 2]], "its tokens have shape (1, 2)"),
         ({"input_ids": [1]}, "it has input_ids, which no part of the run reads; return tokens, or a dictionary"),
-        ({"labels": [1]}, "it has no tokens; return tokens"),
+        ({"labels": [1]}, "it is a dictionary without tokens; return tokens, or"),
         ({"tokens": [1, 2], "labels": [1]}, "its labels have shape (1,), but its tokens (2,)"),
     ],
 )
