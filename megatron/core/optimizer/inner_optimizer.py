@@ -465,9 +465,8 @@ class _Trial:
         except Exception as error:
             raise ConfigurationError(
                 f"--optimizer {config.elementwise}: {self.name} fails in a trial step on a float64 CPU tensor of shape "
-                f"{list(self._shapes[0])} ({type(error).__name__}: {error}); it must accept such tensors and the "
-                "arguments given, need no closure, and create its state in its first step or list all of it in "
-                "_state_names"
+                f"{list(self._shapes[0])} ({type(error).__name__}: {error}); it must accept such tensors and its "
+                "arguments, need no closure, and create its state in its first step"
             ) from error
         self.unsaved = tuple(self._find_unsaved(before, after_one))
 
