@@ -91,6 +91,7 @@ def test_an_example_changes_the_run_that_its_flags_select(name: str, tmp_path: P
         assert '[extra]\nlabel_noise = 0.3\nnoise_pattern = "odd"' in config
 
 
+@pytest.mark.default
 def test_all_examples_together_resume_bitwise_with_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
     flags = (*FLAGS.values(), TENSOR_AND_PIPELINE)
     whole = fork_training(args_of(tmp_path / "whole", *flags, data=False), 4, program=run_all)
