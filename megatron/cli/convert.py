@@ -80,7 +80,8 @@ def build_parser() -> Parser:
         "--base-model",
         type=local_folder,
         metavar="DIR",
-        help="base model of PEFT adapters (by default from adapter_config.json)",
+        help="base model of PEFT adapters (by default from adapter_config.json), or the unquantized weights for "
+        "--merge-lora",
     )
     dtype = content.add_mutually_exclusive_group()
     dtype.add_argument(

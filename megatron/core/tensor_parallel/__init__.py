@@ -38,6 +38,15 @@ if TYPE_CHECKING:
         scatter_to_sequence_parallel_region,
         sum_over_tensor_model_parallel_region,
     )
+    from megatron.core.tensor_parallel.quantized_weight import (
+        CODES,
+        LARGEST,
+        MEAN,
+        SCALES,
+        STORED_PARTS,
+        QuantizedWeight,
+        stacked_weights,
+    )
     from megatron.core.tensor_parallel.random import DEFAULT, STREAM_AXES, RngStreams, stream_seed
     from megatron.core.tensor_parallel.recompute import saved_as_inputs, saved_in_parts, several_saved_as_inputs
     from megatron.core.tensor_parallel.sharded_layers import (
@@ -68,6 +77,7 @@ __getattr__ = lazy_exports(
             "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
             "scatter_to_sequence_parallel_region sum_over_tensor_model_parallel_region"
         ),
+        "quantized_weight": "CODES LARGEST MEAN QuantizedWeight SCALES STORED_PARTS stacked_weights",
         "random": "DEFAULT RngStreams STREAM_AXES stream_seed",
         "recompute": "saved_as_inputs saved_in_parts several_saved_as_inputs",
         "symmetric_memory": "why_no_symmetric_memory",

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
-    from megatron.core.transformer.lora import add_adapters
+    from megatron.core.transformer.lora import add_adapters, quantize_base
     from megatron.core.transformer.lora_targets import (
         ADAPTERS,
+        FOUR_BIT_BLOCK,
         GATE_UP,
         LINEAR_LAYERS,
         PART_OF,
@@ -57,8 +58,10 @@ __getattr__ = lazy_exports(
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
-        "lora": "add_adapters",
-        "lora_targets": "ADAPTERS GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names",
+        "lora": "add_adapters quantize_base",
+        "lora_targets": (
+            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
+        ),
         "mlp": "MLP activation_of",
         "multi_latent_attention": "LatentAttention ReplicatedLinear",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",

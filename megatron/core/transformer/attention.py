@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel import (
     RowShardedLinear,
     linear_overlap,
     make_parameter,
+    stacked_weights,
     tensor_parallel_linear,
 )
 from megatron.core.tensor_parallel.recompute import recompute
@@ -155,7 +156,7 @@ class SharedGroupQueryKeyValue(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's query heads followed by its group's key and value."""
-        weight = torch.cat((self.query_weight, self.key_value_weight))
+        weight = stacked_weights(self.query_weight, self.key_value_weight)
         bias = None
         if self.query_bias is not None and self.key_value_bias is not None:
             bias = torch.cat((self.query_bias, self.key_value_bias))

@@ -502,6 +502,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
     k_proj v_proj o_proj gate_proj up_proj down_proj, c_attn c_proj c_fc."""
     lora_dropout: float = flag(0.0, role="recipe", bounds=BELOW_ONE, needs="lora_rank", in_args=False)
     """Dropout of the LoRA adapters' inputs."""
+    lora_base_quantization: str | None = flag(
+        None, choices=("nf4", "fp4"), role="recipe", needs="lora_rank", in_args=False
+    )
+    """Keep the frozen weights of linear layers in 4 bits with LoRA (QLoRA): NormalFloat (nf4) or floating point (fp4)
+    levels, in blocks of 64."""
+    lora_double_quantization: bool = flag(
+        True, negative="--no-lora-double-quantization", role="recipe", needs="lora_base_quantization", in_args=False
+    )
+    """Quantize the scales of 4-bit blocks to 8 bits. Off: keep the scales of 4-bit blocks in float32."""
 
     def __post_init__(self) -> None:
         """Derive the fields that depend on others."""

@@ -46,6 +46,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/training/initialize.py",
         "megatron/core/device.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py:_occupy_device",
+        "megatron/checkpoint/formats/huggingface/parallelize.py:_fetch_on_every_node",
+        "megatron/checkpoint/formats/huggingface/worker_pool.py:_start",
     ),
     "os.getenv": (),
     "torch.cuda": (
@@ -63,7 +65,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/tensor_parallel/symmetric_memory.py:_has_operators",
         "megatron/planner/simulation/fake_device.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py:parallelize",
+        "megatron/checkpoint/formats/huggingface/parallelize.py:_fetch_on_every_node",
         "megatron/checkpoint/formats/huggingface/tp_worker.py:main",
+        "megatron/checkpoint/formats/huggingface/tp_worker.py:_open_store",
         "megatron/checkpoint/formats/huggingface/tp_worker.py:TensorParallelWorker",
         "megatron/checkpoint/formats/megatron/torch_dist_writer.py:build_metadata",
         "megatron/training/initialize.py",
@@ -78,6 +82,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("megatron/core/ops/attention_backend.py:load_flash_attention",),
     "flash_attn_interface": ("megatron/core/ops/attention_backend.py:load_flash_attention_3",),
     "transformer_engine": ("megatron/core/ops/transformer_engine.py:load_transformer_engine",),
+    "bitsandbytes": ("megatron/core/ops/four_bit.py:load_bitsandbytes",),
     "fsspec": ("megatron/core/object_store.py:open_store",),
     # fsspec imports it.
     "s3fs": (),

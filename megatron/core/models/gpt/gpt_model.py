@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -52,6 +53,7 @@ from megatron.core.transformer import (
     further_losses,
     keys_of_rank,
     mtp_targets,
+    quantize_base,
     require_keys,
     yarn_frequencies,
 )
@@ -222,6 +224,9 @@ class GPTModel(Model):
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
         experts = experts or ExpertGroups.like_dense(tp, self.cp)
         made = free_storage if fills_later else _keep_memory
+        if config.lora_base_quantization is not None:
+            # At most one layer is ever in full precision.
+            made = partial(quantize_base, config=config)
         made(self)
         self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp, experts, made)
         self.mtp: MultiTokenPrediction | None = None
