@@ -12,6 +12,7 @@ from megatron.core.errors import InputError
 from megatron.training import (
     LaunchEnvironment,
     forward_step,
+    keep_arguments,
     launch_environment_or_exit,
     parse_arguments_or_exit,
     provide_datasets,
@@ -44,6 +45,7 @@ def main(
 
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank, is_train_command=is_train_command)
+    keep_arguments(config)
     # Imported late, so that --help and a wrong command line do not wait for the import of torch.
     if config.data.train_data:
         config = _with_tokenized_text_or_exit(config, launch)

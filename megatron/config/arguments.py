@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER, no_checkpoint, read_checkpoint_arguments
 from megatron.config.checks import find_problems
 from megatron.config.deprecated_names import deprecated_flags, with_current_flags
+from megatron.config.extra_arguments import extra_fields, script_defaults
 from megatron.config.megatron_flags import (
     NO_EFFECT,
     NOT_SUPPORTED,
@@ -106,7 +107,7 @@ def resolve_arguments(
         from megatron.config.config_sources import split_switched_off
 
         argv, off = split_switched_off(argv)
-    if any(word.startswith(("--config", "--model-preset")) for word in argv):
+    if script_defaults() or any(word.startswith(("--config", "--model-preset")) for word in argv):
         from megatron.config.config_sources import with_sources
 
         argv = with_sources(argv, off, renamed)
@@ -210,6 +211,10 @@ class _Parser(argparse.ArgumentParser):
         for title, names in ESSENTIAL.items():
             formatter.start_section(title)
             formatter.add_arguments([actions[name] for name in names])
+            formatter.end_section()
+        if extra := extra_fields():
+            formatter.start_section("Arguments of the script")
+            formatter.add_arguments([actions[spec.name] for spec in extra])
             formatter.end_section()
         count = len(list(command_line_fields()))
         formatter.add_text(f"{_HELP_ALL} shows all {count} flags.")

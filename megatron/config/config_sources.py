@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER
 from megatron.config.deprecated_names import deprecation_warning
+from megatron.config.extra_arguments import script_defaults
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
@@ -182,10 +183,11 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
     Raises:
         ConfigurationError: a file cannot be read, or has a key that is no flag; with the problems of all files.
     """
-    presets, files = _values_of(argv, _PRESET), _values_of(argv, _CONFIG)
-    if not presets and not files:
+    presets, files, defaults = _values_of(argv, _PRESET), _values_of(argv, _CONFIG), script_defaults()
+    if not presets and not files and not defaults:
         return list(argv)
     problems: list[str] = []
+    of_script = _words_of(defaults, "args_defaults", "--help-all lists all flags", problems, notes)
     read = list[_FileWords]()
     for name in files:
         try:
@@ -194,6 +196,7 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
             problems += error.problems
     presets = presets or [each.preset for each in read if each.preset is not None]
     settings = _by_flag(preset_words(presets[-1])) if presets else {}
+    settings = _settle(of_script.given, settings)
     if problems:
         raise ConfigurationError(problems)
     for each in read:

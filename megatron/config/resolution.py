@@ -424,7 +424,7 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
     if data.split is not None:
         # NVIDIA's Llama script has nested quotes: Megatron parses only the numbers.
         data = dataclasses.replace(data, split=data.split.strip("'\" "))
-    elif not data.has_data_per_split:
+    elif not data.has_data_per_split and not data.is_registered:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     if data.seq_length == 0:
         data = dataclasses.replace(data, seq_length=config.model.max_position_embeddings)

@@ -242,9 +242,10 @@ class FieldSpec:
     def unregistered(self, value: Any) -> str | None:
         """Return an error message if the value is a name that must be registered and is not, or None."""
         kind = self.options.registry
-        if kind is None or value is None or value in (self.choices or ()):
+        if kind is None or value is None:
             return None
-        return missing_registration(kind, value)
+        unknown = [name for name in (value if self.is_sequence else (value,)) if name not in (self.choices or ())]
+        return missing_registration(kind, unknown[0]) if unknown else None
 
     @property
     def metavar(self) -> str:
@@ -430,6 +431,8 @@ def field_docs(config_class: type) -> Mapping[str, str]:
 
 
 def _class_docs(config_class: type) -> dict[str, str]:
+    if "docs_of_fields" in vars(config_class):  # a class without source
+        return dict(vars(config_class)["docs_of_fields"])
     source_file = sys.modules[config_class.__module__].__file__
     assert source_file is not None
     tree = ast.parse(Path(source_file).read_text(encoding="utf-8"))

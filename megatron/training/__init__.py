@@ -21,12 +21,19 @@ if TYPE_CHECKING:
         run_program,
     )
     from megatron.training.extending import (
+        get_args,
         import_script,
+        keep_arguments,
         pretrain,
         register_activation,
         register_attention,
+        register_callback,
+        register_dataset,
+        register_logger,
         register_loss,
+        register_lr_schedule,
         register_norm,
+        register_optimizer,
     )
     from megatron.training.gpt import forward_step, provide_datasets, provide_model, training_script
     from megatron.training.initialize import (
@@ -88,7 +95,10 @@ __getattr__ = lazy_exports(
         "exit_reason": (
             "OWN_RUN_ID launch_environment_or_exit parse_arguments_or_exit reasons_of refuse refuse_in_run run_program"
         ),
-        "extending": "import_script pretrain register_activation register_attention register_loss register_norm",
+        "extending": (
+            "get_args import_script keep_arguments pretrain register_activation register_attention register_callback "
+            "register_dataset register_logger register_loss register_lr_schedule register_norm register_optimizer"
+        ),
         "gpt": "forward_step provide_datasets provide_model training_script",
         "initialize": (
             "LaunchEnvironment MeetingPoint Runtime abort_communication connect_store elastic_run_id "

@@ -15,17 +15,26 @@ The script registers at its top level, and starts training only if it is the pro
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import importlib
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.config import command_line_fields
+from megatron.config import (
+    ExtraArgsProvider,
+    RunConfig,
+    all_flags,
+    argument_values,
+    command_line_fields,
+    declare_arguments,
+)
 from megatron.core.errors import ConfigurationError
 from megatron.core.registry import add_registered, add_script, registered_scripts
 from megatron.training.exit_reason import is_own_rank, refuse, run_program
@@ -38,13 +47,27 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron.core.tensor_parallel import LossInputs
+    from megatron.core.tokenizers import Tokenizer
     from megatron.core.transformer import DecoderConfig
     from megatron.training.callbacks import Callback
     from megatron.training.data_plan import DatasetsProvider
+    from megatron.training.loggers import RunLogger
     from megatron.training.model_setup import ModelProvider
     from megatron.training.training_step import ForwardStep
 
-__all__ = ["pretrain", "register_activation", "register_attention", "register_loss", "register_norm"]
+__all__ = [
+    "get_args",
+    "pretrain",
+    "register_activation",
+    "register_attention",
+    "register_callback",
+    "register_dataset",
+    "register_logger",
+    "register_loss",
+    "register_lr_schedule",
+    "register_norm",
+    "register_optimizer",
+]
 """The public API of scripts, which docs/extending.md lists with its version."""
 
 _MODULE_NAME = "megatron_script"
@@ -128,6 +151,8 @@ def pretrain(
     datasets_provider: DatasetsProvider | None = None,
     forward_step: ForwardStep | None = None,
     callbacks: Sequence[Callback] = (),
+    extra_args: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] = MappingProxyType({}),
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Train as the command line says, then end the program with the run's exit status.
@@ -137,6 +162,9 @@ def pretrain(
         datasets_provider: builds the data sets; by default those that the flags name.
         forward_step: computes the loss of a micro-batch; by default that of a GPT.
         callbacks: objects whose hooks the run calls, see `megatron.training.callbacks.callback.Callback`.
+        extra_args: adds flags of the script to the parser that it gets, as Megatron's ``extra_args_provider`` does.
+            `get_args` and ``config.extra`` have their values, and checkpoints record them.
+        args_defaults: the script's defaults of flags, by name; the command line, presets and files override them.
         argv: the flags; by default those of the command line.
 
     Raises:
@@ -149,6 +177,11 @@ def pretrain(
     # The command line is in a layer above this one.
     main = importlib.import_module("megatron.cli.pretrain").main
     _calls_pretrain.append(True)
+    try:
+        declare_arguments(extra_args, args_defaults, all_flags())
+    except ConfigurationError as error:
+        sys.exit(refuse(error.problems, read_launch_environment().rank))
+    add_script(str(Path(sys.argv[0]).resolve()))
     words = sys.argv[1:] if argv is None else argv
     given = {"model_provider": model_provider, "datasets_provider": datasets_provider, "forward_step": forward_step}
     parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
@@ -172,6 +205,109 @@ def import_script(path: str) -> None:
         runpy.run_path(path, run_name=_MODULE_NAME)
     finally:
         _importing.pop()
+
+
+def get_args() -> argparse.Namespace:
+    """Return all arguments of the run by Megatron's names, those of ``extra_args`` included, as Megatron does.
+
+    Raises:
+        RuntimeError: the command line has not been read yet.
+    """
+    if _Run.config is None:
+        raise RuntimeError("there are no arguments yet: call get_args() in a function that the run calls")
+    return argparse.Namespace(**argument_values(_Run.config))
+
+
+class _Run:
+    config: RunConfig | None = None
+
+
+def keep_arguments(config: RunConfig) -> None:
+    """Set what `get_args` returns in this process."""
+    _Run.config = config
+
+
+def register_optimizer(
+    name: str, factory: Callable[..., torch.optim.Optimizer], *, state_bytes: float | None = None
+) -> None:
+    """Register an optimizer, selected by ``--optimizer NAME``.
+
+    Args:
+        name: the value of the flag.
+        factory: a subclass of ``torch.optim.Optimizer``, or a function that returns an optimizer. It is called as
+            ``factory(param_groups, lr=..., **options)``, with the options of ``--optimizer-args``. The run sets ``lr``
+            and ``weight_decay`` of each group before each step. The state of a parameter is saved if it consists of
+            tensors and numbers. A rule that is not elementwise works with data and pipeline parallelism only.
+        state_bytes: bytes of float32 state per parameter, for the planner; measured by a trial step if it is None.
+
+    Raises:
+        ConfigurationError: there is an optimizer of this name, or the name cannot be the value of a flag.
+    """
+
+    def count(words: tuple[str, ...]) -> int:
+        from megatron.core.optimizer import measure_state_bytes
+
+        return measure_state_bytes(name, words) if state_bytes is None else round(state_bytes)
+
+    _register("optimizer", name, factory, state_bytes=count)
+
+
+def register_lr_schedule(name: str, function: Callable[[float], float]) -> None:
+    """Register the shape of a learning-rate decay, selected by ``--lr-decay-style`` or ``--lr-wsd-decay-style``.
+
+    Args:
+        name: the value of the flag.
+        function: returns the remaining fraction of the decay, 1 for ``--lr`` and 0 for ``--min-lr``, from the elapsed
+            fraction of its length after the warm-up, from 0 to 1. After the decay the learning rate is ``--min-lr``.
+
+    Raises:
+        ConfigurationError: there is a schedule of this name, or the name cannot be the value of a flag.
+    """
+    _register("learning-rate schedule", name, function)
+
+
+def register_dataset(name: str, provider: Callable[[RunConfig, Tokenizer], Any]) -> None:
+    """Register a data set, selected by ``--dataset NAME``, which needs neither ``--data-path`` nor ``--mock-data``.
+
+    Args:
+        name: the value of the flag.
+        provider: returns a map-style ``torch.utils.data.Dataset``, which ``--split`` divides if it is given, or a tuple
+            of training, validation and test data, each None if there is none. An item is a sequence of at most
+            ``--seq-length`` + 1 tokens, or a dictionary, see `megatron.training.registered_dataset.MapStyleDataset`. It
+            must depend only on its index. Every rank calls the provider, rank 0 first.
+
+    Raises:
+        ConfigurationError: there is a data set of this name, or the name cannot be the value of a flag.
+    """
+    _register("data set", name, provider)
+
+
+def register_callback(name: str, factory: Callable[[], Callback]) -> None:
+    """Register a callback, which ``--callbacks NAME`` turns on.
+
+    Args:
+        name: a value of the flag.
+        factory: a subclass of `megatron.training.callbacks.Callback`, or a function that returns an object of one. It
+            is called without arguments.
+
+    Raises:
+        ConfigurationError: there is a callback of this name, or the name cannot be the value of a flag.
+    """
+    _register("callback", name, factory)
+
+
+def register_logger(name: str, factory: Callable[[RunConfig], RunLogger]) -> None:
+    """Register a logger, which ``--loggers NAME`` turns on; it gets the metrics of TensorBoard.
+
+    Args:
+        name: a value of the flag.
+        factory: a subclass of `megatron.training.loggers.RunLogger` whose constructor takes the configuration, or a
+            function that returns a logger. Only the reporting rank calls it.
+
+    Raises:
+        ConfigurationError: there is a logger of this name, or the name cannot be the value of a flag.
+    """
+    _register("logger", name, factory)
 
 
 def _register(kind: str, name: str, value: Callable[..., Any], **properties: Any) -> None:

@@ -17,7 +17,8 @@ import torch
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.fused_adamw import FusedAdamW
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, parse_optimizer_args
+from megatron.core.registry import find_registered, is_registered
 
 _PIECE = 1 << 24
 """Elements that are updated together; it bounds the size of temporary tensors."""
@@ -336,6 +337,8 @@ def _make_torch_optimizer(
         return Lion(param_groups, (config.lion_beta1, config.lion_beta2))
     if config.elementwise == "sgd":
         return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
+    if is_registered("optimizer", config.elementwise):
+        return _make_registered(config, param_groups)
     assert config.elementwise == "adam", config.elementwise
     options: dict[str, Any] = {
         "lr": 0.0,
@@ -347,7 +350,35 @@ def _make_torch_optimizer(
     return FusedAdamW(param_groups, **options)
 
 
+def _make_registered(config: OptimizerConfig, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Call the factory of a registered optimizer; every step sets the learning rate, which must only be valid here."""
+    factory = find_registered("optimizer", config.elementwise).value
+    made = factory(param_groups, lr=config.lr or 1e-3, **parse_optimizer_args(config.optimizer_args))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"the registered function returned {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
+def measure_state_bytes(name: str, words: tuple[str, ...]) -> int:
+    """Return the bytes of float32 state per parameter that a registered optimizer has after a step on a matrix."""
+    parameter = torch.zeros(_MEASURED_SIDE, _MEASURED_SIDE)
+    config = OptimizerConfig(optimizer=name, optimizer_args=words)
+    try:
+        inner = InnerOptimizer(config, [([parameter], 1.0)], shapes={id(parameter): parameter.shape})
+        inner.set_learning_rate(0.0, 0.0)
+        inner.make_state()
+    except Exception as error:
+        raise ConfigurationError(
+            f"--optimizer {name}: the trial step that measures its state fails ({type(error).__name__}: {error}); fix "
+            "it, or pass state_bytes to register_optimizer"
+        ) from error
+    tensors = [inner.state_of(parameter, name) for name in inner.names_of_state(parameter)]
+    return round(sum(tensor.numel() * tensor.element_size() for tensor in tensors) / parameter.numel())
+
+
 def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    if is_registered("optimizer", config.elementwise):
+        return ()
     if config.elementwise == "adam":
         return ("exp_avg", "exp_avg_sq")
     if config.elementwise == "lion":
@@ -368,6 +399,7 @@ def is_decoupled(name: str) -> bool:
 
 _ROWS, _COLUMNS, _CUT = 3, 4, 5
 _NUM_STEPS = 3
+_MEASURED_SIDE = 512
 _GRADIENT_SCALES = (1.0, 1e3, 1e-3)
 """Small and large gradients: a rule with a threshold on a tensor's norm may be elementwise only on one side of it."""
 _TOLERANCE = 1e-9
@@ -433,8 +465,8 @@ class _Trial:
         except Exception as error:
             raise ConfigurationError(
                 f"--optimizer {config.elementwise}: {self.name} fails in a trial step on a float64 CPU tensor of shape "
-                f"{list(self._shapes[0])} ({type(error).__name__}: {error}); it must accept such tensors, need no "
-                "closure, and create its state in its first step or list all of it in _state_names"
+                f"{list(self._shapes[0])} ({type(error).__name__}: {error}); it must accept such tensors and its "
+                "arguments, need no closure, and create its state in its first step"
             ) from error
         self.unsaved = tuple(self._find_unsaved(before, after_one))
 

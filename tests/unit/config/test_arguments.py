@@ -252,7 +252,8 @@ def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> Non
         "--optimizer cpu_adam is not supported yet; possible: adam, sgd, hybridadam, muon, dist_muon, lion",
     )
     assert problems_of("--optimizer adm") == (
-        "--optimizer adm: possible values are adam, sgd, hybridadam, muon, dist_muon, lion",
+        "--optimizer adm: possible values are adam, sgd, hybridadam, muon, dist_muon, lion; a script that registers "
+        "adm adds it (--script FILE)",
     )
 
 

@@ -31,6 +31,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     # A command may use it as well, if it defines `build_parser`: see `offences`.
     "argparse": (
         "megatron/config/arguments.py",
+        "megatron/config/extra_arguments.py",
+        "megatron/training/extending.py:get_args",
         "megatron/cli/arguments.py",
         "megatron/cli/drawing.py",
         "megatron/cli/generation_arguments.py",
