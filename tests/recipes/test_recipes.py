@@ -223,7 +223,7 @@ assert weight.tolist() == [0.5, -1.5, 3.0], weight
 torch.testing.assert_close(optimizer.state_of(weight, "exp_avg"), torch.tensor([0.2, -0.2, 0.0]))
 """,
     "pipeline_schedule": """
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedule_actions import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 assert parse_arguments([*flags, "--pipeline-schedule", "gpipe"]).model.pipeline_schedule == "gpipe"
 timeline = simulate(build_schedule("gpipe", 3, 8))

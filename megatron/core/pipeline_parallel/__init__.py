@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SendQueue,
         create_pipeline_links,
     )
-    from megatron.core.pipeline_parallel.schedules import (
+    from megatron.core.pipeline_parallel.schedule_actions import (
         SCHEDULES,
         Action,
         Pass,
@@ -57,7 +57,7 @@ __getattr__ = lazy_exports(
             "gather_timeline run_schedule"
         ),
         "p2p_communication": "MessageOrders PipelineLinks ReceiveQueue SendQueue create_pipeline_links",
-        "schedules": (
+        "schedule_actions": (
             "Action Pass SCHEDULES StagePlace build_schedule default_schedule first_actions forward_only "
             "most_in_flight most_passes_in_flight schedule_problems with_deferred_grads"
         ),

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     SendQueue,
     Transfer,
 )
-from megatron.core.pipeline_parallel.schedules import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.schedule_actions import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.flight_recorder import Channel, Entry, PendingWork
-from megatron.core.pipeline_parallel.schedules import RECEIVES_AHEAD, Action, Pass, StagePlace
+from megatron.core.pipeline_parallel.schedule_actions import RECEIVES_AHEAD, Action, Pass, StagePlace
 from megatron.core.pipeline_parallel.simulator import MessageRules, simulate
 from megatron.core.process_group import Group
 

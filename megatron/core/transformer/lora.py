@@ -31,7 +31,7 @@ from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryK
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import GroupedLinear, MoELayer, expert_shards, grouped_linear
+from megatron.core.transformer.moe import ExpertLayer, GroupedLinear, expert_shards, grouped_linear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
@@ -119,7 +119,7 @@ def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: Adapte
     for linear, parts in config.adapted_parts.items():
         if linear in ("linear_qkv", "linear_proj"):
             _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
-        elif not isinstance(layer.mlp, MoELayer):
+        elif not isinstance(layer.mlp, ExpertLayer):
             _adapt_linear(layer.mlp, MLP, linear, parts, layer.layer_number, config, options)
         else:
             _adapt_experts(layer.mlp, linear, parts, layer.layer_number, options)
@@ -162,7 +162,7 @@ def _adapt_linear(
 
 
 def _adapt_experts(
-    layer: MoELayer, linear: str, parts: tuple[str, ...], layer_number: int, options: AdapterOptions
+    layer: ExpertLayer, linear: str, parts: tuple[str, ...], layer_number: int, options: AdapterOptions
 ) -> None:
     module = getattr(layer.experts, linear)
     whole_rows, is_whole = spec_of(module.weight).global_shape[1], WHOLE in parts

@@ -24,7 +24,7 @@ from megatron.core.ops import RowCounts
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.router import Routing
+from megatron.core.transformer.moe.expert_router import Routing
 
 
 class _TakeRows(torch.autograd.Function):

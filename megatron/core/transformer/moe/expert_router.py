@@ -36,7 +36,7 @@ class Routing:
     losses: tuple[AuxiliaryLoss, ...]
 
 
-class TopKRouter(BiasedRouter):
+class ExpertRouter(BiasedRouter):
     """Choose the experts of each token and count the choices; in training also compute the auxiliary losses.
 
     The weight is replicated. Each rank has the gradient of its own tokens. Scores are computed in at least float32. The

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, Transfer, message_orders
-from megatron.core.pipeline_parallel.schedules import (
+from megatron.core.pipeline_parallel.schedule_actions import (
     RECEIVES_AHEAD,
     SCHEDULES,
     Action,

@@ -18,17 +18,17 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer import MLP, DecoderConfig
-from megatron.core.transformer.moe.experts import GroupedExperts
-from megatron.core.transformer.moe.load_balancing import ExpertLoads
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.routing import TokenRows, expert_capacity
-from megatron.core.transformer.moe.token_dispatcher import (
+from megatron.core.transformer.moe.expert_dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Experts,
     TokenDispatcher,
     gather_copies,
 )
+from megatron.core.transformer.moe.expert_router import ExpertRouter
+from megatron.core.transformer.moe.grouped_experts import GroupedExperts
+from megatron.core.transformer.moe.load_balancing import ExpertLoads
+from megatron.core.transformer.moe.routing import TokenRows, expert_capacity
 
 
 class SharedExperts(MLP):
@@ -52,7 +52,7 @@ class SharedExperts(MLP):
         return LayerOutput(output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid())
 
 
-class MoELayer(nn.Module):
+class ExpertLayer(nn.Module):
     """Route each token to its top-k experts, and sum their weighted outputs and the shared expert's output.
 
     Each tensor-parallel rank routes a part of the tokens, with or without sequence parallelism.
@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         super().__init__()
         assert config.moe.num_experts is not None
         self.config, self.groups = config, groups
-        self.router = TopKRouter(config, groups, device)
+        self.router = ExpertRouter(config, groups, device)
         self.experts = GroupedExperts(config, groups, device)
         has_shared = config.moe.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
@@ -146,6 +146,6 @@ def loads_of(models: Sequence[nn.Module], config: DecoderConfig, state: Parallel
         + (config.num_layers if "mtp" in name.split(".") else 0): module.router
         for model in models
         for name, module in model.named_modules()
-        if isinstance(module, MoELayer)
+        if isinstance(module, ExpertLayer)
     }
     return ExpertLoads(dict(routers), layers, config.moe, state)
