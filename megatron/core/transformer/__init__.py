@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.norm import Norm, normalize
     from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
     from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 
 __getattr__ = lazy_exports(
@@ -69,6 +70,7 @@ __getattr__ = lazy_exports(
             "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
             "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
+        "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer make_norm",
     },
 )
