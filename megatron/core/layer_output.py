@@ -38,7 +38,7 @@ class LayerOutput(NamedTuple):
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Return the output unchanged, and start a backward pass from an auxiliary loss whenever the output gets a gradient.
+    """Return the output unchanged, and start a backward pass from an auxiliary loss when the output gets a gradient.
 
     The gradient of the loss is the process-wide loss scale, which `set_loss_scale` sets.
     """

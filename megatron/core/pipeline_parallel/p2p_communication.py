@@ -79,8 +79,8 @@ class MessageOrders:
 class Link:
     """Link between two ranks of ``pipeline`` in one direction.
 
-    ``handle`` is a communicator in which neither rank has another link, or None if the world has no processes.
-    ``flight`` records its messages on both ends, if the pipeline's communications are recorded.
+    ``handle`` is a communicator in which neither rank has another link with this ``tag``, or None if the world has no
+    processes. ``flight`` records its messages on both ends, if the pipeline's communications are recorded.
     """
 
     sender: int
@@ -88,17 +88,18 @@ class Link:
     handle: dist.ProcessGroup | None
     pipeline: Group
     flight: Channel | None = None
+    tag: int = 0
 
     def send(self, tensor: torch.Tensor) -> PendingWork:
         """Start sending a contiguous tensor; this rank must be the sender."""
         entry = None if self.flight is None else self.flight.begin("send", tensor, tensor.nbytes)
-        work = dist.isend(tensor, dst=self.receiver, group=self.handle)
+        work = dist.isend(tensor, dst=self.receiver, group=self.handle, tag=self.tag)
         return self._under_way(work, entry)
 
     def receive(self, buffer: torch.Tensor) -> PendingWork:
         """Start receiving into a tensor; this rank must be the receiver."""
         entry = None if self.flight is None else self.flight.begin("receive", buffer, buffer.nbytes)
-        work = dist.irecv(buffer, src=self.sender, group=self.handle)
+        work = dist.irecv(buffer, src=self.sender, group=self.handle, tag=self.tag)
         return self._under_way(work, entry)
 
     def _under_way(self, work: PendingWork | None, entry: Entry | None) -> PendingWork:
@@ -173,6 +174,21 @@ def create_pipeline_links(
         activations_out=links.get((False, own)),
         gradients_in=links.get((True, own)),
         gradients_out=links.get((True, previous)),
+    )
+
+
+def shared_links(pp: Group, *, wraps_around: bool = False) -> PipelineLinks:
+    """Return this rank's links over the pipeline's own communicator, without creating any.
+
+    Tags distinguish activations from gradients. NCCL ignores tags, so there all ranks need one order of messages.
+    """
+    previous, own, following = (pp.ranks[(pp.rank + step) % pp.size] for step in (-1, 0, 1))
+    has_previous, has_next = wraps_around or not pp.is_first, wraps_around or not pp.is_last
+    return PipelineLinks(
+        activations_in=Link(previous, own, pp.handle, pp) if has_previous else None,
+        activations_out=Link(own, following, pp.handle, pp) if has_next else None,
+        gradients_in=Link(following, own, pp.handle, pp, tag=1) if has_next else None,
+        gradients_out=Link(own, previous, pp.handle, pp, tag=1) if has_previous else None,
     )
 
 

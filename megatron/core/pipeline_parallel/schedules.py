@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk,
 from megatron.core.pipeline_parallel.p2p_communication import (
     MessageOrders,
     P2PCommunicator,
-    PipelineLinks,
-    create_pipeline_links,
+    shared_links,
 )
 from megatron.core.pipeline_parallel.schedule_actions import SCHEDULES, Action, StagePlace
 from megatron.core.process_group import Group
@@ -38,6 +36,7 @@ from megatron.core.process_state import (
     resolve_group,
 )
 from megatron.core.timers import Timers
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 Shape = tuple[int, ...]
 
@@ -86,7 +85,9 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     assert isinstance(grad_output, torch.Tensor | None), (
         f"grad_output must be a tensor or None, not {type(grad_output).__name__}"
     )
-    torch.autograd.backward([get_gradient_edge(output)], [torch.ones_like(output) if grad_output is None else grad_output])
+    torch.autograd.backward(
+        [get_gradient_edge(output)], [torch.ones_like(output) if grad_output is None else grad_output]
+    )
 
 
 def get_tensor_shapes(
@@ -121,8 +122,9 @@ def get_pp_rank_microbatches(
     p2p_communicator: P2PCommunicator | None = None,
 ) -> tuple[int, bool, int, int]:
     """Return this rank's number of forward passes, whether all are warmup, how many are, and how many are not."""
-    pp, rank = get_pipeline_model_parallel_world_size(), get_pipeline_model_parallel_rank()
-    if p2p_communicator is not None:
+    if p2p_communicator is None:
+        pp, rank = get_pipeline_model_parallel_world_size(), get_pipeline_model_parallel_rank()
+    else:
         pp, rank = p2p_communicator.pp.size, p2p_communicator.pp.rank
     total = num_microbatches * num_model_chunks
     warmup = pp - rank - 1
@@ -148,8 +150,10 @@ def get_schedule_table(
 
 def set_current_microbatch(model: nn.Module, microbatch_id: int) -> None:
     """Set ``current_microbatch`` of each layer of the model's decoder, if it has one."""
-    decoder = _attribute_of(model, "decoder", None)
-    for layer in getattr(decoder, "layers", ()):
+    holder: Any = model
+    while not hasattr(holder, "decoder") and hasattr(holder, "module"):
+        holder = holder.module
+    for layer in getattr(getattr(holder, "decoder", None), "layers", ()):
         layer.current_microbatch = microbatch_id
 
 
@@ -177,8 +181,8 @@ def forward_step_calc_loss(
     and the number of micro-batches, unless ``config.calculate_per_token_loss``. The loss scale of MoE's auxiliary
     losses is set accordingly.
     """
+    assert (is_last_stage is None) == (cp_group_size is None), "pass both cp_group_size and is_last_stage, or neither"
     if is_last_stage is None or cp_group_size is None:
-        assert is_last_stage is None and cp_group_size is None, "pass both cp_group_size and is_last_stage, or neither"
         cp_group_size = get_context_parallel_world_size()
         is_last_stage = is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     num_tokens = torch.tensor(0, dtype=torch.int)
@@ -195,14 +199,14 @@ def forward_step_calc_loss(
             output_tensor = output_tensor * cp_group_size / num_microbatches
         else:
             (num_tokens,) = counted
-            if not config.calculate_per_token_loss:
+            if not _per_token(config):
                 output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches
         forward_data_store.append(report)
     if getattr(config, "num_moe_experts", None) is not None:
         scale = torch.ones(1, device=output_tensor.device)
         if config.grad_scale_func is not None:
             scale = config.grad_scale_func(scale)
-        if not config.calculate_per_token_loss:
+        if not _per_token(config):
             scale = scale * cp_group_size / num_microbatches
         MoEAuxLossAutoScaler.set_loss_scale(scale)
     return output_tensor, num_tokens
@@ -231,12 +235,13 @@ def forward_step(
     """
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
-    if is_first_microbatch and hasattr(model, "set_is_first_microbatch"):
-        model.set_is_first_microbatch()
+    set_first = getattr(model, "set_is_first_microbatch", None)
+    if is_first_microbatch and set_first is not None:
+        set_first()
     if current_microbatch is not None:
         set_current_microbatch(model, current_microbatch)
     inputs = input_tensor if isinstance(input_tensor, list) else [input_tensor]
-    _attribute_of(model, "set_input_tensor")(inputs)
+    get_attr_wrapped_model(model, "set_input_tensor")(inputs)
     further = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     precision: AbstractContextManager[Any] = nullcontext()
     if config.enable_autocast:
@@ -370,14 +375,14 @@ def forward_backward_pipelining_with_interleaving(
 
     Raises:
         AssertionError: ``model`` or ``data_iterator`` is no list, or ``adjust_tensor_shapes_fn`` is given.
-        ValueError: ``config.microbatch_group_size_per_vp_stage`` is below the pipeline-parallel size or above the number
-            of micro-batches, or options exclude each other.
+        ValueError: ``config.microbatch_group_size_per_vp_stage`` is below the pipeline-parallel size or above the
+            number of micro-batches, or options exclude each other.
         RuntimeError: the last group of micro-batches is smaller than the pipeline-parallel size.
     """
     assert isinstance(model, list), f"the interleaved schedule needs a list of model chunks, not {type(model).__name__}"
     assert all(isinstance(chunk, nn.Module) for chunk in model), "each model chunk must be a torch.nn.Module"
     assert isinstance(data_iterator, list), (
-        f"the interleaved schedule needs a list of one data iterator per model chunk, not {type(data_iterator).__name__}"
+        f"the interleaved schedule needs a data iterator per model chunk, not {type(data_iterator).__name__}"
     )
     assert adjust_tensor_shapes_fn is None, "the interleaved schedule does not support adjust_tensor_shapes_fn"
     step = _Step.of(
@@ -397,17 +402,6 @@ def forward_backward_pipelining_with_interleaving(
     step.check_groups()
     shapes = step.shapes(seq_length, micro_batch_size, decoder_seq_length)
     return step.run("interleaved", shapes, shapes)
-
-
-_LINKS: WeakKeyDictionary[Group, dict[bool, PipelineLinks]] = WeakKeyDictionary()
-"""Links of each pipeline group, with and without the link from the last rank to the first."""
-
-
-def _links_of(pp: Group, wraps_around: bool, device: torch.device) -> PipelineLinks:
-    known = _LINKS.setdefault(pp, {})
-    if wraps_around not in known:
-        known[wraps_around] = create_pipeline_links(pp, wraps_around=wraps_around, device=device)
-    return known[wraps_around]
 
 
 @dataclass
@@ -445,11 +439,13 @@ class _Step:
         pipelines: bool = True,
     ) -> _Step:
         """Find the configuration and the groups of a step; without a collection they are the process-wide ones."""
-        config = _attribute_of(models[0], "config")
+        config = get_model_config(models[0])
         if pipelines and (p2p_communicator is None) != (pg_collection is None):
             raise ValueError("pass both p2p_communicator and pg_collection, or neither")
         if getattr(config, "defer_embedding_wgrad_compute", False):
-            raise RuntimeError("defer_embedding_wgrad_compute is not supported with a model of one's own; set it to False")
+            raise RuntimeError(
+                "defer_embedding_wgrad_compute is not supported with a model of one's own; set it to False"
+            )
         pp = resolve_group(None, "pp") if p2p_communicator is None else p2p_communicator.pp
         if not pipelines:
             pp = Group(("pp",), (pp.ranks[pp.rank],), 0)
@@ -503,8 +499,8 @@ class _Step:
         pp, size = self.pp.size, self.group_size or self.pp.size
         if not pp <= size <= self.num_microbatches:
             raise ValueError(
-                f"microbatch_group_size_per_vp_stage {size} must be at least the pipeline-parallel size {pp} and at most "
-                f"the number of micro-batches {self.num_microbatches}"
+                f"microbatch_group_size_per_vp_stage {size} must be at least the pipeline-parallel size {pp} and at "
+                f"most the number of micro-batches {self.num_microbatches}"
             )
         if 0 < self.num_microbatches % size < pp:
             raise RuntimeError(
@@ -513,7 +509,7 @@ class _Step:
             )
 
     def connection(self, received: Sequence[Shape], sent: Sequence[Shape]) -> PipelineConnection | None:
-        """Return the connection to the neighboring stages; collective over the pipeline at the first call."""
+        """Return the connection to the neighboring stages."""
         if self.pp.size == 1:
             return None
         for shapes in (received, sent):
@@ -522,7 +518,7 @@ class _Step:
         dtype = self.config.pipeline_dtype
         if dtype is None:
             raise RuntimeError("pipeline_dtype is None; set it to the dtype of the tensors between stages")
-        links = _links_of(self.pp, len(self.models) > 1, self.device)
+        links = shared_links(self.pp, wraps_around=len(self.models) > 1)
         orders = None if links.post_receives_ahead else MessageOrders(self.place)
         incoming, outgoing = tuple(received[0]), tuple(sent[0])
         return PipelineConnection(
@@ -562,7 +558,7 @@ class _Step:
                 total = sum(num_tokens, torch.zeros([], dtype=torch.int, device=self.device))
                 config.finalize_model_grads_func(
                     list(self.models),
-                    total if config.calculate_per_token_loss else None,
+                    total if _per_token(config) else None,
                     pg_collection=self.pg_collection,
                     force_all_reduce=self.force_all_reduce,
                 )
@@ -671,22 +667,14 @@ class _CallerTimers:
         timer.stop()
 
 
+def _per_token(config: Any) -> bool:
+    """Return whether the caller divides by the number of tokens of the global batch (`TransformerConfig` only)."""
+    return bool(getattr(config, "calculate_per_token_loss", False))
+
+
 def _only(value: Any, name: str) -> Any:
     """Return the only element of a list, or the value if it is no list."""
     if not isinstance(value, list):
         return value
     assert len(value) == 1, f"{name} has {len(value)} elements; only the interleaved schedule runs several model chunks"
     return value[0]
-
-
-_MISSING = object()
-
-
-def _attribute_of(model: Any, name: str, default: Any = _MISSING) -> Any:
-    """Return an attribute of a model or, if it is a wrapper, of the module inside."""
-    while not hasattr(model, name):
-        model = getattr(model, "module", None)
-        if model is None:
-            assert default is not _MISSING, f"the model has no attribute {name}"
-            return default
-    return getattr(model, name)

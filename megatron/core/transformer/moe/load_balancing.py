@@ -251,7 +251,9 @@ def _balancing_losses(
             loss_sum = torch.stack(list(of_sequences)).sum()
         elif kind == "aux_loss":
             whole = num_tokens * cp_size
-            loss_sum = mean_product(sums.sum(dim=0), counts.sum(dim=0), num_tokens, whole, topk, num_experts) * num_tokens
+            loss_sum = (
+                mean_product(sums.sum(dim=0), counts.sum(dim=0), num_tokens, whole, topk, num_experts) * num_tokens
+            )
         else:
             assert kind == "global_aux_loss", kind
             so_far = tally.add_to_global_batch(counts.sum(dim=0), groups.dp)
