@@ -133,10 +133,15 @@ class ModelParallelConfig:
         """
         return ParallelConfig(**self._parallel_fields())
 
-    def _parallel_fields(self) -> dict[str, Any]:
+    @property
+    def dtype_name(self) -> str:
+        """Return the name of ``params_dtype``; ConfigurationError if layers do not support it."""
         if self.params_dtype not in _DTYPE_NAMES:
             known = ", ".join(map(str, _DTYPE_NAMES))
             raise ConfigurationError(f"params_dtype is {self.params_dtype}; supported dtypes: {known}")
+        return _DTYPE_NAMES[self.params_dtype]
+
+    def _parallel_fields(self) -> dict[str, Any]:
         if self.hybrid_context_parallel:
             raise ConfigurationError("hybrid_context_parallel=True is unsupported; leave it at False")
         return {
@@ -150,5 +155,5 @@ class ModelParallelConfig:
             "hierarchical_context_parallel_sizes": tuple(self.hierarchical_context_parallel_sizes or ()),
             "fp16": self.fp16,
             "bf16": self.bf16,
-            "params_dtype": _DTYPE_NAMES[self.params_dtype],
+            "params_dtype": self.dtype_name,
         }

@@ -35,12 +35,14 @@ class _ProcessState:
     """The process's groups by short name, and sizes and ranks that a caller has set.
 
     ``groups`` is empty before initialization. A group that does not contain this rank is absent. ``overrides`` are the
-    values of the ``set_*`` functions by the name of the ``get_*`` function.
+    values of the ``set_*`` functions. ``objects`` are values of other modules, such as the tracker of RNG states, which
+    `destroy_model_parallel` keeps.
     """
 
     groups: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, int | None] = field(default_factory=dict)
     wrapped: dict[int, tuple[Any, Group]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
 
 
 _STATE = _ProcessState()
@@ -83,6 +85,19 @@ def __getattr__(name: str) -> Any:
     if name in _PRIVATE_NAMES:
         return _STATE.groups.get(_PRIVATE_NAMES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def process_object(name: str, make: Callable[[], Value]) -> Value:
+    """Return the process's only object of a name, which ``make`` creates at the first call."""
+    if name not in _STATE.objects:
+        _STATE.objects[name] = make()
+    found: Value = _STATE.objects[name]
+    return found
+
+
+def forget_process_object(name: str) -> None:
+    """Discard the process's object of a name, if there is one."""
+    _STATE.objects.pop(name, None)
 
 
 class RankGenerator:

@@ -6,13 +6,18 @@ excluded from the softmax.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.ops import normalizer_and_label_logits, overwrite_with_gradient
 from megatron.core.process_group import Group
+from megatron.core.process_state import resolve_group
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -97,6 +102,35 @@ def vocab_parallel_losses_and_normalizers(
         logits, labels, *_columns_of_rank(logits, vocab_size, tp), tp, True
     )
     return both
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: Group | dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the negative log-likelihood of every label, with megatron-core's signature.
+
+    Unlike `vocab_sharded_cross_entropy` it leaves the logits unchanged, for the memory of a copy. The vocabulary is not
+    padded. ``label_smoothing`` is the probability of the labels that are not the target, over the whole vocabulary;
+    megatron-core smooths over the rank's part of it. ``tp_group`` is by default the process-wide tensor-parallel group.
+
+    Shapes: ``vocab_parallel_logits: [..., v/tp], target: [...] -> [...]`` in float32 (float64 for float64 logits).
+
+    Raises:
+        AssertionError: ``label_smoothing`` is not in [0, 1).
+    """
+    assert 0.0 <= label_smoothing < 1.0, f"label_smoothing is {label_smoothing}; it must be in [0, 1)"
+    tp = resolve_group(tp_group)
+    vocab_size = vocab_parallel_logits.shape[-1] * tp.size
+    if label_smoothing == 0.0:
+        return vocab_sharded_cross_entropy(vocab_parallel_logits.clone(), target, vocab_size, tp)
+    losses, normalizers = vocab_parallel_losses_and_normalizers(vocab_parallel_logits.clone(), target, vocab_size, tp)
+    sums = vocab_parallel_logits.to(losses.dtype).sum(dim=-1)
+    mean_logits = reduce_from_tensor_model_parallel_region(sums, tp) / vocab_size
+    smoothing = label_smoothing * vocab_size / (vocab_size - 1)
+    return (1.0 - smoothing) * losses - smoothing * (mean_logits - normalizers)
 
 
 def _columns_of_rank(logits: torch.Tensor, vocab_size: int, tp: Group) -> tuple[int, int]:

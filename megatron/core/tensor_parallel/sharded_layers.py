@@ -369,7 +369,7 @@ class RowShardedLinear(nn.Module):
             return reduce_from_tensor_model_parallel_region(partial, self.tp)
         output = partial
         if not product_scatters:
-            output = reduce_scatter_to_sequence_parallel_region(output, self.tp, in_sum)
+            output = reduce_scatter_to_sequence_parallel_region(output, self.tp, bias_in_sum=in_sum)
         return output if bias is None or in_sum is not None else output + bias
 
 
@@ -449,17 +449,23 @@ class VocabShardedEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of ``tokens``, sequence first."""
-        tokens = tokens.t()
+        partial = self.partial_rows(tokens.t())
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
+        return reduce_from_tensor_model_parallel_region(partial, self.tp)
+
+    def partial_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of the tokens that this rank has, and zeros for tokens of other ranks.
+
+        Shapes: ``[...] -> [..., h]``.
+        """
         if self.tp.size == 1:
             return embedding_lookup(tokens, self.weight)
         elsewhere = tokens.div(self.rows_per_rank, rounding_mode="floor") != self.tp.rank
         # Tokens of other ranks look up some row, which is then masked. A single row for all of them would receive most
         # of the gradient's rows, all zero, and serialize their additions.
         rows = embedding_lookup(tokens.remainder(self.rows_per_rank), self.weight)
-        partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-        return reduce_from_tensor_model_parallel_region(partial, self.tp)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 def replicated_spec(

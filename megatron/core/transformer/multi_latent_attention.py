@@ -152,7 +152,7 @@ class LatentAttention(SelfAttention):
         latent, rotary_key = narrow.split_with_sizes((self.rank, self.rotary_width), dim=-1)
         latent = self.kv_layernorm(latent)
         if self.sequence_parallel:
-            rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), self.tp)
+            rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), group=self.tp)
         else:
             rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp)
         rotary_key = apply_rotary(rotary_key.unsqueeze(2), angles)
