@@ -181,11 +181,11 @@ import torch
 from megatron.core.config_base import with_fields
 from megatron.core.ops import triton_support
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 config = with_fields(parse_arguments([*flags, "--mish"]).model, num_experts=None)
 assert config.activation == "mish"
 triton_support._DEVICE = "cpu"
-mlp = MLP(config, single_rank_group(), "cpu")
+mlp = FeedForward(config, single_rank_group(), "cpu")
 for parameter in mlp.parameters():
     torch.nn.init.normal_(parameter)
 first, second = mlp.linear_fc1, mlp.linear_fc2

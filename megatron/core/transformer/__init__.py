@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         adapted_parts,
         plain_names,
     )
-    from megatron.core.transformer.mlp import MLP, activation_of
+    from megatron.core.transformer.mlp import FeedForward, activation_of
     from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
     from megatron.core.transformer.multi_token_prediction import (
         MTPLayer,
@@ -60,7 +60,7 @@ __getattr__ = lazy_exports(
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters",
         "lora_targets": "ADAPTERS GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names",
-        "mlp": "MLP activation_of",
+        "mlp": "FeedForward activation_of",
         "multi_latent_attention": "ReplicatedLinear",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm normalize",

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     """Feed-forward layer ``h -> ffn -> h`` with the configured activation.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.

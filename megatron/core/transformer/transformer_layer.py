@@ -18,7 +18,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
 from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
@@ -70,10 +70,10 @@ def make_feed_forward(
     device: torch.device | str,
     experts: ExpertGroups | None = None,
 ) -> nn.Module:
-    """Return the configured feed-forward module, called like `MLP`; it returns a `LayerOutput`."""
+    """Return the configured feed-forward module, called like `FeedForward`; it returns a `LayerOutput`."""
     if config.moe_layers[config.kind_of(layer_number)]:
         return ExpertLayer(config, experts or ExpertGroups.like_dense(tp, None), device)
-    return MLP(config, tp, device)
+    return FeedForward(config, tp, device)
 
 
 class TransformerLayer(nn.Module):

@@ -17,7 +17,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer import MLP, DecoderConfig
+from megatron.core.transformer import DecoderConfig, FeedForward
 from megatron.core.transformer.moe.expert_dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.routing import TokenRows, expert_capacity
 
 
-class SharedExperts(MLP):
+class SharedExperts(FeedForward):
     """The shared expert: a dense feed-forward layer that every token passes, with an optional gate.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
