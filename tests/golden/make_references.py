@@ -38,8 +38,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.expert_router import ExpertRouter
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -155,7 +155,7 @@ class Trainer:
 
     def __init__(self, model: GPTModel) -> None:
         self.model = model
-        self.routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
+        self.routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         self.decays = {name: float(weight.dim() > 1) for name, weight in model.named_parameters()}
         groups = [
             {

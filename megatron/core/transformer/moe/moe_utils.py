@@ -294,10 +294,12 @@ def apply_router_token_dropping(
         raise ValueError(f"Invalid drop_policy: {drop_policy}; use probs or position")
     num_tokens, num_experts = routing_map.shape
     capacity = get_capacity(num_tokens * router_topk, num_experts, capacity_factor)
-    worth = routing_probs.detach() if drop_policy == "probs" else routing_map.float()
-    # Choices come before tokens that did not choose the expert, even if their weight is 0.
-    worth = worth.masked_fill(~routing_map, -1.0)
-    best = worth.sort(dim=0, descending=True, stable=True).indices[:capacity]
+    if drop_policy == "probs":
+        # Choices come before tokens that did not choose the expert, even if their weight is 0.
+        worth = routing_probs.detach().masked_fill(~routing_map, -1.0)
+        best = worth.topk(min(capacity, num_tokens), dim=0, sorted=False).indices
+    else:
+        best = routing_map.to(torch.uint8).sort(dim=0, descending=True, stable=True).indices[:capacity]
     has_room = torch.zeros_like(routing_map).scatter(0, best, True)
     kept = has_room if pad_to_capacity else routing_map & has_room
     return routing_probs * kept, kept
