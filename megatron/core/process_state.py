@@ -7,6 +7,7 @@ framework's own code passes groups, and reads the process-wide ones only where a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from megatron.core.device import current_device
 from megatron.core.parallel_config import Grid, slice_ranks
 from megatron.core.process_group import Group
 
@@ -43,6 +46,29 @@ class _ProcessState:
     overrides: dict[str, int | None] = field(default_factory=dict)
     wrapped: dict[int, tuple[Any, Group]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+
+
+class GlobalMemoryBuffer:
+    """Tensors by name and dtype whose memory is reused and grows to the largest request."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> torch.Tensor:
+        """Return uninitialized memory of a shape; its contents are lost at the next call with the same name."""
+        length = math.prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < length:
+            with (mem_alloc_context or contextlib.nullcontext)():
+                held = torch.empty(length, dtype=dtype, device=current_device().torch_device)
+            self.buffer[(name, dtype)] = held
+        return held[:length].view(*tensor_shape)
 
 
 _STATE = _ProcessState()
@@ -382,6 +408,7 @@ def destroy_model_parallel() -> None:
     _STATE.groups = {}
     _STATE.overrides = {}
     _STATE.wrapped = {}
+    destroy_global_memory_buffer()
 
 
 def is_initialized() -> bool:
@@ -411,16 +438,18 @@ _MEANINGS = {
 }
 
 
-def _group(name: str, check_initialized: bool = True) -> Any:
-    group = _STATE.groups.get(name)
+def _group(name: str, check_initialized: bool = True) -> dist.ProcessGroup:
+    """Return this rank's group of a name; unchecked, None before initialization, as in megatron-core."""
+    group: Any = _STATE.groups.get(name)
     if check_initialized:
         assert group is not None, (
             f"{_MEANINGS.get(name, name)} group is not initialized on this rank; call initialize_model_parallel first"
         )
-    return group
+    found: dist.ProcessGroup = group
+    return found
 
 
-def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp", check: bool = True) -> Group:
+def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp") -> Group:
     """Return the ranks and communicator that a caller passed as ours or torch's, or the process-wide group.
 
     ``default`` is the short name of the process-wide group, such as ``tp``. Before initialization it is a group of one
@@ -431,15 +460,14 @@ def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp", 
     """
     if isinstance(group, Group):
         return group
-    if group is None:
-        if not _STATE.groups and not (dist.is_available() and dist.is_initialized()):
-            return Group((default,), (0,), 0)
-        group = _group(default)
-    known = _STATE.wrapped.get(id(group))
-    if known is None or known[0] is not group:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        known = (group, Group((default,), ranks, dist.get_rank(group), group))
-        _STATE.wrapped[id(group)] = known
+    if group is None and not _STATE.groups and not (dist.is_available() and dist.is_initialized()):
+        return Group((default,), (0,), 0)
+    handle: dist.ProcessGroup = _group(default) if group is None else group
+    known = _STATE.wrapped.get(id(handle))
+    if known is None or known[0] is not handle:
+        ranks = tuple(dist.get_process_group_ranks(handle))
+        known = (handle, Group((default,), ranks, dist.get_rank(handle), handle))
+        _STATE.wrapped[id(handle)] = known
     return known[1]
 
 
@@ -518,9 +546,10 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return _ranks("cp") if check_initialized or is_initialized() else None
 
 
-def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[dist.ProcessGroup]:
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[dist.ProcessGroup] | None:
     """Return the context-parallel groups from the innermost level on."""
-    groups: list[dist.ProcessGroup] = _group("hcp", check_initialized)
+    groups = _STATE.groups.get("hcp")
+    assert groups is not None or not check_initialized, "hierarchical context parallel groups are not initialized"
     return groups
 
 
@@ -530,7 +559,10 @@ def get_hybrid_data_context_parallel_groups(
     """Return the group of ``group_size`` neighboring data x context ranks."""
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return _group("dp_cp", check_initialized)
-    return _group("hybrid", check_initialized)[group_size]
+    groups: dict[int | None, dist.ProcessGroup] = _STATE.groups.get("hybrid", {})
+    if group_size not in groups:
+        raise KeyError(f"there is no hybrid group of {group_size} ranks; there are groups of {list(groups)}")
+    return groups[group_size]
 
 
 def get_embedding_group(check_initialized: bool = True) -> dist.ProcessGroup:
@@ -874,3 +906,16 @@ def get_all_ranks() -> str:
         get_expert_model_parallel_rank(),
     )
     return "_".join(map(str, ranks))
+
+
+_MEMORY_BUFFER = "global_memory_buffer"
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the process's memory that layers reuse."""
+    return process_object(_MEMORY_BUFFER, GlobalMemoryBuffer)
+
+
+def destroy_global_memory_buffer() -> None:
+    """Free the process's memory that layers reuse."""
+    forget_process_object(_MEMORY_BUFFER)

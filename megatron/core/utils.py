@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.process_state import GlobalMemoryBuffer as GlobalMemoryBuffer
 from megatron.core.process_state import resolve_group
 
 
@@ -91,27 +92,45 @@ def get_pg_rank(group: Any = None) -> int:
     return 0 if group is None else int(group.rank())
 
 
-class GlobalMemoryBuffer:
-    """Tensors by name and dtype whose memory is reused and grows to the largest request."""
+class _Viewless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        return _without_base(inp, requires_grad)
 
-    def __init__(self) -> None:
-        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
-    def get_tensor(
-        self, tensor_shape: tuple[int, ...], dtype: torch.dtype, name: str, mem_alloc_context: Any = None
-    ) -> torch.Tensor:
-        """Return uninitialized memory of a shape; its contents are lost at the next call with the same name."""
-        length = math.prod(tensor_shape)
-        held = self.buffer.get((name, dtype))
-        if held is None or held.numel() < length:
-            device = "cuda" if torch.get_default_device().type == "cuda" else "cpu"
-            held = self.buffer[(name, dtype)] = torch.empty(length, dtype=dtype, device=device)
-        return held[:length].view(*tensor_shape)
+
+def _without_base(inp: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    out = torch.empty((1,), dtype=inp.dtype, device=inp.device, requires_grad=requires_grad)
+    out.data = inp.data
+    return out
 
 
 def make_viewless_tensor(inp: torch.Tensor, requires_grad: bool, keep_graph: bool) -> torch.Tensor:
-    """Return the tensor; views need no copy here, because pipeline sends do not free outputs by their base."""
-    return inp
+    """Return a tensor with the same memory that is no view of another; with ``keep_graph`` gradients pass through."""
+    if inp._base is None:
+        return inp
+    if not keep_graph:
+        return _without_base(inp, requires_grad)
+    result: torch.Tensor = _Viewless.apply(inp, requires_grad)  # type: ignore[no-untyped-call]
+    return result
+
+
+def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
+    """Return a tensor, or a list of them; AssertionError if one is a view of another."""
+    if isinstance(tensor, list):
+        return [assert_viewless_tensor(each, extra_msg) for each in tensor]
+    is_view = isinstance(tensor, torch.Tensor) and tensor._base is not None
+    assert not is_view, f"a tensor of shape {list(tensor.shape)} is a view of another; {extra_msg or 'clone it'}"
+    return tensor
+
+
+def safely_set_viewless_tensor_data(tensor: torch.Tensor, new_data_tensor: torch.Tensor) -> None:
+    """Replace a tensor's memory; AssertionError if the tensor is a view, whose base would keep the old memory."""
+    assert_viewless_tensor(tensor, "its memory cannot be replaced")
+    tensor.data = new_data_tensor
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:

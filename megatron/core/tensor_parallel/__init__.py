@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         CudaRNGStatesTracker,
         RngStreams,
         checkpoint,
+        convert_cuda_rng_state,
         get_all_rng_states,
         get_cuda_rng_tracker,
         get_data_parallel_rng_tracker_name,
@@ -137,7 +138,7 @@ __getattr__ = lazy_exports(
         ),
         "random": (
             "CheckpointWithoutOutput CudaRNGStatesTracker DEFAULT RngStreams STREAM_AXES checkpoint "
-            "get_all_rng_states get_cuda_rng_tracker get_data_parallel_rng_tracker_name "
+            "convert_cuda_rng_state get_all_rng_states get_cuda_rng_tracker get_data_parallel_rng_tracker_name "
             "get_expert_parallel_rng_tracker_name initialize_rng_tracker "
             "is_graph_safe_cuda_rng_tracker model_parallel_cuda_manual_seed stream_seed"
         ),

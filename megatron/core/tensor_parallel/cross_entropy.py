@@ -12,9 +12,9 @@ import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.ops import normalizer_and_label_logits, overwrite_with_gradient
+from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.process_state import resolve_group
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -104,17 +104,54 @@ def vocab_parallel_losses_and_normalizers(
     return both
 
 
+class _SoftmaxCrossEntropy(torch.autograd.Function):
+    """Cross-entropy that saves the softmax, in the order of operations of megatron-core, for bitwise equal losses."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, smoothing: float, tp: Group) -> torch.Tensor:
+        wide = logits.detach().to(arithmetic_dtype(logits.dtype))
+        maxima = wide.amax(dim=-1)
+        all_reduce(maxima, tp, op="max")
+        shifted = wide - maxima.unsqueeze(-1)
+        columns = target - tp.rank * logits.shape[-1]
+        elsewhere = (columns < 0) | (columns >= logits.shape[-1])
+        columns = columns.masked_fill(elsewhere, 0).unsqueeze(-1)
+        of_target = shifted.gather(-1, columns).squeeze(-1).masked_fill(elsewhere, 0)
+        softmax = shifted.exp()
+        totals = softmax.sum(dim=-1)
+        for reduced in (of_target, totals):
+            all_reduce(reduced, tp)
+        losses = totals.log() - of_target
+        softmax.div_(totals.unsqueeze(-1))
+        vocab_size = logits.shape[-1] * tp.size
+        ctx.mean_part, ctx.target_part = smoothing / vocab_size, 1.0 - smoothing
+        if smoothing:
+            log_probabilities = (shifted - totals.log().unsqueeze(-1)).sum(dim=-1)
+            all_reduce(log_probabilities, tp)
+            losses = ctx.target_part * losses - ctx.mean_part * log_probabilities
+        ctx.save_for_backward(softmax, columns, elsewhere)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        softmax, columns, elsewhere = ctx.saved_tensors
+        here = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+        result = softmax - ctx.mean_part
+        result.scatter_add_(-1, columns, -ctx.target_part * here)
+        return result.mul_(grad.unsqueeze(-1)), None, None, None
+
+
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
     label_smoothing: float = 0.0,
     tp_group: Group | dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the negative log-likelihood of every label, with megatron-core's signature.
+    """Return the negative log-likelihood of every label, with megatron-core's signature and values.
 
-    Unlike `vocab_sharded_cross_entropy` it leaves the logits unchanged, for the memory of a copy. The vocabulary is not
-    padded. ``label_smoothing`` is the probability of the labels that are not the target, over the whole vocabulary;
-    megatron-core smooths over the rank's part of it. ``tp_group`` is by default the process-wide tensor-parallel group.
+    Unlike `vocab_sharded_cross_entropy` it leaves the logits unchanged and saves their softmax, and the vocabulary is
+    not padded. ``label_smoothing`` is the probability of the labels that are not the target, over the whole vocabulary
+    (megatron-core smooths over the rank's part of it). ``tp_group`` is by default the process-wide group.
 
     Shapes: ``vocab_parallel_logits: [..., v/tp], target: [...] -> [...]`` in float32 (float64 for float64 logits).
 
@@ -124,13 +161,11 @@ def vocab_parallel_cross_entropy(
     assert 0.0 <= label_smoothing < 1.0, f"label_smoothing is {label_smoothing}; it must be in [0, 1)"
     tp = resolve_group(tp_group)
     vocab_size = vocab_parallel_logits.shape[-1] * tp.size
-    if label_smoothing == 0.0:
-        return vocab_sharded_cross_entropy(vocab_parallel_logits.clone(), target, vocab_size, tp)
-    losses, normalizers = vocab_parallel_losses_and_normalizers(vocab_parallel_logits.clone(), target, vocab_size, tp)
-    sums = vocab_parallel_logits.to(losses.dtype).sum(dim=-1)
-    mean_logits = reduce_from_tensor_model_parallel_region(sums, tp) / vocab_size
-    smoothing = label_smoothing * vocab_size / (vocab_size - 1)
-    return (1.0 - smoothing) * losses - smoothing * (mean_logits - normalizers)
+    smoothing = label_smoothing * vocab_size / (vocab_size - 1) if label_smoothing else 0.0
+    result: torch.Tensor = _SoftmaxCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        vocab_parallel_logits, target, smoothing, tp
+    )
+    return result
 
 
 def _columns_of_rank(logits: torch.Tensor, vocab_size: int, tp: Group) -> tuple[int, int]:

@@ -45,4 +45,4 @@ def broadcast_data(
     else:
         flat = torch.empty(sum(lengths), dtype=datatype, device=device)
     broadcast(flat, group)
-    return {key: part.view(size) for key, part, size in zip(keys, flat.split(lengths), sizes, strict=True)}
+    return {key: part.view(size) for key, part, size in zip(keys, torch.split(flat, lengths), sizes, strict=True)}

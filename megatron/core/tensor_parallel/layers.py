@@ -183,7 +183,7 @@ def _initialize_affine_weight_cpu(
     master = torch.empty(output_size, input_size, dtype=torch.float32, device="cpu", requires_grad=False)
     init_method(master)
     master = master.to(params_dtype)
-    parts = master.split(divide(per_partition_size, stride), dim=partition_dim)
+    parts = torch.split(master, divide(per_partition_size, stride), dim=partition_dim)
     with torch.no_grad():
         weight.copy_(torch.cat(parts[rank::world_size], dim=partition_dim))
     return master if return_master_weight else None
@@ -200,7 +200,7 @@ def _initialize_affine_weight_gpu(
 
 
 class _Megatron(nn.Module):
-    """What the linear layers have in common: groups, initial values, and the extra state of their state dicts."""
+    """Groups, initial values and the extra state of state dicts, for both linear layers."""
 
     config: ModelParallelConfig
     tp: Group
@@ -235,7 +235,8 @@ class _Megatron(nn.Module):
                     init_method,
                     stride,
                     keeps_master,
-                    params_dtype=self.config.params_dtype,
+                    # The master weight of a column-parallel layer stays in float32.
+                    params_dtype=self.config.params_dtype if dim == 1 else torch.float32,
                     rank=self.tp.rank,
                     world_size=self.tp.size,
                 )
@@ -264,7 +265,7 @@ class _Megatron(nn.Module):
 
 def _own_config(config: ModelParallelConfig, sequence_parallel: bool) -> ParallelConfig:
     """Return the settings of one of this framework's layers."""
-    return ParallelConfig(params_dtype=config.dtype_name, sequence_parallel=sequence_parallel)
+    return ParallelConfig(params_dtype=config.dtype_name, sequence_parallel=sequence_parallel, cpu_gemm_backend="mkl")
 
 
 def _device(config: ModelParallelConfig) -> torch.device:
@@ -433,7 +434,7 @@ class RowParallelLinear(_Megatron, RowShardedLinear):
         if self.bias is not None:
             self.bias.sequence_parallel = config.sequence_parallel
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed output, and with ``skip_bias_add`` the bias.
 
         With sequence parallelism the output is this rank's part of the sequence.

@@ -149,7 +149,7 @@ class _GatherFromSequenceParallelRegion(_Region):
         elif ctx.output_split_sizes is None:
             result = _own_part(grad, 0, group)
         else:
-            result = grad.split(list(ctx.output_split_sizes))[group.rank].contiguous()
+            result = torch.split(grad, list(ctx.output_split_sizes))[group.rank].contiguous()
         return result, None, None, None, None
 
 
@@ -236,7 +236,7 @@ def _gather_rows(tensor: torch.Tensor, group: Group, sizes: Sequence[int] | None
     """Return the ranks' rows in group order; ``sizes`` are the ranks' numbers of rows if they differ."""
     if sizes is None or group.size == 1:
         return all_gather_first_dim(tensor, group)
-    rows = all_gather_first_dim(_padded(tensor, max(sizes)), group).split(max(sizes))
+    rows = torch.split(all_gather_first_dim(_padded(tensor, max(sizes)), group), max(sizes))
     return torch.cat([part[:size] for part, size in zip(rows, sizes, strict=True)])
 
 
@@ -251,7 +251,7 @@ def _reduce_scatter_rows(tensor: torch.Tensor, group: Group, sizes: Sequence[int
                 "or change the number of processes"
             )
         return reduce_scatter_first_dim(tensor, group)
-    padded = torch.cat([_padded(part, max(sizes)) for part in tensor.split(list(sizes))])
+    padded = torch.cat([_padded(part, max(sizes)) for part in torch.split(tensor, list(sizes))])
     return reduce_scatter_first_dim(padded, group)[: sizes[group.rank]]
 
 
@@ -350,8 +350,8 @@ def gather_from_sequence_parallel_region(
     """Enter a tensor-parallel region from a sequence-parallel one.
 
     Forward: all-gather along s; backward: reduce-scatter along s. Without ``tensor_parallel_output_grad`` the gradient
-    is the same on all ranks, and the backward pass takes this rank's part. ``output_split_sizes`` are the ranks' numbers of rows if they
-    differ. ``use_global_buffer`` has no effect.
+    is the same on all ranks, and the backward pass takes this rank's part. ``output_split_sizes`` are the ranks'
+    numbers of rows if they differ. ``use_global_buffer`` has no effect.
 
     Shapes: ``[s/tp, ...] -> [s, ...]``.
     """

@@ -177,9 +177,10 @@ class _InferenceRNGTracker(CudaRNGStatesTracker):
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """Do nothing."""
 
-    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> contextlib.AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        """Change nothing."""
+        yield
 
 
 def initialize_rng_tracker(
@@ -209,6 +210,21 @@ def get_cuda_rng_tracker(
 def get_all_rng_states() -> dict[str, torch.Tensor]:
     """Return the states of the process's tracker by name."""
     return get_cuda_rng_tracker().states_
+
+
+def convert_cuda_rng_state(
+    state: torch.Tensor | torch.Generator, to_graphable: bool = False
+) -> torch.Tensor | torch.Generator:
+    """Return an RNG state as a tensor, or with ``to_graphable`` as a generator of the current device.
+
+    Raises:
+        ValueError: it is neither a tensor nor a generator.
+    """
+    if not isinstance(state, (torch.Tensor, torch.Generator)):
+        raise ValueError(f"Invalid state type: {type(state)}")
+    if isinstance(state, torch.Generator):
+        return state if to_graphable else state.get_state()
+    return torch.Generator(current_device().torch_device).set_state(state) if to_graphable else state
 
 
 def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: CudaRNGStatesTracker) -> bool:
@@ -320,7 +336,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _recomputable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+    if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
         raise RuntimeError("Checkpointing is not compatible with .grad(), please use .backward() if possible")
     return inputs
 
@@ -386,7 +402,7 @@ class CheckpointWithoutOutput:
         for output in self.outputs or ():
             output.untyped_storage().resize_(0)
         if hook_tensor.requires_grad:
-            hook_tensor.register_hook(self._recompute)
+            hook_tensor.register_hook(self._recompute)  # type: ignore[no-untyped-call]
 
     def _recompute(self, _: torch.Tensor) -> None:
         """Run the function again and put the results into the freed outputs."""

@@ -457,7 +457,7 @@ class MLATransformerConfig(TransformerConfig):
         """Set the fields that follow from others, and check combinations."""
         super().__post_init__()
         if self.attention_output_gate:
-            raise NotImplementedError("Output gate is not supported for MLA yet.")
+            raise ValueError("Output gate is not supported for MLA yet.")
         if self.rotary_interleaved:
             raise ValueError("rotary_interleaved does not work with multi_latent_attention.")
 
