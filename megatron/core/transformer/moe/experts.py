@@ -62,7 +62,7 @@ class SequentialMLP(nn.Module):
         # An expert without rows runs too, so that its parameters get gradients, of zero.
         outputs = [
             expert(of_expert, scale)[0]
-            for expert, of_expert, scale in zip(self.local_experts, rows.split(counts), probs.split(counts))
+            for expert, of_expert, scale in zip(self.local_experts, rows.split_with_sizes(counts), probs.split_with_sizes(counts))
         ]
         return torch.cat(outputs), None
 

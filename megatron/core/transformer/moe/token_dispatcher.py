@@ -233,7 +233,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         rows, weights, self.sources = permute(tokens, routing_map, probs)
         assert weights is not None
         if self.tp_size > 1:
-            by_rank = torch.arange(len(rows), device=rows.device).split(self.input_splits[:: self.tp_size])
+            by_rank = torch.arange(len(rows), device=rows.device).split_with_sizes(self.input_splits[:: self.tp_size])
             copies = torch.cat([of_rank for of_rank in by_rank for _ in range(self.tp_size)])
             self.sources = self.sources[copies]
             rows, weights = rows.index_select(0, copies), weights.index_select(0, copies)
