@@ -192,6 +192,11 @@ def shared_links(pp: Group, *, wraps_around: bool = False) -> PipelineLinks:
     )
 
 
+def message_device(pp: Group) -> torch.device:
+    """Return the device of messages over the pipeline's own communicator: CUDA with NCCL, otherwise the CPU."""
+    return torch.device("cuda" if pp.handle is not None and "nccl" in dist.get_backend(pp.handle) else "cpu")
+
+
 def _connect(link: Link, rank: int, device: torch.device | None) -> None:
     """Send one element over a link, if it has a communicator, so that its first message finds it connected."""
     if link.handle is None:
@@ -434,7 +439,7 @@ class P2PCommunicator:
         dtype = self.config.pipeline_dtype
         if dtype is None and (receive_prev is not None or receive_next is not None):
             raise RuntimeError("pipeline_dtype is None; set it to the dtype of the tensors between stages")
-        device = torch.device("cuda" if "nccl" in dist.get_backend(self.pp_group) else "cpu")
+        device = message_device(self.pp)
         if self.config.variable_seq_lengths:
             receive_prev, receive_next = self._exchange_shapes(to_next, to_prev, receive_prev, receive_next, device)
         received = [

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -23,10 +22,11 @@ from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk,
 from megatron.core.pipeline_parallel.p2p_communication import (
     MessageOrders,
     P2PCommunicator,
+    message_device,
     shared_links,
 )
 from megatron.core.pipeline_parallel.schedule_actions import SCHEDULES, Action, StagePlace
-from megatron.core.process_group import Group
+from megatron.core.process_group import Group, single_rank_group
 from megatron.core.process_state import (
     get_context_parallel_world_size,
     get_pipeline_model_parallel_rank,
@@ -202,7 +202,7 @@ def forward_step_calc_loss(
             if not _per_token(config):
                 output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches
         forward_data_store.append(report)
-    if getattr(config, "num_moe_experts", None) is not None:
+    if hasattr(config, "num_moe_experts") and config.num_moe_experts is not None:
         scale = torch.ones(1, device=output_tensor.device)
         if config.grad_scale_func is not None:
             scale = config.grad_scale_func(scale)
@@ -442,13 +442,14 @@ class _Step:
         config = get_model_config(models[0])
         if pipelines and (p2p_communicator is None) != (pg_collection is None):
             raise ValueError("pass both p2p_communicator and pg_collection, or neither")
-        if getattr(config, "defer_embedding_wgrad_compute", False):
+        if config.defer_embedding_wgrad_compute:
             raise RuntimeError(
                 "defer_embedding_wgrad_compute is not supported with a model of one's own; set it to False"
             )
-        pp = resolve_group(None, "pp") if p2p_communicator is None else p2p_communicator.pp
         if not pipelines:
-            pp = Group(("pp",), (pp.ranks[pp.rank],), 0)
+            pp = single_rank_group(("pp",))
+        else:
+            pp = resolve_group(None, "pp") if p2p_communicator is None else p2p_communicator.pp
         tp, cp = (resolve_group(getattr(pg_collection, name, None), name) for name in ("tp", "cp"))
         return cls(
             forward_step_func,
@@ -473,8 +474,8 @@ class _Step:
     @property
     def device(self) -> torch.device:
         """Return the device of messages and losses: CUDA if the pipeline's backend is NCCL, otherwise the model's."""
-        if self.pp.handle is not None and "nccl" in dist.get_backend(self.pp.handle):
-            return torch.device("cuda")
+        if self.pp.size > 1:
+            return message_device(self.pp)
         parameter = next(self.models[0].parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
@@ -491,7 +492,7 @@ class _Step:
 
     @property
     def group_size(self) -> int | None:
-        size: int | None = getattr(self.config, "microbatch_group_size_per_vp_stage", None)
+        size: int | None = self.config.microbatch_group_size_per_vp_stage
         return size
 
     def check_groups(self) -> None:
@@ -636,7 +637,7 @@ class _Step:
 
     def _checkpoints(self, microbatch: int) -> bool | None:
         """Return whether a micro-batch recomputes all its activations; None if the model decides."""
-        number = getattr(self.config, "num_microbatches_with_partial_activation_checkpoints", None)
+        number = self.config.num_microbatches_with_partial_activation_checkpoints
         if number is None:
             return None
         in_flight = max(self.pp.size - self.pp.rank, 1)
@@ -669,7 +670,7 @@ class _CallerTimers:
 
 def _per_token(config: Any) -> bool:
     """Return whether the caller divides by the number of tokens of the global batch (`TransformerConfig` only)."""
-    return bool(getattr(config, "calculate_per_token_loss", False))
+    return hasattr(config, "calculate_per_token_loss") and bool(config.calculate_per_token_loss)
 
 
 def _only(value: Any, name: str) -> Any:

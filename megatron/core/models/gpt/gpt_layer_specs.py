@@ -10,12 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import MLP, MLPSubmodules, ModuleSpec
+from megatron.core.transformer.moe import GroupedMLP, MoELayer, MoESubmodules, SequentialMLP, SharedExpertMLP
 
 
 @dataclass

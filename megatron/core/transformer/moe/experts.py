@@ -14,11 +14,13 @@ from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
-from megatron.core.transformer.mlp import MLP, MLPSubmodules, megatron_activation
+from megatron.core.tensor_parallel import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import MLP, MLPSubmodules, TransformerConfig, megatron_activation
 from megatron.core.transformer.moe.grouped_experts import grouped_linear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
 
@@ -62,7 +64,9 @@ class SequentialMLP(nn.Module):
         # An expert without rows runs too, so that its parameters get gradients, of zero.
         outputs = [
             expert(of_expert, scale)[0]
-            for expert, of_expert, scale in zip(self.local_experts, rows.split_with_sizes(counts), probs.split_with_sizes(counts))
+            for expert, of_expert, scale in zip(
+                self.local_experts, rows.split_with_sizes(counts), probs.split_with_sizes(counts)
+            )
         ]
         return torch.cat(outputs), None
 

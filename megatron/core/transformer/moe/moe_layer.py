@@ -11,12 +11,11 @@ from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
-from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, MoETokenDispatcher
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass

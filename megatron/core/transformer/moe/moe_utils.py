@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.core.collectives import all_reduce
+from megatron.core.device import current_device
 from megatron.core.layer_output import MoEAuxLossAutoScaler as MoEAuxLossAutoScaler
 from megatron.core.process_group import Group
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -183,7 +183,7 @@ def sort_chunks_by_idxs(
     sizes, order = split_sizes.tolist(), sorted_idxs.tolist()
 
     def sort(rows: torch.Tensor) -> torch.Tensor:
-        chunks = rows.split(sizes)
+        chunks = rows.split_with_sizes(sizes)
         return torch.cat([chunks[index] for index in order])
 
     return sort(input), None if probs is None else sort(probs)
@@ -414,7 +414,7 @@ def track_moe_metrics(
     if force_initialize and track_names is not None:
         if num_layers is None:
             raise ValueError("force_initialize needs num_layers, the number of layers of the model")
-        device = next((each["values"].device for each in _TRACKER.values()), _default_device())
+        device = next((each["values"].device for each in _TRACKER.values()), current_device().torch_device)
         for name in track_names:
             _tracked(name, num_layers, device)
     reduce_aux_losses_tracker_across_ranks(track_names, pg_collection)
@@ -441,11 +441,6 @@ def track_moe_metrics(
         if wandb_writer and per_layer_logging:
             wandb_writer.log(by_layer, iteration)
     clear_aux_losses_tracker()
-
-
-def _default_device() -> str:
-    """Return the device of the process's collectives."""
-    return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
 
 
 def get_updated_expert_bias(

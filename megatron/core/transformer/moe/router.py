@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.core.layer_output import MoEAuxLossAutoScaler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.load_balancing import LOSS_NAMES, Z_LOSS
 from megatron.core.transformer.moe.moe_utils import (
     apply_random_logits,
@@ -24,7 +25,6 @@ from megatron.core.transformer.moe.moe_utils import (
     topk_routing_with_score_function,
     z_loss_func,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -262,7 +262,7 @@ class TopKRouter(Router):
         return probs, routing_map
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Start the counts of the global load-balancing loss anew; call it after each step."""
+        """Reset the counts of the global load-balancing loss; call it after each step."""
         if self.global_tokens_per_expert is not None and self.ga_steps is not None:
             self.global_tokens_per_expert.zero_()
             self.ga_steps.zero_()

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer import MLP, MLPSubmodules, TransformerConfig
 
 
 class SharedExpertMLP(MLP):

@@ -18,13 +18,13 @@ from torch import nn
 from megatron.core.collectives import all_to_all_first_dim
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
-from megatron.core.tensor_parallel.mappings import (
+from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.expert_dispatch import all_to_all, reorder
 from megatron.core.transformer.moe.moe_utils import pad_routing_map, permute, unpermute
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FP8_MULTIPLE, _BLOCKS_MULTIPLE = 16, 32
 

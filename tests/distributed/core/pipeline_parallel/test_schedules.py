@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -87,10 +88,11 @@ def run_step(
     pp: int, chunks: int, num_microbatches: int, loss: str, forward_only: bool = False, passes_groups: bool = False
 ) -> tuple[list[Any], list[list[torch.Tensor]], list[Any]]:
     """Run one step on this rank; return its reports, its gradients by chunk, and the totals of tokens."""
-    parallel_state.initialize_model_parallel(1, pp, chunks if chunks > 1 else None)
+    if not passes_groups:
+        parallel_state.initialize_model_parallel(1, pp, chunks if chunks > 1 else None)
     config = make_config(pp, chunks)
     config.calculate_per_token_loss = loss == "per token"
-    rank = parallel_state.get_pipeline_model_parallel_rank()
+    rank = dist.get_rank()
     model: list[nn.Module] = [Wrapped(Stage(config, chunk * pp + rank)) for chunk in range(chunks)]
     totals: list[Any] = []
     config.grad_scale_func = lambda value: value * 8.0
@@ -98,12 +100,13 @@ def run_step(
     loss_func = mean_loss if loss == "mean" else counted_loss
     groups: dict[str, Any] = {}
     if passes_groups:
-        collection = ProcessGroupCollection.use_mpu_process_groups()
+        grid = HyperCommGrid([1, 1, pp], ["tp", "cp", "pp"])
+        collection = ProcessGroupCollection(**{name: grid.create_pg(name) for name in ("tp", "cp", "pp")})
+        assert collection.pp is grid.get_pg("pp")
         groups = {"pg_collection": collection}
         if pp > 1:
             groups["p2p_communicator"] = P2PCommunicator(collection.pp, config)
-    function = schedules.get_forward_backward_func()
-    reports = function(
+    reports = schedules.get_forward_backward_func(pp, chunks if chunks > 1 else None)(
         forward_step_func=lambda iterator, stage: (stage(next(iterator)), loss_func),
         data_iterator=[batches() for _ in model],
         model=model,
@@ -114,7 +117,6 @@ def run_step(
         **groups,
     )
     gradients = [[p.grad for p in chunk.parameters() if p.grad is not None] for chunk in model]
-    parallel_state.destroy_model_parallel()
     return reports, gradients, totals
 
 
