@@ -81,7 +81,8 @@ def build_parser() -> Parser:
     data.add_argument(
         "--input-format",
         choices=KINDS,
-        help="format of the files; json: an array; text: one document per file; tar: WebDataset (detected per file)",
+        help="format of the files; json: an array; text: a document per file, but a single file is cut into 100 "
+        "documents; tar: WebDataset (detected per file)",
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     data.add_argument("--overwrite", action="store_true", help="replace existing data sets with this prefix")
@@ -354,6 +355,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
         progress.finish()
         print(f"Done in {progress.elapsed_s:.2f} s.")
     skipped = f", {folder.num_skipped} lines skipped" if folder.num_skipped else ""
+    if files[0].is_cut and folder.num_documents > 1:
+        print(f"{files[0].name}: 1 text, cut into {folder.num_documents} documents, at blank lines if it has enough")
     print(f"{folder.num_documents} documents, {num_tokens} tokens{skipped}")
     for prefix in prefixes:
         print(f"Wrote {prefix}.bin and .idx")

@@ -100,7 +100,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _command_line(config: RunConfig, tokenizer: Tokenizer, files: Sequence[str], output: str) -> Iterator[str]:
     """Yield the flags of tools/preprocess_data.py for the text of one split."""
-    yield from ("--input", *files, "--input-format", "jsonl", "--output-prefix", output)
+    yield from ("--input", *files, "--output-prefix", output)
     yield from ("--json-keys", config.data.text_key)
     if tokenizer.eod_id is not None:
         yield "--append-eod"

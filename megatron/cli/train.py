@@ -15,31 +15,35 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron.checkpoint import TRACKER_FILE
 from megatron.cli.rank_launcher import INTERRUPTED, Place, launch
-from megatron.config import HELP_FLAGS, parse_arguments, resolve_arguments
+from megatron.config import HELP_FLAGS, parse_arguments, read_config_file, resolve_arguments
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError, InputError, StorageError
 from megatron.core.object_store import as_path
 from megatron.core.safe_io import parse_json, read_plain_text
 from megatron.training import reasons_of, refuse, training_script
-from megatron.training.loggers import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
+from megatron.training.loggers import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER, SESSION_LIMITS
 
 
 @dataclass(frozen=True)
 class ContinuedRun:
-    """Flags, working directory and number of processes of a recorded run that continues."""
+    """Flags, working directory and number of processes of a recorded run that continues.
+
+    ``limits`` has the flags that ended its last session early, with their values; they are not in ``words``.
+    """
 
     words: tuple[str, ...]
     folder: Path
     nproc: int
     nnodes: int
+    limits: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: str) -> ContinuedRun:
@@ -67,7 +71,9 @@ class ContinuedRun:
             ) from error
         config = record / (CONTINUE_FILE if is_saved else CONFIG_FILE)
         words = ["--config", str(config), "--save", str(folder), *(["--load", str(folder)] if is_saved else [])]
-        return cls(tuple(words), started_in, nproc, nnodes)
+        recorded = read_config_file(str(record / CONFIG_FILE)) if is_saved else {}
+        limits = {name: recorded[name] for name in SESSION_LIMITS if recorded.get(name) is not None}
+        return cls(tuple(words), started_in, nproc, nnodes, limits)
 
 
 def _count(environment: Mapping[str, Any], key: str) -> int:
@@ -177,6 +183,10 @@ def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
             f"--continue {own['continue']}: the run used {run.nnodes} nodes; pass --nnodes {run.nnodes}, --node-rank R "
             "and --master-addr HOST on each node, or --nnodes 1"
         )
+    for name, value in run.limits.items():
+        limit = f"--{name.replace('_', '-')}"
+        if not any(word.partition("=")[0] == limit for word in typed):
+            print_line(f"{limit} {value} of the last session is not continued; pass it again to stop early", sys.stderr)
     if "script" in own:
         own["script"] = str(Path(own["script"]).resolve())
     if not run.folder.is_dir():

@@ -30,6 +30,7 @@ from megatron.config.megatron_flags import (
     switch_with_value,
     table_flags,
     unknown_flags,
+    unused_fusions,
 )
 from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint
 from megatron.config.run_config import CheckpointConfig, RunConfig, command_line_fields, config_parts
@@ -128,6 +129,8 @@ def resolve_arguments(
     if problems:
         raise ConfigurationError(problems)
     notes += packing_notes(given, config)
+    logging = dataclasses.replace(config.logging, unused_fusions=unused_fusions(given))
+    config = dataclasses.replace(config, logging=logging)
     if is_train_command:
         config = _with_brief_log(config, _listed(config, given, values, broken))
     return ParsedArguments(config, (*notes, *resolution.notes))

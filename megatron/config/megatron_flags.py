@@ -35,6 +35,20 @@ class NoEffect:
     excluded: str | None = None
 
 
+FUSIONS = {
+    "--no-masked-softmax-fusion": "masked_softmax_fusion",
+    "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "--no-bias-dropout-fusion": "bias_dropout_fusion",
+    "--no-rope-fusion": "apply_rope_fusion",
+}
+"""Megatron's argument of each switch without effect that turns a fusion off."""
+
+
+def unused_fusions(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return Megatron's arguments of the fusions that the given switches turn off."""
+    return tuple(argument for name, argument in FUSIONS.items() if TABLE_PREFIX + name in given)
+
+
 @dataclasses.dataclass(frozen=True)
 class NotSupported:
     """Flag of an unsupported feature; its ``default`` value is accepted without a note.

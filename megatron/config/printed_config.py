@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.config.megatron_flags import FUSIONS
 from megatron.config.run_config import RunConfig, config_parts
 from megatron.core.config_base import FieldSpec, field_docs, field_specs, field_value
 
@@ -90,10 +91,9 @@ def argument_values(config: RunConfig) -> dict[str, Any]:
         "encoder_seq_length": config.data.seq_length,
         "layernorm_epsilon": model.norm_epsilon,
         "consumed_train_samples": 0,
-        # Attention and dropout are always computed so; the flags of these arguments have no effect.
+        "eval_iters": config.validation.most_eval_iters,
         "attention_softmax_in_fp32": True,
-        "masked_softmax_fusion": True,
-        "bias_dropout_fusion": True,
+        **{name: name not in config.logging.unused_fusions for name in FUSIONS.values()},
     }
 
 

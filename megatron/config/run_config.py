@@ -301,6 +301,8 @@ class LoggingConfig(Config, role="output"):
     """Print the short log of megatron train instead of Megatron's lines."""
     given_arguments: tuple[str, ...] = flag((), cli=False)
     """Fields that the command line, a file or a preset sets; a short log lists those that are not at their defaults."""
+    unused_fusions: tuple[str, ...] = flag((), cli=False)
+    """Megatron's arguments of fusions that the command line turns off, although the results do not depend on them."""
     log_arguments: bool = False
     """Under megatron train, print all arguments, not only those that differ from their defaults."""
     log_throughput: bool = False
@@ -580,14 +582,14 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     test_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
     """Test data; excludes --data-path and --split."""
     train_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE")
-    """JSON lines to train on, tokenized on first use with the run's tokenizer; divided by --split, unless --valid-data
-    or --test-data is given."""
+    """Text, JSON lines or JSON arrays to train on, tokenized on first use with the run's tokenizer; divided by --split,
+    unless --valid-data or --test-data is given."""
     valid_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE", needs="train_data")
-    """JSON lines to validate on, tokenized on first use."""
+    """Text or JSON to validate on, tokenized on first use."""
     test_data: tuple[str, ...] = flag((), nargs="+", metavar="FILE", needs="train_data")
-    """JSON lines to test on, tokenized on first use."""
+    """Text or JSON to test on, tokenized on first use."""
     text_key: str = flag("text", metavar="KEY", needs="train_data")
-    """Key of the text in the JSON lines of --train-data, --valid-data and --test-data."""
+    """Key of the text in JSON of --train-data, --valid-data and --test-data."""
     data_args_path: str | None = flag(None, metavar="FILE")
     """File with the value of --data-path."""
     per_split_data_args_path: str | None = flag(None, metavar="FILE")

@@ -10,18 +10,18 @@ from typing import Any
 
 __version__ = "0.16.1"
 
-_MODULES = ("parallel_state", "tensor_parallel", "utils")
-_NAMES = {
-    "DistributedDataParallel": "distributed",
-    "ModelParallelConfig": "model_parallel_config",
-    "Timers": "timers",
+_MODULES = {
+    "parallel_state": "parallel_state",
+    "mpu": "parallel_state",
+    "tensor_parallel": "tensor_parallel",
+    "utils": "utils",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a module or a name of megatron-core when it is first used; ``mpu`` is `parallel_state`."""
-    if name == "mpu" or name in _MODULES:
-        return importlib.import_module(f"{__name__}.{'parallel_state' if name == 'mpu' else name}")
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    if name == "ModelParallelConfig":
+        return importlib.import_module(f"{__name__}.model_parallel_config").ModelParallelConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,7 +53,10 @@ class HyperCommGrid:
         key = self._key(dims)
         if key in self._pgs:
             raise KeyError(f"Process group {dims} has already been created; call get_pg")
-        own, _ = dist.new_subgroups_by_enumeration(self.get_rank_enum(dims), backend=self.backend, **kwargs)
+        groups = self.get_rank_enum(dims)
+        own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            groups, backend=self.backend, **kwargs
+        )[0]
         self._pgs[key] = own
         return own
 

@@ -166,15 +166,33 @@ class RankGenerator:
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """Return all groups that span the axes of ``token``, such as ``tp-dp``."""
-        axes = tuple(token.split("-"))
-        seen: set[int] = set()
-        groups = []
-        for rank in range(self.world_size):
-            if rank not in seen:
-                ranks = slice_ranks(self.grid, axes, rank)
-                seen.update(ranks)
-                groups.append([self.rank_offset + each for each in ranks])
-        return groups
+        slices = _all_slices(self.grid, tuple(token.split("-")))
+        return [[self.rank_offset + rank for rank in ranks] for ranks in slices]
+
+
+def _all_slices(grid: Grid, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Return all slices of a grid along ``axes``, in the order of their first ranks."""
+    slices: dict[tuple[int, ...], None] = {}
+    for rank in range(math.prod(grid.values())):
+        slices.setdefault(slice_ranks(grid, axes, rank))
+    return list(slices)
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Return the groups of ranks that span the axes whose ``mask`` is true.
+
+    ``parallel_size`` has the sizes of the axes from the fastest to the slowest varying.
+
+    Raises:
+        AssertionError: the product of the sizes is not ``world_size``.
+    """
+    assert math.prod(parallel_size) == world_size, (
+        f"the product of the sizes {list(parallel_size)} is not the world size {world_size}"
+    )
+    grid = {str(axis): parallel_size[axis] for axis in reversed(range(len(parallel_size)))}
+    return [list(ranks) for ranks in _all_slices(grid, tuple(str(axis) for axis, each in enumerate(mask) if each))]
 
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """Find and open the input files of preprocessing: JSONL, JSON arrays, text, Parquet, Arrow and WebDataset tars.
 
-The format is detected from a file's name and its first bytes. Files of other formats are converted to JSON lines.
+The format is detected from a file's first bytes and its name. Files of other formats are converted to JSON lines.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import json
 import lzma
 import os
 import posixpath
+import re
 import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any, Final
 
 from megatron.core.datasets import array_lines, is_array
@@ -29,7 +30,10 @@ from megatron.core.errors import DataError
 KINDS: Final = ("jsonl", "json", "text", "parquet", "arrow", "tar")
 """``json`` is an array of objects."""
 TEXT_KINDS: Final = ("jsonl", "json", "text")
-_NUM_BEGINNING_BYTES: Final = 16
+_NUM_BEGINNING_BYTES: Final = 4096
+NUM_TEXT_DOCUMENTS: Final = 100
+"""Number of documents into which a single text file is cut, so that --split can divide it."""
+_LEAST_DOCUMENT_LENGTH: Final = 100
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 _COMPRESSIONS: Final = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
@@ -58,6 +62,8 @@ _FOREIGN_BEGINNINGS: Final = {
     b"Obj\x01": "an Avro file; write it to Parquet or jsonl first",
     b"ORC": "an ORC file; write it to Parquet or jsonl first",
 }
+_OBJECT: Final = re.compile(rb'\s*\{\s*["}]')
+_ARRAY_OF_OBJECTS: Final = re.compile(rb"\s*\[\s*\{")
 _ENCODINGS: Final = {
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
@@ -82,7 +88,10 @@ def has_known_suffix(path: str) -> bool:
 
 
 def detect_format(path: str, wanted: str | None = None) -> FileFormat:
-    """Detect the format of a file from ``wanted``, its first bytes, or its name, in this order; JSONL by default.
+    """Detect the format of a file from ``wanted``, its first bytes, or its name, in this order.
+
+    A file that starts with a JSON object is JSONL, and a file that starts with an array of objects is JSON. Any other
+    file is text, unless its name ends in .jsonl, .json or .ndjson.
 
     Raises:
         DataError: the file cannot be read, its encoding is not UTF-8, or its format is not supported.
@@ -92,20 +101,40 @@ def detect_format(path: str, wanted: str | None = None) -> FileFormat:
             beginning = file.read(_NUM_BEGINNING_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    kind, compression = _named(path)
+    named, compression = _named(path)
     compression = compression or _begins(beginning, _COMPRESSED_BEGINNINGS)
+    kind = wanted or named
     if compression is None:
-        kind = _begins(beginning, _KIND_BEGINNINGS) or kind
-    kind = wanted or kind or "jsonl"
-    if wanted is None and kind == "jsonl" and compression is None and is_array(beginning):
-        kind = "json"
-    if kind in TEXT_KINDS and compression is None:
+        kind = wanted or _begins(beginning, _KIND_BEGINNINGS) or named
+    if kind is None or kind in TEXT_KINDS:
+        if compression is not None:
+            beginning = _decompressed_beginning(path, compression)
         _check_encoding(path, beginning)
         foreign = _begins(beginning, _FOREIGN_BEGINNINGS)
         if foreign is not None:
             raise DataError(f"{path} is {foreign}")
+        kind = wanted or _text_kind(beginning.removeprefix(BYTE_ORDER_MARK), named)
     mark = len(BYTE_ORDER_MARK) if compression is None and beginning.startswith(BYTE_ORDER_MARK) else 0
     return FileFormat(kind, compression, mark)
+
+
+def _text_kind(beginning: bytes, named: str | None) -> str:
+    """Return the one of `TEXT_KINDS` that a file has, by its beginning and the kind of its name."""
+    if _OBJECT.match(beginning):
+        return "jsonl"
+    if _ARRAY_OF_OBJECTS.match(beginning) or (named == "jsonl" and is_array(beginning)):
+        return "json"
+    return "text" if named is None and beginning.strip() else named or "jsonl"
+
+
+def _decompressed_beginning(path: str, compression: str) -> bytes:
+    """Return the first bytes of a compressed file; empty for a damaged file, which is reported when it is read."""
+    try:
+        text, source = _open(path, compression)
+        with text, source:
+            return text.read(_NUM_BEGINNING_BYTES)
+    except reading_errors():
+        return b""
 
 
 def advice(line: bytes) -> str | None:
@@ -114,14 +143,14 @@ def advice(line: bytes) -> str | None:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
         return (
-            f"byte 0x{line[error.start]:02x} is not valid UTF-8 (perhaps Latin-1 or Windows-1252); convert the file "
-            "with iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+            f"byte 0x{line[error.start]:02x} is invalid (perhaps Latin-1 or Windows-1252); convert the file with iconv "
+            "-f WINDOWS-1252 -t UTF-8 FILE > NEW"
         )
     if line.lstrip().startswith(b"["):
         return "pass --input-format json to read a JSON array, or convert it to lines with: jq -c '.[]' FILE > NEW"
     if line.lstrip().startswith((b"{", b'"')):
         return None
-    return "if it is plain text, pass --input-format text to read each file as one document"
+    return "if it is plain text, pass --input-format text, or give the file a name that ends in .txt"
 
 
 def _named(path: str) -> tuple[str | None, str | None]:
@@ -146,6 +175,8 @@ def _check_encoding(path: str, beginning: bytes) -> None:
 
 
 _ROWS: Final = 64
+_ENDS: Final = (re.compile(r"\n(?:[ \t\r]*\n)+"), re.compile(r"\n"), re.compile(r"\s"))
+"""Ends of a document in a text: blank lines, a line end, or white space."""
 _TEXT_MEMBERS: Final = ("txt", "md")
 """Suffixes of tar members that hold a sample's ``text`` if there is no member of that name."""
 
@@ -170,11 +201,33 @@ class LineStream(io.RawIOBase):
         return count
 
 
-def read_texts(paths: Iterable[str], keys: Sequence[str], open_file: Callable[[str], IO[bytes]]) -> Iterator[bytes]:
-    """Yield one JSON line per file, with the whole file as one document, without a byte-order mark."""
+def read_texts(
+    paths: Iterable[str], keys: Sequence[str], open_file: Callable[[str], IO[bytes]], is_cut: bool = False
+) -> Iterator[bytes]:
+    """Yield one JSON line per document, without a byte-order mark: a whole file, or with ``is_cut`` a part of it."""
     for path in paths:
         with open_file(path) as file:
-            yield _line({keys[0]: _decode(file.read()).removeprefix("\ufeff")})
+            text = _decode(file.read()).removeprefix("\ufeff")
+        for document in cut_text(text) if is_cut else (text,):
+            yield _line({keys[0]: document})
+
+
+def cut_text(text: str) -> Iterator[str]:
+    """Cut a text into up to `NUM_TEXT_DOCUMENTS` documents of similar length.
+
+    A document ends at a blank line; where its length passes the intended length by half without a blank line, at the
+    end of a line, else at white space, else anywhere.
+    """
+    length = max(-(-len(text) // NUM_TEXT_DOCUMENTS), _LEAST_DOCUMENT_LENGTH)
+    begin, number = 0, 0
+    while begin < len(text):
+        number += 1
+        wanted = length * number
+        latest = min(wanted + length // 2, len(text))
+        ends = (pattern.search(text, wanted - 1, latest) for pattern in _ENDS)
+        end = next((found.end() for found in ends if found), wanted) if latest < len(text) else len(text)
+        yield text[begin:end]
+        begin = end
 
 
 def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
@@ -310,6 +363,7 @@ class InputFile:
         begin: start offset of its text.
         keys: JSON keys for the texts of formats other than JSONL.
         members: text files, each of which is a document; the first is ``path``. Empty for other formats.
+        is_cut: whether the text of the only member is cut into documents.
     """
 
     path: str
@@ -320,6 +374,7 @@ class InputFile:
     begin: int = 0
     keys: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
+    is_cut: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -333,6 +388,8 @@ class InputFile:
 
     def line_name(self, line: int) -> str:
         """Return the name of a line or document, counted from 0."""
+        if self.is_cut:
+            return self.name
         return self.members[line] if self.members else f"{self.name}:{line + 1}"
 
     def identity(self) -> list[Any]:
@@ -345,7 +402,8 @@ class InputFile:
 def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: str | None = None) -> list[InputFile]:
     """List the files of paths, folders and glob patterns, in order; the files of one folder or pattern are sorted.
 
-    ``kind`` is the format of all files. Without it, the format of each file is detected.
+    ``kind`` is the format of all files. Without it, the format of each file is detected. A text file is a document. If
+    it is the only file, it is cut into documents.
 
     Raises:
         DataError: a pattern matches nothing, or the format of a file is not supported.
@@ -374,6 +432,8 @@ def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: s
             load_pyarrow(file.path)
         if file.kind == "text" and len(keys) > 1:
             raise DataError(f"{file.path} is a text file, but --json-keys has {len(keys)} keys; pass one key")
+    if len(files) == 1 and len(files[0].members) == 1:
+        return [replace(files[0], is_cut=True)]
     return files
 
 
@@ -478,8 +538,9 @@ def open_stream(file: InputFile) -> TextStream:
     if file.kind in ("parquet", "arrow"):
         return TextStream(_as_stream(read_table(file.path, file.kind, file.keys)), None)
     if file.kind == "text":
-        return TextStream(_as_stream(read_texts(file.members, file.keys, lambda path: _open(file, path)[0])), None)
-    text, source = _open(file, file.path)
+        lines = read_texts(file.members, file.keys, lambda path: _open(path, file.compression)[0], file.is_cut)
+        return TextStream(_as_stream(lines), None)
+    text, source = _open(file.path, file.compression)
     if file.kind == "tar":
         return TextStream(_as_stream(read_tar(text, file.keys)), source)
     if file.kind == "json":
@@ -492,17 +553,17 @@ def _as_stream(lines: Iterator[bytes]) -> io.BufferedReader:
     return io.BufferedReader(LineStream(lines), _STREAM_BYTES)
 
 
-def _open(file: InputFile, path: str) -> tuple[io.BufferedReader, IO[bytes]]:
+def _open(path: str, compression: str | None) -> tuple[io.BufferedReader, IO[bytes]]:
     """Return the decompressed stream of a file, and the file."""
     source = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with the stream
-    if file.compression is None:
+    if compression is None:
         plain: Any = io.BufferedReader(source, _STREAM_BYTES)
         return plain, plain
-    if file.compression == "zst":
+    if compression == "zst":
         reader = _load_zstandard(path).ZstdDecompressor().stream_reader(source, read_across_frames=True)
     else:
         opened: dict[str, Callable[[IO[bytes]], Any]] = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open}
-        reader = opened[file.compression](source)
+        reader = opened[compression](source)
     return io.BufferedReader(reader, _STREAM_BYTES), source
 
 

@@ -53,7 +53,9 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[bytes]]:
     """
     try:
         content = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
+    except UnicodeDecodeError as error:
+        raise DataError("not UTF-8 text") from error
+    except (ValueError, RecursionError) as error:  # JSONDecodeError
         raise DataError(f"not a JSON line: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"a JSON object is expected, but the line contains {type(content).__name__}")

@@ -400,17 +400,7 @@ class RunCheckpoints:
         options = self.config.checkpoint
         if options.load is not None:
             return self._load(options)
-        if self.config.logging.brief_log and self.runtime.is_reporter and options.save is not None:
-            self._warn_of_earlier_run(options.save)
         return TrainState()
-
-    def _warn_of_earlier_run(self, save: str) -> None:
-        saved = saved_iterations(as_path(save))
-        if saved and not self.config.training.skip_train:
-            self.log(
-                f"WARNING: {save} has a checkpoint of iteration {max(saved)}, and --load is not set: this run starts "
-                f"from random weights and replaces that run; to continue it, pass --continue {save}"
-            )
 
     def go_back(self) -> TrainState | None:
         """Roll back to the newest checkpoint of ``--save`` that is known to train; return None if there is none.

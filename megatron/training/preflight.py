@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 
+from megatron.checkpoint import saved_iterations
 from megatron.config import RunConfig
 from megatron.core.available_host_memory import HostRoom, available_bytes
 from megatron.core.datasets import report_lost_pages
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.object_store import as_path
 from megatron.core.optimizer import host_state_bytes
 from megatron.core.tokenizers import Tokenizer
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
@@ -109,6 +112,23 @@ def _switches(config: RunConfig) -> list[str]:
     return layers + (["the optimizer's offload"] if _state_bytes(config) else [])
 
 
+def report_earlier_run(config: RunConfig, report: Callable[[str], None]) -> None:
+    """Warn if the run starts from random weights and its save folder has a checkpoint.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    save = config.checkpoint.save
+    if save is None or config.checkpoint.load is not None or config.training.skip_train:
+        return
+    saved = saved_iterations(as_path(save))
+    if saved:
+        report(
+            f"WARNING: {save} has a checkpoint of iteration {max(saved)}, and --load is not set: this run starts from "
+            f"random weights and replaces that run; to continue it, pass --continue {save}"
+        )
+
+
 def prepare_data_or_exit(
     config: RunConfig, launch: LaunchEnvironment, datasets_provider: DatasetsProvider
 ) -> Tokenizer:
@@ -124,6 +144,8 @@ def prepare_data_or_exit(
 
     report_lost_pages(launch.rank)
     try:
+        if config.logging.brief_log:
+            report_earlier_run(config, report)
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         model, available = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size), available_bytes()
         room = None if available is None else HostRoom(available, launch.local_world_size)

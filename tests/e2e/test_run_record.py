@@ -151,6 +151,23 @@ def test_a_folder_without_a_record_is_refused(text: str | None, reason: str, tmp
     assert reason in problem
 
 
+def test_what_ended_a_session_early_does_not_end_the_next(tmp_path: Path, capsys) -> None:
+    flags = ["--exit-interval", "3", "--exit-duration-in-mins", "9"]
+    config = resolve_arguments(toy_args(tmp_path, "--train-iters 6", *flags), 1).config
+    save = Path(config.checkpoint.save or "")
+    save.mkdir(parents=True)
+    RunRecord(config, LaunchEnvironment(), 0, print).close()
+    assert not ContinuedRun.read(str(save)).limits  # without a checkpoint, the session starts again
+    (save / "latest_checkpointed_iteration.txt").write_text("3")
+    run = ContinuedRun.read(str(save))
+    assert run.limits == {"exit_interval": 3, "exit_duration_in_mins": 9}
+    continued = resolve_arguments(run.words, 1).config.training
+    assert (continued.exit_interval, continued.exit_duration_in_mins) == (None, None)
+    assert train.main(["--continue", str(save), "--exit-interval=2", "--no-such-flag"]) == 2
+    said, *_ = capsys.readouterr().err.splitlines()
+    assert said == "--exit-duration-in-mins 9 of the last session is not continued; pass it again to stop early"
+
+
 def test_a_run_on_several_machines_needs_to_be_told_of_them(tmp_path: Path, capsys) -> None:
     (tmp_path / "run_record").mkdir()
     record = {"folder": "/nowhere", "processes_per_machine": 8, "machines": 2}

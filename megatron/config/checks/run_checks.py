@@ -562,11 +562,13 @@ def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
     if tokenizer.tokenizer_type != "GPT2BPETokenizer":
         return
     files = (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file))
+    other = "HuggingFaceTokenizer needs only --tokenizer-model FOLDER"
+    if not config.data.train_data:
+        other = "NullTokenizer needs only --vocab-size"
     for name, file in files:
         if file is None:
             yield (
-                f"{name} is missing; --tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file "
-                "(NullTokenizer needs only --vocab-size)"
+                f"{name} is missing; --tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file ({other})"
             )
         elif not os.path.isfile(file):
             yield f"{name} {file}: there is no such file; pass the path of an existing file"
@@ -715,9 +717,9 @@ def _check_text(config: RunConfig) -> Iterator[str]:
     for name, files in flags:
         for file in files:
             if not os.path.exists(file):
-                yield f"{name} {file}: there is no such file; pass a file with a JSON object per line"
+                yield f"{name} {file}: there is no such file; pass a text file, or a file with a JSON object per line"
             elif not os.path.isfile(file):
-                yield f"{name} {file} is not a file; pass a file with a JSON object per line"
+                yield f"{name} {file} is not a file; pass a text file, or a file with a JSON object per line"
     if data.train_data and config.tokenizer.tokenizer_type == "NullTokenizer":
         yield "--train-data is text, which NullTokenizer cannot encode; give another --tokenizer-type"
     if data.train_data and data.sft:

@@ -381,16 +381,39 @@ def _describe_change(history: DataHistory, old: Phase, new: Phase) -> str:
 
     before, now = shares(old), shares(new)
     parts = []
+    changed = {
+        number: _changed_record(history, number, [other for other in before if other not in now])
+        for number in now
+        if number not in before and not history.data_sets[number].consumed_samples
+    }
     for number in dict.fromkeys((*new.data_sets, *old.data_sets)):
         record = history.data_sets[number]
-        if number not in now:
+        if number in changed.values():
+            continue
+        former = changed.get(number)
+        if former is not None:
+            reason = _reason_of_change(history.data_sets[former].key, record.key)
+            change = f"is read from its beginning, because {reason} has changed"
+            if len(now) > 1:
+                change = f"{before[former]:.6g} -> {now[number]:.6g}, and {change}"
+        elif number not in now:
             change = f"{before[number]:.6g} -> removed"
         elif record.consumed_samples or number in before:
             share = "left out" if number not in before else f"{before[number]:.6g}"
             change = f"{share} -> {now[number]:.6g}, continuing after {record.consumed_samples} samples"
         else:
             change = f"new, {now[number]:.6g}"
-            if any(other.key.name == record.key.name for other in history.data_sets[:number]):
-                change += " (its text, --split or --seq-length has changed: it is read from its beginning)"
         parts.append(f"{record.prefix} {change}")
     return f" > the training data changes after {new.start} samples: {'; '.join(parts)}"
+
+
+def _changed_record(history: DataHistory, number: int, removed: Sequence[int]) -> int | None:
+    """Return the removed data set of which a new one is another part, or None."""
+    name = history.data_sets[number].key.name
+    return next((other for other in removed if history.data_sets[other].key.name == name), None)
+
+
+def _reason_of_change(old: DataSetKey, new: DataSetKey) -> str:
+    if old.sequence_length != new.sequence_length:
+        return "--seq-length"
+    return "--split" if old.lengths_fingerprint == new.lengths_fingerprint else "its text"

@@ -108,9 +108,8 @@ class IndexedDataset:
                 raw = self._find_raw_text()
                 if raw is not None:
                     raise DataError(
-                        f"{raw} is raw text, not a tokenized data set; tokenize it first: python "
-                        f"tools/preprocess_data.py --input {raw} --output-prefix {raw.stem} --append-eod with the "
-                        f"tokenizer's flags, then pass {raw.stem}_text_document"
+                        f"{raw} is raw text, not a tokenized data set; pass --train-data {raw} (--valid-data, "
+                        "--test-data), or tokenize it with tools/preprocess_data.py and pass PREFIX_text_document"
                     )
                 if path.exists():
                     raise DataError(f"data file {path} is a folder, a pipe or a device; a file is expected")

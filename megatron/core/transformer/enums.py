@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import enum
 
-
-class ModelType(enum.Enum):
-    """Kind of model."""
-
-    encoder_or_decoder = 1
+from megatron.core.enums import ModelType as ModelType
 
 
 class LayerType(enum.Enum):

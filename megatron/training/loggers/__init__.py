@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         END_FILE,
         ENVIRONMENT_FILE,
         RECORD_FOLDER,
+        SESSION_LIMITS,
         STARTS_FILE,
         RunRecord,
     )
@@ -52,7 +53,9 @@ __getattr__ = lazy_exports(
             "format_memory format_step format_training_finished is_terminal pinned_memory_told"
         ),
         "metrics": "MetricsWriter open_metrics",
-        "run_record": "CONFIG_FILE CONTINUE_FILE END_FILE ENVIRONMENT_FILE RECORD_FOLDER STARTS_FILE RunRecord",
+        "run_record": (
+            "CONFIG_FILE CONTINUE_FILE END_FILE ENVIRONMENT_FILE RECORD_FOLDER SESSION_LIMITS STARTS_FILE RunRecord"
+        ),
         "startup_lines": (
             "describe_batch_and_tokenizer describe_buckets describe_datasets describe_initialized "
             "describe_precision describe_samples describe_schedule_values log_arguments"

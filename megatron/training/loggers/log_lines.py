@@ -148,7 +148,7 @@ def format_brief_step(step: StepReport, average: IntervalAverage, train_iters: i
     tokens_per_second = step.tokens_per_second * step.step_time_s / step_s
     parts = [f" iteration {step.iteration:{len(str(train_iters))}d}/{train_iters}"]
     parts += [f"{name}: {total / average.count:.4f}" for name, total in average.totals.items()]
-    parts.append(f"lr: {step.next_learning_rate:.3E}")
+    parts.append(f"lr: {step.learning_rate:.3E}")
     if step.grad_norm is not None:
         parts.append(f"grad norm: {step.grad_norm:.3f}")
     parts += [f"step: {step_s * 1000.0:,.1f} ms", f"{tokens_per_second:,.0f} tokens/s"]

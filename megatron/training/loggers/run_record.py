@@ -36,6 +36,8 @@ from megatron.training import LaunchEnvironment
 RECORD_FOLDER = "run_record"
 CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
 ARGUMENTS_FILE = "arguments.txt"
+SESSION_LIMITS = ("exit_interval", "exit_duration_in_mins")
+"""Fields that end one session of a run early; a continued run does not take them over."""
 STARTS_FILE, END_FILE = "starts.jsonl", "end.json"
 
 _PACKAGES = (
@@ -73,7 +75,9 @@ class RunRecord:
             (self._folder / END_FILE).unlink(missing_ok=True)
             self._write(CONFIG_FILE, _described(config, launch))
             self._write(ARGUMENTS_FILE, format_arguments(config) + "\n")
-            continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
+            unlimited: dict[str, Any] = dict.fromkeys(SESSION_LIMITS)
+            training = dataclasses.replace(config.training, **unlimited)
+            continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed(), training=training)
             self._write(CONTINUE_FILE, _described(continuing, launch))
         except (OSError, StorageError) as error:
             self._cannot_write(error)

@@ -138,7 +138,7 @@ def test_patterns_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": "1"', ":3: not a JSON line"),
-        (b'{"text": "\xff"}', ":3: not a JSON line"),
+        (b'{"text": "\xff"}', ":3: not UTF-8 text"),
         (b'"1"', ":3: a JSON object is expected, but the line contains str"),
         (b'{"body": "1", "id": 4}', ":3: no key 'text' (found: body, id)"),
         (b'{"text": 5}', ":3: 'text' contains int"),

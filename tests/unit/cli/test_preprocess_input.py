@@ -9,6 +9,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,7 @@ import pytest
 from megatron.cli import preprocess_data
 from megatron.core.datasets.indexed_dataset import IndexedDataset, verify_checksums
 from megatron.core.errors import DataError
-from megatron.data.input_files import find_input
+from megatron.data.input_files import cut_text, find_input
 from megatron.data.leader import Progress
 from megatron.data.tokenized_chunk import load_splitter
 
@@ -347,14 +348,76 @@ def test_a_json_array_is_read_item_by_item(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "a.json").write_bytes(array)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(array))
     words = [*NULL, "--workers", "1", "--output-prefix", str(tmp_path / "out"), "--input"]
-    assert preprocess_data.main([*words, str(tmp_path / "b.json.gz")]) == 2
+    assert preprocess_data.main([*words, str(tmp_path / "b.json.gz"), "--input-format", "jsonl"]) == 2
     assert "pass --input-format json to read a JSON array" in capsys.readouterr().err
     both = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
-    assert preprocess_data.main([*words, *both, "--input-format", "json"]) == 0
+    assert preprocess_data.main([*words, *both]) == 0
     expected = [[number] for number in range(5)]
     assert list(itertools.chain(*documents(tmp_path / "out_text_document"))) == [*expected, *expected]
     assert preprocess_data.main([*words, both[0], "--overwrite"]) == 0
     assert list(itertools.chain(*documents(tmp_path / "out_text_document"))) == expected
+
+
+LINE = b'{"text": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("a.txt", b"Once upon a time\n", "text"),
+        ("a.txt", b"[Illustration]\n", "text"),
+        ("a.txt", b"\xef\xbb\xbf \n" + LINE, "jsonl"),
+        ("a.txt.gz", gzip.compress(LINE), "jsonl"),
+        ("a.md", b"[" + LINE + b"]", "json"),
+        ("corpus", b"Once upon a time\n", "text"),
+        ("corpus", gzip.compress(b"Once upon a time\n"), "text"),
+        ("corpus.dat", LINE, "jsonl"),
+        ("corpus.dat", b"", "jsonl"),
+        ("a.json", b"Once upon a time\n", "jsonl"),
+        ("a.json", b'["1"]', "json"),
+        ("a.json.bz2", bz2.compress(b"[" + LINE + b"]"), "json"),
+        ("a.jsonl.gz", gzip.compress(LINE)[:10], "jsonl"),
+    ],
+)
+def test_the_content_tells_json_from_text(name: str, content: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    (file,) = find_input([str(tmp_path / name)])
+    assert file.kind == kind
+    assert file.is_cut == (kind == "text")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("".join(f"{'word ' * (5 + i % 9)}\n{'end. ' * 6}\n \n" for i in range(600)), r"\n \n$"),
+        ("".join(f"{'word ' * (5 + i % 9)}\n" for i in range(600)), r"\n$"),
+        ("word " * 5000, " $"),
+        ("\u5b57" * 20_000, "\u5b57$"),
+    ],
+)
+def test_a_text_is_cut_into_documents_of_similar_length(text: str, end: str) -> None:
+    documents = list(cut_text(text))
+    assert "".join(documents) == text
+    assert len(documents) == 100
+    assert all(re.search(end, document) for document in documents)
+    assert max(map(len, documents)) <= 1.6 * len(text) / 100
+    assert [len(list(cut_text("a" * length))) for length in (0, 1, 150, 151, 1000)] == [0, 1, 1, 2, 10]
+
+
+def test_a_single_text_is_cut_and_several_are_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [number % 100 for number in range(3000)]
+    (tmp_path / "a.txt").write_text("\n\n".join(map(str, ids)))
+    (tmp_path / "b.txt").write_text("7")
+    words = [*NULL, "--workers", "1", "--overwrite", "--output-prefix", str(tmp_path / "out"), "--input"]
+    assert preprocess_data.main([*words, str(tmp_path / "a.txt")]) == 0
+    found = list(itertools.chain(*documents(tmp_path / "out_text_document")))
+    number = len(found)
+    assert 40 < number <= 100
+    assert list(itertools.chain(*found)) == ids
+    assert f"a.txt: 1 text, cut into {number} documents, at blank lines if it has enough\n" in capsys.readouterr().out
+    assert preprocess_data.main([*words, str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]) == 0
+    assert list(itertools.chain(*documents(tmp_path / "out_text_document"))) == [ids, [7]]
+    assert "cut into" not in capsys.readouterr().out
 
 
 def test_the_member_that_is_not_utf8_is_named(tmp_path: Path) -> None:
@@ -362,7 +425,7 @@ def test_the_member_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"2 \xe9")
     done = preprocess(tmp_path / "out", *NULL, "--input", tmp_path / "*.txt")
     assert done.returncode == 2
-    assert f"error: {tmp_path}/b.txt: not a JSON line".encode() in done.stderr
+    assert f"error: {tmp_path}/b.txt: not UTF-8 text; byte 0xe9 is invalid (perhaps".encode() in done.stderr
     assert b"iconv -f WINDOWS-1252" in done.stderr
 
 

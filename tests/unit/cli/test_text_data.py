@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron.cli.text_data import with_tokenized_text
 from megatron.config.arguments import resolve_arguments
 from megatron.config.printed_config import given_arguments
 from megatron.config.run_config import RunConfig
+from megatron.core.datasets.gpt_dataset_config import parse_split, split_boundaries
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError
 from tests.unit.config.command_lines import SHAPE, TRAINING
@@ -85,6 +87,23 @@ def test_each_split_can_have_text_of_its_own_under_another_key(folder: Path) -> 
     assert (data.test_data_path, data.data_path, data.text_key) == ((), (), "text")
 
 
+def test_text_and_json_are_told_by_their_content(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(f"Line {number} of a story.\n\n" for number in range(1000))
+    (folder / "story.txt").write_text(text)
+    (folder / "array.txt").write_text(json.dumps([{"text": "ab"}, {"text": "c"}]))
+    (folder / "lines.json.gz").write_bytes(gzip.compress(b'{"text": "d"}\n'))
+    data = with_tokenized_text(parse(folder, "--train-data {}/story.txt"), is_reporter=True).data
+    (prefix,) = data.data_path
+    assert f"{folder}/story.txt: 1 text, cut into 100 documents" in capsys.readouterr().out
+    assert "".join(chr(token) for document in documents(prefix) for token in document if token != END) == text
+    # The default split divides the documents of one text.
+    assert [len(part) for part in split_boundaries(parse_split(data.split), 100)[:2]] == [97, 3]
+    words = "--train-data {0}/array.txt --valid-data {0}/lines.json.gz"
+    data = with_tokenized_text(parse(folder, words), is_reporter=False).data
+    assert documents(*data.train_data_path) == tokens("ab", "c")
+    assert documents(*data.valid_data_path) == tokens("d")
+
+
 def tokenize(folder: Path, results: multiprocessing.Queue[tuple[str, ...]]) -> None:
     config = parse(folder, "--train-data {}/data.json")
     results.put(with_tokenized_text(config, is_reporter=False).data.data_path)
@@ -108,7 +127,7 @@ def test_processes_that_start_together_read_one_data_set(folder: Path, capfd: py
     [
         (
             "--train-data {}/none.json",
-            "--train-data {}/none.json: there is no such file; pass a file with a JSON object",
+            "--train-data {}/none.json: there is no such file; pass a text file, or a file with a JSON",
         ),
         ("--train-data wikipedia", "--train-data wikipedia: there is no such file"),
         ("--train-data {}/model", "--train-data {}/model is not a file"),
@@ -122,6 +141,10 @@ def test_processes_that_start_together_read_one_data_set(folder: Path, capfd: py
         (
             "--train-data {}/data.json --tokenizer-type NullTokenizer --vocab-size 99",
             "--train-data is text, which NullTokenizer cannot encode; give another --tokenizer-type",
+        ),
+        (
+            "--train-data {}/data.json --tokenizer-type GPT2BPETokenizer",
+            "needs --vocab-file and --merge-file (HuggingFaceTokenizer needs only --tokenizer-model FOLDER)",
         ),
     ],
 )
@@ -138,7 +161,7 @@ def test_a_wrong_command_line_gets_a_line(folder: Path, words: str, problem: str
             '{"text": "a"}\nno json\n',
             r"data\.json:2: .* \(a flag of tools/preprocess_data.py: .* pass --data-path PREFIX",
         ),
-        ('[{"text": "a"}]\n', r"data\.json:1: .* convert it to lines with: jq -c '\.\[\]' FILE > NEW"),
+        ('[{"text": "a"}, 3]\n', r"data\.json:2: "),
         ('{"body": "a"}\n', r"data\.json:1: no key 'text' \(found: body\); change --text-key"),
     ],
 )

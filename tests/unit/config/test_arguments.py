@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -12,7 +13,7 @@ import pytest
 from megatron.config.arguments import ESSENTIAL, all_flags, parse_arguments, resolve_arguments
 from megatron.config.deprecated_names import deprecated_flags
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, REASONS, ForeignFlag, foreign_flags, refusal_reason
-from megatron.config.printed_config import format_arguments
+from megatron.config.printed_config import argument_values, format_arguments
 from megatron.config.run_config import RunConfig, command_line_fields, config_parts
 from megatron.config.translated_flags import translate_flags
 from megatron.core.config_base import field_docs, field_specs, field_value
@@ -179,6 +180,11 @@ def test_all_problems_are_reported_together() -> None:
     assert all("\n" not in problem for problem in problems)
 
 
+def without_fusions(config: RunConfig) -> RunConfig:
+    """Return the configuration without the fusions that only the list of arguments has."""
+    return dataclasses.replace(config, logging=dataclasses.replace(config.logging, unused_fusions=()))
+
+
 @pytest.mark.default(75)
 @pytest.mark.parametrize("flag", sorted(NO_EFFECT))
 def test_flags_without_effect_are_accepted_with_one_line(flag: str) -> None:
@@ -186,7 +192,7 @@ def test_flags_without_effect_are_accepted_with_one_line(flag: str) -> None:
     value = "" if note.arity == 0 else (*note.accepted, "7")[0]
     parsed = resolve_arguments([*MINIMAL, flag, *value.split()], 1)
     assert parsed.notes == (f"{flag} {value}".strip() + f" has no effect: {note.reason}",)
-    assert parsed.config == config_of("")
+    assert without_fusions(parsed.config) == config_of("")
 
 
 def test_values_that_ask_for_what_is_done_anyway_make_no_line() -> None:
@@ -447,8 +453,24 @@ def test_dotted_block_is_sorted_and_reaches_column_51() -> None:
             "attention_softmax_in_fp32": "True",
             "masked_softmax_fusion": "True",
             "bias_dropout_fusion": "True",
+            "eval_iters": "100",
         }.items()
     )
+
+
+def test_the_list_of_arguments_has_the_fusions_as_given() -> None:
+    fusions = {
+        "--no-masked-softmax-fusion": "masked_softmax_fusion",
+        "--no-bias-gelu-fusion": "bias_gelu_fusion",
+        "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
+        "--no-bias-dropout-fusion": "bias_dropout_fusion",
+        "--no-rope-fusion": "apply_rope_fusion",
+        "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
+    }
+    for flags, expected in (([], True), ([*fusions], False)):
+        values = argument_values(resolve_arguments([*MINIMAL, *flags, "--eval-iters", "7"], 1).config)
+        assert {name: values[name] for name in fusions.values()} == dict.fromkeys(fusions.values(), expected)
+        assert values["eval_iters"] == 7
 
 
 def test_levels_of_context_parallelism_count_for_their_exchange_only() -> None:
@@ -491,7 +513,7 @@ def test_a_flag_without_effect_leaves_the_run_as_it_is_and_says_so(name: str) ->
     for value in note.accepted or note.quiet or ("7",):
         words = words_of(name, note.arity, value)
         parsed = resolve_arguments([*MINIMAL, *words], 1)
-        assert parsed.config == PLAIN.config
+        assert without_fusions(parsed.config) == PLAIN.config
         assert len(parsed.notes) == (0 if value in note.quiet else 1)
     if note.accepted:
         assert problems_of_flag_classes([name, "something-else"]) == (

@@ -78,6 +78,8 @@ def test_an_older_flag_is_read_as_a_current_flag(typed: str, more: str, read: st
         ),
         ("--deepspeed-activation-checkpointing", "--recompute-granularity decides what is recomputed"),
         ("--resume-dataloader", "a resumed run continues with the first sample that it has not trained on"),
+        ("--mlp-type standard", "--num-experts makes the feed-forward layers mixtures of experts"),
+        ("--create-moe-param-group", "gradients of experts are always reduced over their own copies"),
         ("--no-query-key-layer-scaling", "attention scores cannot overflow in float16"),
         ("--deepspeed", "torchrun starts the ranks, and this project's data parallelism does the rest"),
     ],
@@ -132,6 +134,21 @@ def test_a_required_flag_is_added_only_if_the_command_line_does_not_set_it() -> 
 def test_other_flags_stay_as_they_are(words: str) -> None:
     translated = translate_flags(words.split())
     assert (translated.words, translated.notes, translated.problems) == (words.split(), [], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--topk 2", "unknown flag --topk 2 (of DeepSpeed); use --moe-router-topk 2: tokens are dropped only if"),
+        ("--mlp-type residual", "--mlp-type residual (of DeepSpeed) is not supported: residual experts are not built"),
+        ("--load-hf model", "unknown flag --load-hf model (of megatron generate); use --load model: a run loads"),
+    ],
+)
+def test_a_flag_of_another_command_is_rejected_with_its_counterpart(words: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*MINIMAL, *words.split()], 1)
+    (found,) = caught.value.problems
+    assert found.startswith(problem)
 
 
 def test_every_flag_of_the_table_can_be_translated() -> None:

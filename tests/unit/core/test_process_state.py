@@ -50,6 +50,14 @@ def test_ranks_of_experts_alternate_with_the_offset() -> None:
     assert generator.get_mask("tp-dp-pp", "tp-pp") == [True, False, True]
 
 
+def test_groups_of_a_mask_span_the_axes_that_it_selects() -> None:
+    groups = parallel_state.generate_masked_orthogonal_rank_groups
+    assert groups(12, [2, 3, 2], [False, True, False]) == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert groups(4, [2, 2], [True, True]) == [[0, 1, 2, 3]]
+    with pytest.raises(AssertionError, match="is not the world size 6"):
+        groups(6, [2, 2], [True, False])
+
+
 def test_an_order_without_a_used_axis_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="does not contain cp, whose size is 2"):
         RankGenerator(tp=2, ep=1, dp=1, pp=1, cp=2, order="tp-dp-pp")

@@ -15,6 +15,7 @@ from megatron.config.run_config import CheckpointConfig
 from megatron.core.object_store import as_path
 from megatron.training import resume
 from megatron.training.checkpointing import RunCheckpoints
+from megatron.training.preflight import report_earlier_run
 from tests.harness.object_faults import empty_memory_store
 from tests.unit.checkpoint.toy_checkpoint import STATE, save
 
@@ -72,18 +73,17 @@ def test_a_run_that_goes_on_from_its_copies_owns_what_it_saved(name: str, tmp_pa
 @pytest.mark.parametrize("name", PLACES)
 def test_a_run_that_replaces_another_one_is_warned_of(name: str, tmp_path: Path) -> None:
     directory, lines = str(place(name, tmp_path)), list[str]()
-    checkpoints: Any = object.__new__(RunCheckpoints)
-    checkpoints.runtime, checkpoints.log = SimpleNamespace(is_reporter=True), lines.append
-    checkpoints.config = SimpleNamespace(
-        checkpoint=CheckpointConfig(save=directory),
-        logging=SimpleNamespace(brief_log=True),
-        training=SimpleNamespace(skip_train=False),
-    )
-    assert checkpoints.resume().iteration == 0
+    checkpoint = CheckpointConfig(save=directory)
+    config: Any = SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(skip_train=False))
+    report_earlier_run(config, lines.append)
     assert lines == []
     save(as_path(directory), 4, [])
-    assert checkpoints.resume().iteration == 0
+    report_earlier_run(config, lines.append)
     assert lines == [
         f"WARNING: {directory} has a checkpoint of iteration 4, and --load is not set: this run starts from random "
         f"weights and replaces that run; to continue it, pass --continue {directory}"
     ]
+    config.checkpoint = replace(checkpoint, load=directory)
+    report_earlier_run(config, lines.append)
+    report_earlier_run(SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(skip_train=True)), lines.append)  # type: ignore[arg-type]
+    assert len(lines) == 1

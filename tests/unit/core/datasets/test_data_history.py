@@ -59,6 +59,7 @@ class Run:
     dataloader_type: DataloaderType = "single"
     seed: int = 5
     sequence_length: int = LENGTH
+    split: str = "1"
     consumed: int = 0
     history: DataHistory | None = None
     lines: list[str] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Run:
             sequence_length=self.sequence_length,
             random_seed=self.seed,
             blend=blend,
-            split="1",
+            split=self.split,
             path_to_cache=None if self.cache is None else str(self.cache),
         )
         position = RunPosition(
@@ -231,8 +232,22 @@ def test_text_that_is_another_now_is_read_from_its_beginning(texts: tuple[str, .
     run.sequence_length = LENGTH // 2
     run.places.clear()
     run.train(Blend(texts[:2], (1.0, 1.0)), 60)
-    assert "it is read from its beginning" in run.lines[-1]
+    a, b = texts[:2]
+    because = "and is read from its beginning, because --seq-length has changed"
+    assert run.lines[-1] == (
+        f" > the training data changes after 20 samples: {a} 0.5 -> 0.5, {because}; {b} 0.5 -> 0.5, {because}"
+    )
     assert [place.sample for place in run.read_of()["a"]] == list(range(20))
+
+
+def test_another_split_of_the_same_text_is_named(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path).train(Blend(texts[:1]), 60, 20)
+    run.split = "9,1,0"
+    run.train(Blend(texts[:1]), 60)
+    assert run.lines[-1] == (
+        f" > the training data changes after 20 samples: {texts[0]} is read from its beginning, because --split has "
+        "changed"
+    )
 
 
 def test_nothing_read_yet_leaves_no_phase_behind(texts: tuple[str, ...], tmp_path: Path) -> None:

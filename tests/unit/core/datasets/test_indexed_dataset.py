@@ -228,12 +228,11 @@ def test_header_has_the_documented_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["corpus.jsonl", "corpus"])
 def test_raw_text_is_named_with_the_command_that_tokenizes_it(given: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
-    command = (
-        "python tools/preprocess_data.py --input .*/corpus.jsonl --output-prefix corpus .* pass corpus_text_document"
+    message = (
+        r"corpus.jsonl is raw text, not a tokenized data set; pass --train-data .*/corpus.jsonl \(--valid-data, "
+        r"--test-data\), or tokenize it with tools/preprocess_data.py and pass PREFIX_text_document"
     )
-    with pytest.raises(
-        DataError, match=f"corpus.jsonl is raw text, not a tokenized data set; tokenize it first: {command}"
-    ):
+    with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / given)
 
 

@@ -439,7 +439,7 @@ def test_a_brief_line_fits_the_screen_and_says_what_happened() -> None:
     average = IntervalAverage()
     for is_skipped in (False, False):
         average.add(dataclasses.replace(REPORT, step_time_s=1.0, is_skipped=is_skipped))
-    report = dataclasses.replace(REPORT, iteration=120, step_time_s=1.0, tokens_per_second=9000.0)
+    report = dataclasses.replace(REPORT, iteration=120, step_time_s=1.0, tokens_per_second=9000.0, learning_rate=1e-3)
     line = format_brief_step(report, average, 200, log_throughput=False)
     assert line == (
         " iteration 120/200 | lm loss: 3.2500 | lr: 1.000E-03 | grad norm: 2.000 | step: 1,000.0 ms | 9,000 tokens/s"
