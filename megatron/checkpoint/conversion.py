@@ -24,6 +24,7 @@ from megatron.checkpoint.checkpoint_folder import (
     FORMATS,
     TRACKER_FILE,
     CheckpointFormat,
+    detect_format,
     find_checkpoint,
     iteration_folder,
 )
@@ -287,6 +288,8 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     formats = (found.format, saver)
     base = None if request.base_model is None else find_checkpoint(request.base_model).folder
     source = open_for(formats, found.folder, request.true_vocab_size, request.told, base)
+    if isinstance(source, NativeSource) and source.lost_streams is not None:
+        log(source.lost_streams)
     try:
         source = AveragedSource(source) if request.takes_averages else source
         source = with_adapters(source, request.merges_adapters, saver)
@@ -308,13 +311,13 @@ def open_for(
     told: Mapping[str, Any] | None = None,
     base: Path | None = None,
 ) -> CheckpointSource:
-    """Open either side of a conversion; only the native format can hold random number streams.
+    """Open either side of a conversion; only the native format can hold random number streams, which may be lost.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    if formats == ("native", "native"):
-        return NativeSource(folder, with_random_streams=True)
+    if detect_format(folder) == "native":
+        return NativeSource(folder, with_random_streams=formats == ("native", "native"), needs_streams=False)
     return open_checkpoint(folder, vocab_size=vocab_size, told=told, base=base)
 
 

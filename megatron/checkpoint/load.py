@@ -413,7 +413,9 @@ def load_model_weights(
     """
 
     def load(folder: Path) -> Path:
-        stored = open_stored(folder, state, verify)
+        stored = open_stored(folder, state, verify, needs_streams=False)
+        if (line := stored.index.lost_streams_line(folder)) is not None:
+            log(line)
         stored.load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast, progress=told)
         return folder
 
@@ -432,7 +434,7 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
     alone = describe_parallel_state(0, 1)
 
     def load(folder: Path) -> dict[str, Any]:
-        common = dict(open_stored(folder, alone).index.common)
+        common = dict(open_stored(folder, alone, needs_streams=False).index.common)
         tokenizer = common["tokenizer"]
         return common | {"folder": folder, "tokenizer": None if tokenizer is None else local_copy(folder / tokenizer)}
 

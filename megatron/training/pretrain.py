@@ -449,7 +449,7 @@ def _train_finished(run: TrainingRun) -> None:
 
 
 def _go_back(setup: RunSetup, run: TrainingRun, datasets: DatasetSplits) -> TrainingRun:
-    """Return the run rolled back to its newest checkpoint known to train, with the samples skipped since."""
+    """Return the run rolled back to its newest validated checkpoint, with the samples skipped since."""
     config, runtime = setup.config, setup.runtime
     train_state = run.checkpoints.go_back()
     assert train_state is not None, "the guard has seen that there is such a checkpoint"

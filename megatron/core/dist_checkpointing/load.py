@@ -6,7 +6,7 @@ All functions are collective: every rank must call them, and an error on one ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
@@ -20,10 +20,11 @@ from megatron.core.parallel_state import ParallelState, all_gather_from_world, g
 from megatron.core.process_group import Group
 
 
-def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointIndex:
+def load_index(folder: Path, world: Group, verify: bool = True, needs_streams: bool = True) -> CheckpointIndex:
     """Return the index on every rank, after the first rank has read it and checked the shard files.
 
-    Files that the first rank cannot see are checked by ranks that can: each node may have its own files.
+    Files that the first rank cannot see are checked by ranks that can: each node may have its own files. Without
+    ``needs_streams``, files that hold only random number streams may be lost; the index names them.
 
     Raises:
         DamagedCheckpointError: the index or a shard file is missing or damaged. An index that was modified but is still
@@ -35,13 +36,22 @@ def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointInd
             return None
         index = read_index(folder)
         check_geometry(folder, index)
-        _check_files(folder, index, [name for name in index.files if (folder / name).exists()], verify)
-        return index
+        lost = []
+        for name in index.files:
+            if not (folder / name).exists():
+                continue
+            try:
+                check_file(folder / name, index.files[name], index.shards_of(name), verify)
+            except DamagedCheckpointError:
+                if needs_streams or not index.has_only_streams(name):
+                    raise
+                lost.append(name)
+        return replace(index, lost_streams=tuple(lost))
 
     found = broadcast_object(run_on_all_ranks(read, world), world)
     assert isinstance(found, CheckpointIndex)
-    _check_files_elsewhere(folder, found, world, verify)
-    return found
+    absent = _check_files_elsewhere(folder, found, world, verify, needs_streams)
+    return replace(found, lost_streams=(*found.lost_streams, *absent))
 
 
 Progress = Callable[[int, int], None]
@@ -121,8 +131,10 @@ def _check_files(folder: Path, index: CheckpointIndex, names: Iterable[str], ver
         check_file(folder / name, index.files[name], index.shards_of(name), verify)
 
 
-def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, verify: bool) -> None:
-    """Check the files that the first rank cannot see; collective."""
+def _check_files_elsewhere(
+    folder: Path, index: CheckpointIndex, world: Group, verify: bool, needs_streams: bool
+) -> list[str]:
+    """Check the files that the first rank cannot see, and return the lost ones that are not needed; collective."""
 
     def there(names: Iterable[str]) -> list[str]:
         return run_on_all_ranks(lambda: [name for name in names if (folder / name).exists()], world)
@@ -130,9 +142,12 @@ def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, v
     seen_first = broadcast_object(there(index.files if world.is_first else ()), world)
     absent = [name for name in index.files if name not in seen_first]
     if not absent:
-        return
+        return []
     here = there(absent)
     seen = {name for names in all_gather_objects(here, world) for name in names}
+    unseen = [name for name in absent if name not in seen]
+    lost = [] if needs_streams else [name for name in unseen if index.has_only_streams(name)]
     # The first rank reports files that no rank sees.
-    here = here or [name for name in absent if world.is_first and name not in seen]
+    here = here or [name for name in unseen if world.is_first and name not in lost]
     run_on_all_ranks(lambda: _check_files(folder, index, here, verify), world)
+    return lost

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.collectives import all_gather_objects, any_rank, run_on_all_ranks
-from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredShard, StoredTensor
+from megatron.core.dist_checkpointing.index import RNG_PREFIX, CheckpointIndex, StoredShard, StoredTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_config import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState, gather_from_world
@@ -135,7 +135,6 @@ def shard_key(name: str, global_shape: Sequence[int], box: Box) -> str:
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 AVERAGE_PREFIX = OPTIMIZER_PREFIX + "ema."
-RNG_PREFIX = "rng."
 FLOAT8_PREFIX = "float8."
 
 

@@ -45,6 +45,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/device.py",
         "megatron/core/hyper_comm_grid.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py:_occupy_device",
+        "megatron/checkpoint/formats/huggingface/parallelize.py:_fetch_on_every_node",
+        "megatron/checkpoint/formats/huggingface/worker_pool.py:_start",
     ),
     "os.getenv": (),
     "torch.cuda": (
@@ -64,7 +66,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/tensor_parallel/symmetric_memory.py:_has_operators",
         "megatron/planner/simulation/fake_device.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py:parallelize",
+        "megatron/checkpoint/formats/huggingface/parallelize.py:_fetch_on_every_node",
         "megatron/checkpoint/formats/huggingface/tp_worker.py:main",
+        "megatron/checkpoint/formats/huggingface/tp_worker.py:_open_store",
         "megatron/checkpoint/formats/huggingface/tp_worker.py:TensorParallelWorker",
         "megatron/checkpoint/formats/megatron/torch_dist_writer.py:build_metadata",
         "megatron/training/initialize.py",
