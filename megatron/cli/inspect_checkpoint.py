@@ -9,6 +9,7 @@ def main(argv: list[str] | None = None) -> int:
         Parser,
         add_told_settings,
         declare_checkpoint_folder,
+        declare_script,
         exit_status_of,
         stored_folder,
         told_settings,
@@ -21,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", action="store_true", help="list every setting, also those at their defaults")
     parser.add_argument("--no-tensors", action="store_true", help="do not list tensors or parameters")
     parser.add_argument("--verify", action="store_true", help="read every tensor and verify its checksums")
+    declare_script(parser)
     add_told_settings(parser)
     arguments = parser.parse_args(argv)
     told = told_settings(arguments)

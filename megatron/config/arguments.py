@@ -226,16 +226,19 @@ class _EssentialHelp(argparse.Action):
 
 
 def build_parser(*, has_help: bool = True) -> argparse.ArgumentParser:
-    """Return the parser, which is built once per process.
+    """Return the parser, which is built once per process, unless scripts register further names.
 
     The parser only collects strings, so that all conversion problems can be reported together. Reading the help texts
     from the sources of the configuration classes takes most of the time.
     """
-    return _parser_of(tuple(config_parts().items()), has_help)
+    registered = tuple(spec.choices for _, spec in command_line_fields() if spec.options.registry is not None)
+    return _parser_of(tuple(config_parts().items()), has_help, registered)
 
 
 @functools.cache
-def _parser_of(parts: tuple[tuple[str, type], ...], has_help: bool) -> argparse.ArgumentParser:
+def _parser_of(
+    parts: tuple[tuple[str, type], ...], has_help: bool, registered: tuple[tuple[str, ...] | None, ...]
+) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="[torchrun ...] %(prog)s FLAGS",
@@ -411,13 +414,18 @@ def _field_values(
 
 def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     """Convert one word to the field's type, or add a problem."""
-    name, choices = spec.flags[0], spec.options.choices
+    name, choices = spec.flags[0], spec.choices
     if choices is not None and text not in choices:
         foreign = foreign_flags().get(f"{name} {text}")
         if foreign is not None:
             problems.append(foreign_answer(name, [text], foreign))
         elif text in spec.options.not_built:
             problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
+        elif spec.options.registry is not None:
+            known = ", ".join(choices) or "none"
+            problems.append(
+                f"{name} {text}: possible values are {known}; a script that registers {text} adds it (--script FILE)"
+            )
         else:
             problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
         return None

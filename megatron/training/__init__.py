@@ -9,7 +9,7 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.training.batch_source import BatchSource, batch_layout
     from megatron.training.checkpointing import RunCheckpoints
-    from megatron.training.data_plan import SampleTargets, dataset_config
+    from megatron.training.data_plan import DatasetsProvider, SampleTargets, dataset_config
     from megatron.training.evaluation import EvaluationRecord, EvaluationSets, evaluate
     from megatron.training.exit_reason import (
         OWN_RUN_ID,
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
         refuse,
         refuse_in_run,
         run_program,
+    )
+    from megatron.training.extending import (
+        import_script,
+        pretrain,
+        register_activation,
+        register_attention,
+        register_loss,
+        register_norm,
     )
     from megatron.training.gpt import forward_step, provide_datasets, provide_model, training_script
     from megatron.training.initialize import (
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     )
     from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer, schedule_of
     from megatron.training.preflight import prepare_data_or_exit
+    from megatron.training.pretraining import pretrain_from_config
     from megatron.training.resume import ResumeState
     from megatron.training.step_position import StepPosition, find_step
     from megatron.training.step_samples import StepSamples
@@ -65,11 +74,12 @@ __getattr__ = lazy_exports(
     {
         "batch_source": "BatchSource batch_layout",
         "checkpointing": "RunCheckpoints",
-        "data_plan": "SampleTargets dataset_config",
+        "data_plan": "DatasetsProvider SampleTargets dataset_config",
         "evaluation": "EvaluationRecord EvaluationSets evaluate",
         "exit_reason": (
             "OWN_RUN_ID launch_environment_or_exit parse_arguments_or_exit reasons_of refuse refuse_in_run run_program"
         ),
+        "extending": "import_script pretrain register_activation register_attention register_loss register_norm",
         "gpt": "forward_step provide_datasets provide_model training_script",
         "initialize": (
             "LaunchEnvironment MeetingPoint Runtime abort_communication connect_store elastic_run_id "
@@ -78,6 +88,7 @@ __getattr__ = lazy_exports(
         ),
         "model_setup": "ModelAndOptimizer ModelProvider build_model_and_optimizer schedule_of",
         "preflight": "prepare_data_or_exit",
+        "pretraining": "pretrain_from_config",
         "resume": "ResumeState",
         "step_position": "StepPosition find_step",
         "step_samples": "StepSamples",

@@ -891,4 +891,8 @@ def find_problems(config: RunConfig, broken: frozenset[str] = frozenset(), *, ne
     for check in (*_CHECKS, *(_RUN_CHECKS if needs_files else ())):
         if broken.isdisjoint(check.reads):
             problems.extend(check.find(config))
+    # A command line cannot have such values, but a checkpoint's configuration can.
+    problems.extend(
+        found for spec, value in config.flags("registry") if (found := spec.unregistered(value)) is not None
+    )
     return list(dict.fromkeys(problems))

@@ -6,7 +6,9 @@ All functions are collective: every rank must call them, and an error on one ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
@@ -104,7 +106,8 @@ def load_tensors(
     if problems:
         raise CheckpointError(f"checkpoint {folder} does not match this run: {'; '.join(problems)}")
     present = [tensor for tensor in tensors if tensor.name in index.tensors]
-    with ShardReader(folder, verify) as reader:
+    lazy = {tensor.name: number for number, tensor in enumerate(present) if tensor.quantized is not None}
+    with ShardReader(folder, verify) as reader, ExitStack() as waiting:
         targets = [tensor.data for tensor in present]
 
         def read_here() -> list[ShardRead]:
@@ -112,10 +115,20 @@ def load_tensors(
             reads = plan_reads(wanted, index.tensors, descriptions, world.rank, verify)
             absent = {name for name in {read.shard.file for read in reads} if not (folder / name).exists()}
             total = sum(read.num_bytes for read in reads if read.shard.file not in absent)
-            for read in reads:
-                if read.shard.file not in absent:
-                    reader.read(read, targets)
-                    progress(reader.bytes_read, total)
+            # Tensors that are quantized are loaded one after the other, so that only one is in memory.
+            ordered = sorted(reads, key=lambda read: lazy.get(read.tensor.name, -1))
+            for number, several in groupby(ordered, key=lambda read: lazy.get(read.tensor.name, -1)):
+                with ExitStack() as opened:
+                    for tensor in present if number >= 0 else ():
+                        if tensor.name == present[number].name:
+                            opened.enter_context(tensor.opened())
+                    of_tensor = list(several)
+                    for read in of_tensor:
+                        if read.shard.file not in absent:
+                            reader.read(read, targets)
+                            progress(reader.bytes_read, total)
+                    if any(read.shard.file in absent for read in of_tensor):
+                        waiting.push(opened.pop_all())
             return [read for read in reads if read.shard.file in absent]
 
         remote = run_on_all_ranks(read_here, world)

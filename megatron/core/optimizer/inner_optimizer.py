@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer.fused_adamw import FusedAdamW
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 _PIECE = 1 << 24
@@ -167,7 +168,7 @@ class InnerOptimizer:
         self._lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     @property
-    def rule(self) -> torch.optim.Optimizer:
+    def rule(self) -> torch.optim.Optimizer | FusedAdamW:
         return self._torch_optimizer
 
     def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
@@ -209,15 +210,14 @@ class InnerOptimizer:
         """
         if not parameters:
             return
+        optimizer: Any = self._torch_optimizer
         if grad_multiplier != 1.0 and not self._scales_in_kernel:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], grad_multiplier)
         elif grad_multiplier != 1.0:
-            self._torch_optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
-                1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device
-            )
+            optimizer.grad_scale = torch.tensor(1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device)
         self._step_shaped(parameters)
         if self._scales_in_kernel:
-            self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.grad_scale = None
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return a state tensor of a main parameter, or a number as a tensor for `restore_numbers`."""
@@ -331,7 +331,7 @@ def _make_torch_optimizer(
     config: OptimizerConfig,
     param_groups: list[dict[str, Any]],
     fused_adam: type[torch.optim.Optimizer] | None,
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer | FusedAdamW:
     if config.elementwise == "lion":
         return Lion(param_groups, (config.lion_beta1, config.lion_beta2))
     if config.elementwise == "sgd":
@@ -344,7 +344,7 @@ def _make_torch_optimizer(
     }
     if fused_adam is not None:
         return fused_adam(param_groups, **options)
-    return torch.optim.AdamW(param_groups, fused=True, **options)
+    return FusedAdamW(param_groups, **options)
 
 
 def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
@@ -482,7 +482,7 @@ class _Trial:
         return list(values.split_with_sizes(sizes))
 
 
-def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def _places(optimizer: torch.optim.Optimizer | FusedAdamW) -> Iterator[tuple[str, Any]]:
     """Yield the numbers that a rule keeps outside its parameters' state, except for the scheduled rates."""
     places = [(f"param_groups[{number}]", group) for number, group in enumerate(optimizer.param_groups)]
     for place, values in (*places, ("the optimizer", vars(optimizer))):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         WeightOffload,
     )
     from megatron.core.tensor_parallel.cross_entropy import (
+        LossInputs,
         vocab_parallel_cross_entropy,
         vocab_parallel_losses_and_normalizers,
         vocab_sharded_cross_entropy,
@@ -67,6 +68,15 @@ if TYPE_CHECKING:
         scatter_to_sequence_parallel_region,
         scatter_to_tensor_model_parallel_region,
         sum_over_tensor_model_parallel_region,
+    )
+    from megatron.core.tensor_parallel.quantized_weight import (
+        CODES,
+        LARGEST,
+        MEAN,
+        SCALES,
+        STORED_PARTS,
+        QuantizedWeight,
+        stacked_weights,
     )
     from megatron.core.tensor_parallel.random import (
         DEFAULT,
@@ -115,7 +125,7 @@ __getattr__ = lazy_exports(
         "comm_overlap_config": "LinearOverlap WHOLE linear_overlap read_overlap_methods",
         "cpu_offload": "ActivationOffload WeightOffload",
         "cross_entropy": (
-            "vocab_parallel_cross_entropy vocab_parallel_losses_and_normalizers vocab_sharded_cross_entropy"
+            "LossInputs vocab_parallel_cross_entropy vocab_parallel_losses_and_normalizers vocab_sharded_cross_entropy"
         ),
         "data": "broadcast_data",
         "initialization": "initialize_divided initialize_parameter",
@@ -136,6 +146,7 @@ __getattr__ = lazy_exports(
             "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region "
             "scatter_to_tensor_model_parallel_region sum_over_tensor_model_parallel_region"
         ),
+        "quantized_weight": "CODES LARGEST MEAN QuantizedWeight SCALES STORED_PARTS stacked_weights",
         "random": (
             "CheckpointWithoutOutput CudaRNGStatesTracker DEFAULT RngStreams STREAM_AXES checkpoint "
             "convert_cuda_rng_state get_all_rng_states get_cuda_rng_tracker get_data_parallel_rng_tracker_name "

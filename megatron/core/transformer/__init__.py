@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
-    from megatron.core.transformer.lora import add_adapters
+    from megatron.core.transformer.lora import add_adapters, quantize_base
     from megatron.core.transformer.lora_targets import (
         ADAPTERS,
+        FOUR_BIT_BLOCK,
         GATE_UP,
         LINEAR_LAYERS,
         PART_OF,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         plain_names,
     )
     from megatron.core.transformer.mlp import MLP, FeedForward, MLPSubmodules, activation_of, megatron_activation
-    from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
+    from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear
     from megatron.core.transformer.multi_token_prediction import (
         MTPLayer,
         MultiTokenPrediction,
@@ -59,10 +60,12 @@ __getattr__ = lazy_exports(
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
-        "lora": "add_adapters",
-        "lora_targets": "ADAPTERS GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names",
+        "lora": "add_adapters quantize_base",
+        "lora_targets": (
+            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
+        ),
         "mlp": "FeedForward MLP MLPSubmodules activation_of megatron_activation",
-        "multi_latent_attention": "ReplicatedLinear",
+        "multi_latent_attention": "LatentAttention ReplicatedLinear",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm normalize",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",

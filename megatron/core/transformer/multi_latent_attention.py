@@ -116,7 +116,7 @@ class LatentAttention(SelfAttention):
         """Return None: `_widen` scales the queries instead."""
         return None
 
-    def _context(
+    def context(
         self,
         x: torch.Tensor,
         pattern: AttentionPattern,
@@ -125,7 +125,7 @@ class LatentAttention(SelfAttention):
         dropout: DropoutKeys | None,
     ) -> torch.Tensor:
         if not (self.recomputes_up and self.training):
-            return super()._context(x, pattern, angles, cache, dropout)
+            return super().context(x, pattern, angles, cache, dropout)
         assert angles is not None, "MLA has rotary positions"
         narrow = self._narrow(x, angles, cache)
         widen = partial(self._widen, angles)

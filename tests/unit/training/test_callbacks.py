@@ -15,7 +15,7 @@ from megatron.training.callbacks.callback import Callback, Callbacks
 from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
 from megatron.training.loggers.log_lines import StepReport
 from megatron.training.preflight import prepare_data_or_exit
-from megatron.training.pretrain import pretrain
+from megatron.training.pretraining import pretrain_from_config
 from tests.harness.distributed import run_distributed
 from tests.unit.config.command_lines import MINIMAL
 
@@ -62,8 +62,8 @@ def run_with(callbacks: list[Callback], *words: str) -> int:
     config = parse_arguments_or_exit([*MINIMAL, *words], launch.world_size, launch.rank)
     tokenizer = prepare_data_or_exit(config, launch, pretrain_gpt.provide_datasets)
     own = (pretrain_gpt.provide_model, pretrain_gpt.provide_datasets, pretrain_gpt.forward_step)
-    with patch("megatron.training.pretrain.shut_down"):  # the process group is the test's
-        return pretrain(config, launch, tokenizer, *own, callbacks=callbacks)
+    with patch("megatron.training.pretraining.shut_down"):  # the process group is the test's
+        return pretrain_from_config(config, launch, tokenizer, *own, callbacks=callbacks)
 
 
 def watched_run(folder: str) -> list[tuple[str, int]]:

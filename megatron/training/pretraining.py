@@ -22,6 +22,7 @@ from megatron.core.datasets import (
     recorded_history,
 )
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
+from megatron.core.registry import registered_scripts
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.autotune import choose_library, choose_num_threads, choose_tp_overlap
@@ -93,7 +94,7 @@ from megatron.training.training_step import ForwardStep
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Arguments of `pretrain` except the configuration."""
+    """Arguments of `pretrain_from_config` except the configuration."""
 
     launch: LaunchEnvironment
     tokenizer: Tokenizer
@@ -142,7 +143,7 @@ class RunSetup:
         return BatchSource(dataset, *place, shift=shift, tells_data_sets=True)
 
 
-def pretrain(
+def pretrain_from_config(
     config: RunConfig,
     launch: LaunchEnvironment,
     tokenizer: Tokenizer,
@@ -426,7 +427,8 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
         run.log(stop_reason)
         save = config.checkpoint.save
         if config.logging.brief_log and save is not None and train_state.iteration < config.train_iters:
-            run.log(f" > to continue: megatron train --continue {save}")
+            script = "".join(f" --script {path}" for path in registered_scripts()[:1])
+            run.log(f" > to continue: megatron train --continue {save}{script}")
         return True
     sets, record = run.evaluation_sets, run.evaluations
     left = {"validation": () if is_evaluated else sets.validation, "test": sets.test}
