@@ -513,6 +513,11 @@ class _Step:
         """Return the connection to the neighboring stages."""
         if self.pp.size == 1:
             return None
+        if self.config.variable_seq_lengths:
+            raise RuntimeError(
+                "variable_seq_lengths is True, but stages know the shapes of their messages here; set it to False, or "
+                "send with P2PCommunicator"
+            )
         for shapes in (received, sent):
             if len(shapes) != 1:
                 raise RuntimeError(f"a stage exchanges one tensor, but there are {len(shapes)} shapes: {list(shapes)}")

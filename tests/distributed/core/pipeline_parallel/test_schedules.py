@@ -196,6 +196,25 @@ def test_toy_steps_report_numbers_on_the_last_stage(pp: int, virtual: int | None
     assert ranks[:-1] == [[]] * (pp - 1)
 
 
+def run_with_unknown_lengths() -> str:
+    parallel_state.initialize_model_parallel(1, 2)
+    config = make_config(2, 1, variable_seq_lengths=True)
+    with pytest.raises(RuntimeError) as caught:
+        schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=lambda iterator, stage: (stage(next(iterator)), mean_loss),
+            data_iterator=batches(),
+            model=Stage(config, 0),
+            num_microbatches=1,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+    return str(caught.value)
+
+
+def test_lengths_that_are_sent_are_rejected() -> None:
+    assert all("variable_seq_lengths is True" in message for message in run_distributed(2, run_with_unknown_lengths))
+
+
 def test_an_output_of_another_shape_is_named() -> None:
     with pytest.raises(RankFailure, match=r"returned torch.float64 \(1, 2, 6\), but the next stage expects"):
         run_distributed(2, run_toy_step, 2, None, (1, BATCH, HIDDEN))
