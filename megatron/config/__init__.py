@@ -15,8 +15,8 @@ if TYPE_CHECKING:
         resolve_arguments,
         without_flags,
     )
-    from megatron.config.checkpoint_arguments import recorded_config
-    from megatron.config.config_sources import preset_names, preset_words, read_config_file
+    from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER, recorded_config
+    from megatron.config.config_sources import keyword_words, preset_names, preset_words, read_config_file
     from megatron.config.deprecated_names import (
         deprecation_warning,
         rename_words,
@@ -45,8 +45,8 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "arguments": "HELP_FLAGS ParsedArguments all_flags parse_arguments resolve_arguments without_flags",
-        "checkpoint_arguments": "recorded_config",
-        "config_sources": "preset_names preset_words read_config_file",
+        "checkpoint_arguments": "PRECISION TOKENIZER recorded_config",
+        "config_sources": "keyword_words preset_names preset_words read_config_file",
         "deprecated_names": "deprecation_warning rename_words with_current_fields with_current_flags",
         "megatron_flags": "ForeignFlag NOT_SUPPORTED NO_EFFECT foreign_flag",
         "printed_config": "format_arguments format_config summarize",

@@ -146,13 +146,13 @@ __getattr__ = lazy_exports(
             "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region "
             "scatter_to_tensor_model_parallel_region sum_over_tensor_model_parallel_region"
         ),
-        "quantized_weight": "CODES LARGEST MEAN QuantizedWeight SCALES STORED_PARTS stacked_weights",
         "random": (
             "CheckpointWithoutOutput CudaRNGStatesTracker DEFAULT RngStreams STREAM_AXES checkpoint "
             "convert_cuda_rng_state get_all_rng_states get_cuda_rng_tracker get_data_parallel_rng_tracker_name "
             "get_expert_parallel_rng_tracker_name initialize_rng_tracker "
             "is_graph_safe_cuda_rng_tracker model_parallel_cuda_manual_seed stream_seed"
         ),
+        "quantized_weight": "CODES LARGEST MEAN QuantizedWeight SCALES STORED_PARTS stacked_weights",
         "recompute": "saved_as_inputs saved_in_parts several_saved_as_inputs",
         "sharded_layers": (
             "ColumnShardedLinear RowShardedLinear VocabShardedEmbedding embedding_lookup "

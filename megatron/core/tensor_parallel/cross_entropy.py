@@ -106,6 +106,54 @@ def vocab_parallel_losses_and_normalizers(
     return both
 
 
+class LossInputs:
+    """Logits and labels of a micro-batch, from which a loss per token is computed without gathering the logits.
+
+    ``labels: [s, b]`` are token ids, also at positions that the loss mask excludes. ``vocab_size`` is the unpadded size
+    of the vocabulary.
+    """
+
+    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, tp: Group) -> None:
+        self.labels = labels
+        self.vocab_size = vocab_size
+        self._given = logits
+        self._tp = tp
+
+    @functools.cached_property
+    def logits(self) -> torch.Tensor:
+        """Return the logits of this rank's part of the vocabulary, in at least float32, as a copy.
+
+        Shapes: ``-> [s, b, n]``, with the vocabulary's ids ``first_id`` to ``first_id + n - 1``.
+        """
+        # The backward pass of the cross-entropy overwrites the original.
+        columns = self._given[..., : _columns_of_rank(self._given, self.vocab_size, self._tp)[1]]
+        return columns.to(arithmetic_dtype(columns.dtype), copy=True)
+
+    @property
+    def first_id(self) -> int:
+        """Return the token id of the first logit on this rank."""
+        return _columns_of_rank(self._given, self.vocab_size, self._tp)[0]
+
+    def cross_entropy(self) -> torch.Tensor:
+        """Return the negative log-likelihood of the labels. Shapes: ``-> [s, b]``."""
+        return self._both[0]
+
+    def log_normalizers(self) -> torch.Tensor:
+        """Return the log-sum-exp of the logits over the whole vocabulary. Shapes: ``-> [s, b]``."""
+        return self._both[1]
+
+    def sum_over_vocabulary(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum values that belong to `logits` over the whole vocabulary; collective over tensor parallelism.
+
+        Shapes: ``[s, b, n] -> [s, b]``.
+        """
+        return reduce_from_tensor_model_parallel_region(values.sum(dim=-1), self._tp)
+
+    @functools.cached_property
+    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return vocab_parallel_losses_and_normalizers(self._given, self.labels, self.vocab_size, self._tp)
+
+
 class _SoftmaxCrossEntropy(torch.autograd.Function):
     """Cross-entropy that saves the softmax, in the order of operations of megatron-core, for bitwise equal losses."""
 
@@ -168,54 +216,6 @@ def vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, smoothing, tp
     )
     return result
-
-
-class LossInputs:
-    """Logits and labels of a micro-batch, from which a loss per token is computed without gathering the logits.
-
-    ``labels: [s, b]`` are token ids, also at positions that the loss mask excludes. ``vocab_size`` is the unpadded size
-    of the vocabulary.
-    """
-
-    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, tp: Group) -> None:
-        self.labels = labels
-        self.vocab_size = vocab_size
-        self._given = logits
-        self._tp = tp
-
-    @functools.cached_property
-    def logits(self) -> torch.Tensor:
-        """Return the logits of this rank's part of the vocabulary, in at least float32, as a copy.
-
-        Shapes: ``-> [s, b, n]``, with the vocabulary's ids ``first_id`` to ``first_id + n - 1``.
-        """
-        # The backward pass of the cross-entropy overwrites the original.
-        columns = self._given[..., : _columns_of_rank(self._given, self.vocab_size, self._tp)[1]]
-        return columns.to(arithmetic_dtype(columns.dtype), copy=True)
-
-    @property
-    def first_id(self) -> int:
-        """Return the token id of the first logit on this rank."""
-        return _columns_of_rank(self._given, self.vocab_size, self._tp)[0]
-
-    def cross_entropy(self) -> torch.Tensor:
-        """Return the negative log-likelihood of the labels. Shapes: ``-> [s, b]``."""
-        return self._both[0]
-
-    def log_normalizers(self) -> torch.Tensor:
-        """Return the log-sum-exp of the logits over the whole vocabulary. Shapes: ``-> [s, b]``."""
-        return self._both[1]
-
-    def sum_over_vocabulary(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values that belong to `logits` over the whole vocabulary; collective over tensor parallelism.
-
-        Shapes: ``[s, b, n] -> [s, b]``.
-        """
-        return reduce_from_tensor_model_parallel_region(values.sum(dim=-1), self._tp)
-
-    @functools.cached_property
-    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return vocab_parallel_losses_and_normalizers(self._given, self.labels, self.vocab_size, self._tp)
 
 
 def _columns_of_rank(logits: torch.Tensor, vocab_size: int, tp: Group) -> tuple[int, int]:
