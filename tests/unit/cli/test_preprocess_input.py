@@ -67,7 +67,7 @@ def test_plain_compressed_and_piped_files_give_the_same(tmp_path: Path, texts: l
     cuts = [data.index(b"\n", 900) + 1, data.index(b"\n", 2500) + 1]
     parts = [data[: cuts[0]], data[cuts[0] : cuts[1]].rstrip(b"\n"), data[cuts[1] :]]
     (tmp_path / "a.jsonl").write_bytes(parts[0])
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(parts[1]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(parts[1], mtime=0))
     frames = [zstandard.compress(parts[2][:500]), zstandard.compress(parts[2][500:])]
     (tmp_path / "c.jsonl.zst").write_bytes(b"".join(frames))
     assert preprocess(tmp_path / "whole", *NULL, "--input", tmp_path / "all.jsonl").returncode == 0
@@ -310,7 +310,7 @@ def test_rows_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "1"}\n{"text": "2"}\n')
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + b'{"text": "3"}\n'))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + b'{"text": "3"}\n', mtime=0))
     (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf4")
     inputs = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.txt")]
     assert preprocess(tmp_path / "out", *NULL, "--input", *inputs).returncode == 0
@@ -346,7 +346,7 @@ def test_what_is_no_jsonl_is_named_with_the_way_on(content: bytes, message: str,
 def test_a_json_array_is_read_item_by_item(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     array = json.dumps([{"text": str(number)} for number in range(5)], indent=1).encode()
     (tmp_path / "a.json").write_bytes(array)
-    (tmp_path / "b.json.gz").write_bytes(gzip.compress(array))
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(array, mtime=0))
     words = [*NULL, "--workers", "1", "--output-prefix", str(tmp_path / "out"), "--input"]
     assert preprocess_data.main([*words, str(tmp_path / "b.json.gz"), "--input-format", "jsonl"]) == 2
     assert "pass --input-format json to read a JSON array" in capsys.readouterr().err
@@ -367,16 +367,16 @@ LINE = b'{"text": "1"}\n'
         ("a.txt", b"Once upon a time\n", "text"),
         ("a.txt", b"[Illustration]\n", "text"),
         ("a.txt", b"\xef\xbb\xbf \n" + LINE, "jsonl"),
-        ("a.txt.gz", gzip.compress(LINE), "jsonl"),
+        ("a.txt.gz", gzip.compress(LINE, mtime=0), "jsonl"),
         ("a.md", b"[" + LINE + b"]", "json"),
         ("corpus", b"Once upon a time\n", "text"),
-        ("corpus", gzip.compress(b"Once upon a time\n"), "text"),
+        ("corpus", gzip.compress(b"Once upon a time\n", mtime=0), "text"),
         ("corpus.dat", LINE, "jsonl"),
         ("corpus.dat", b"", "jsonl"),
         ("a.json", b"Once upon a time\n", "jsonl"),
         ("a.json", b'["1"]', "json"),
         ("a.json.bz2", bz2.compress(b"[" + LINE + b"]"), "json"),
-        ("a.jsonl.gz", gzip.compress(LINE)[:10], "jsonl"),
+        ("a.jsonl.gz", gzip.compress(LINE, mtime=0)[:10], "jsonl"),
     ],
 )
 def test_the_content_tells_json_from_text(name: str, content: bytes, kind: str, tmp_path: Path) -> None:
