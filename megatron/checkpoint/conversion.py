@@ -54,8 +54,8 @@ from megatron.core.console import Log
 from megatron.core.dist_checkpointing import OPTIMIZER_PREFIX, RNG_PREFIX, sync_folder
 from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
 from megatron.core.pipeline_parallel import layout_problems
-from megatron.core.tokenizers import HuggingFaceTokenizer, NullTokenizer, record_tokenizer
-from megatron.core.tokenizers.build_tokenizer import build_tokenizer, reject_unused_flags
+from megatron.core.tokenizers import HuggingFaceTokenizer, NullTokenizer, record_tokenizer, reject_unused_flags
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.transformer import ADAPTERS
 from megatron.training.fault_tolerance import FOLDER_RECORD, own_folder
 

@@ -28,8 +28,9 @@ from megatron.core.tokenizers import (
     describe_tokenizer,
     load_recorded_tokenizer,
     read_json_object,
+    reject_unused_flags,
 )
-from megatron.core.tokenizers.build_tokenizer import build_tokenizer, reject_unused_flags
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training import LaunchEnvironment, connect_store, initialize_device, initialize_distributed
 
 if TYPE_CHECKING:
