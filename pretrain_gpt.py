@@ -1,6 +1,6 @@
 """Pretrain a GPT model: build the model and the data sets, and compute the loss of a forward step.
 
-A script of your own calls `megatron.training.pretrain.pretrain` with its own functions instead.
+A script of your own calls `megatron.training.pretrain` with its own functions instead.
 """
 
 from __future__ import annotations

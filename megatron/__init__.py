@@ -9,7 +9,8 @@ from megatron.moved_modules import find_moved_modules
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.huggingface.parallelize import parallelize
+    from megatron.python_api import GPT
 
 find_moved_modules()
 
-__getattr__ = lazy_exports(__name__, {"checkpoint.formats.huggingface.parallelize": "parallelize"})
+__getattr__ = lazy_exports(__name__, {"checkpoint.formats.huggingface.parallelize": "parallelize", "python_api": "GPT"})

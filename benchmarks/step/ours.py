@@ -81,7 +81,7 @@ def configure(workload: Workload, num_steps: int, world_size: int, rank: int) ->
     """Return the configuration that the command line gives."""
     from megatron.core.tokenizers.build_tokenizer import build_tokenizer
     from megatron.training.exit_reason import parse_arguments_or_exit
-    from megatron.training.pretrain import with_vocabulary
+    from megatron.training.pretraining import with_vocabulary
 
     config = parse_arguments_or_exit(training_flags(workload, num_steps), world_size, rank)
     tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=workload.vocab_size - 1)

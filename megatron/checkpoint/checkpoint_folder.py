@@ -121,7 +121,13 @@ def new_iteration(directory: Path, iteration: int | Literal["release"], needed: 
     folder = directory / iteration if isinstance(iteration, str) else iteration_folder(directory, iteration)
     try:
         folder.mkdir(parents=True)
-        yield folder
+        try:
+            yield folder
+        except OSError:
+            raise
+        except BaseException:  # such as a configuration that the format cannot express
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         sync_folder(folder)
         write_text(directory / TRACKER_FILE, str(iteration))
         sync_folder(directory)
@@ -354,13 +360,13 @@ def is_known(directory: Path, iteration: int) -> bool:
 
 
 def newest_known(directory: Path, iterations: Collection[int] | None = None) -> int | None:
-    """Return the newest iteration marked as known to train, of all or of ``iterations``; None if there is none."""
+    """Return the newest iteration marked as validated, of all or of ``iterations``; None if there is none."""
     candidates = saved_iterations(directory) if iterations is None else iterations
     return max((iteration for iteration in candidates if is_known(directory, iteration)), default=None)
 
 
 def mark_known(directory: Path, iteration: int, num_finite: int) -> None:
-    """Mark a published checkpoint as known to train, with a small file that is written atomically.
+    """Mark a published checkpoint as validated, with a small file that is written atomically.
 
     Raises:
         OSError: writing to the file system failed.
@@ -496,7 +502,7 @@ class Retention:
     """Retention rule: keep the ``keep_last`` newest checkpoints (all, if None) and every ``keep_every``-th iteration.
 
     Iterations in ``kept`` are never removed and not counted. The oldest iteration in ``on_trial`` is kept too, since it
-    may become the next that is known to train.
+    may be the next to be validated.
     """
 
     keep_last: int | None = None
@@ -507,7 +513,7 @@ class Retention:
     def expired_of(self, directory: Path, newest: int) -> list[int]:
         """Return the iterations in a folder that are removed after ``newest`` was saved.
 
-        The newest iteration known to train is kept, as are folders in another format than ``newest``.
+        The newest validated iteration is kept, as are folders in another format than ``newest``.
         """
         folders = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
         found = {iteration: detect_format(folder) for iteration, folder in folders.items()}
@@ -647,7 +653,7 @@ def _is_published(folder: ObjectPath, tag: str) -> bool:
 
 
 def _remove_replaced(folder: ObjectPath, tag: str) -> None:
-    """Remove the shards of earlier saves of an iteration, and the mark that their checkpoint is known to train."""
+    """Remove the shards of earlier saves of an iteration, and the mark that their checkpoint is validated."""
     names = [path.name for path in folder.iterdir()]
     old = [name for name in names if name.startswith("shard_") and f".{tag}." not in name]
     for name in (*old, KNOWN_FILE) if old else ():

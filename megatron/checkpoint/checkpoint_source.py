@@ -12,11 +12,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from megatron.core.config_base import config_to_dict
-from megatron.core.dist_checkpointing import AVERAGE_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX
-from megatron.core.errors import ConfigurationError, DamagedCheckpointError
+from megatron.core.dist_checkpointing import AVERAGE_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX, dtype_of
+from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.ops import BLOCK_SIZE, GROUP_SIZE, dequantize_blocks, dequantize_scales, make_tables
 from megatron.core.parallel_config import ONE_RANK
 from megatron.core.sharding import Box
+from megatron.core.tensor_parallel import CODES, LARGEST, MEAN, SCALES, STORED_PARTS
 
 _MISFITS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 Arguments = ParamSpec("Arguments")
@@ -163,7 +165,7 @@ class SourceView:
         self._source = source
         self._on_read = on_read
         self.tensors: Mapping[str, TensorInfo] = {
-            name: _converted(info, weights_dtype) if name.startswith(MODEL_PREFIX) else info
+            name: _converted(info, weights_dtype) if _is_weight(name) else info
             for name, info in source.tensors.items()
             if keeps_optimizer or not name.startswith(OPTIMIZER_PREFIX)
         }
@@ -187,6 +189,11 @@ class SourceView:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _is_weight(name: str) -> bool:
+    """Return whether a tensor is a weight in the model's dtype; codes and scales of quantized weights are not."""
+    return name.startswith(MODEL_PREFIX) and name.rpartition(".")[2] not in STORED_PARTS
 
 
 def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
@@ -232,3 +239,94 @@ class AveragedSource:
 
     def close(self) -> None:
         self._source.close()
+
+
+class DequantizedSource:
+    """View of a source with 4-bit weights in the model's dtype; implements `CheckpointSource`.
+
+    ``original`` is a checkpoint of the base model, whose weights replace the quantized ones; without it they are
+    dequantized, which are the values that the run computed with.
+
+    Raises:
+        CheckpointError: ``original`` lacks a weight, or it has another shape.
+    """
+
+    def __init__(self, source: CheckpointSource, original: CheckpointSource | None = None) -> None:
+        self.base, self._original = source, original
+        values = source.common["config"]
+        model = values["model"]
+        self._tables = make_tables(model["lora_base_quantization"], torch.device("cpu"))
+        dtype = dtype_of(model["params_dtype"])
+        self.common: Mapping[str, Any] = {
+            **source.common,
+            "config": {**values, "model": {**model, "lora_base_quantization": None, "lora_double_quantization": True}},
+        }
+        self._weights = {
+            name.removesuffix(f".{CODES}"): TensorInfo((*info.global_shape[:-1], 2 * info.global_shape[-1]), dtype)
+            for name, info in source.tensors.items()
+            if name.endswith(f".{CODES}")
+        }
+        others = {
+            name: info
+            for name, info in source.tensors.items()
+            if not (name.rpartition(".")[2] in STORED_PARTS and name.rpartition(".")[0] in self._weights)
+        }
+        self.tensors: Mapping[str, TensorInfo] = {**others, **self._weights}
+        if original is not None:
+            self._check_original(original)
+
+    def _check_original(self, original: CheckpointSource) -> None:
+        for name, info in self._weights.items():
+            found = original.tensors.get(name)
+            if found is None or found.global_shape != info.global_shape:
+                shape = "none" if found is None else str(list(found.global_shape))
+                raise CheckpointError(
+                    f"{original.folder} is not the base model of {self.folder}: {name} has shape "
+                    f"{list(info.global_shape)}, but the base model has {shape}"
+                )
+
+    @property
+    def folder(self) -> Path:
+        return self.base.folder
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it.
+
+        Raises:
+            KeyError: the view has no tensor with this name.
+            CheckpointError: a file that holds a part of the tensor is missing or damaged.
+        """
+        info = self._weights.get(name)
+        if info is None:
+            return self.base.read(name, box)
+        if self._original is not None:
+            return self._original.read(name, box).to(info.dtype)
+        box = info.whole if box is None else box
+        (*rows, start), (*counts, length) = box.offset, box.shape
+        first, end = start // BLOCK_SIZE, -(-(start + length) // BLOCK_SIZE)
+        half = BLOCK_SIZE // 2
+        codes = self.base.read(f"{name}.{CODES}", Box((*rows, first * half), (*counts, (end - first) * half)))
+        scales = self._scales(name, Box((*rows, first), (*counts, end - first)))
+        values = dequantize_blocks(codes, scales, self._tables, info.dtype)
+        return values[..., start - first * BLOCK_SIZE :][..., :length].contiguous()
+
+    def _scales(self, name: str, box: Box) -> torch.Tensor:
+        scales, largest = f"{name}.{SCALES}", f"{name}.{LARGEST}"
+        stored = self.base.read(scales, box)
+        if largest not in self.base.tensors:
+            return stored
+        # The shape shows along which dim the groups are.
+        *_, num_rows, num_blocks = self.base.tensors[scales].global_shape
+        along_rows = self.base.tensors[largest].global_shape[-2:] == (num_rows, -(-num_blocks // GROUP_SIZE))
+        dim = -1 if along_rows else -2
+        offset, shape = [*box.offset], [*box.shape]
+        offset[dim] = box.offset[dim] // GROUP_SIZE
+        shape[dim] = -(-(box.offset[dim] + box.shape[dim]) // GROUP_SIZE) - offset[dim]
+        groups = Box(tuple(offset), tuple(shape))
+        found, mean = (self.base.read(f"{name}.{part}", groups) for part in (LARGEST, MEAN))
+        return dequantize_scales(stored, found, mean, self._tables, dim, box.offset[dim])
+
+    def close(self) -> None:
+        self.base.close()
+        if self._original is not None:
+            self._original.close()

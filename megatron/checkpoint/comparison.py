@@ -25,6 +25,7 @@ from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import MODEL_PREFIX, dtype_name
 from megatron.core.errors import InputError, MegatronError
 from megatron.core.sharding import split_box
+from megatron.core.tensor_parallel import CODES, LARGEST, MEAN, SCALES
 
 MAX_BOX_BYTES = 64 * 1024 * 1024
 _CHUNK_ELEMENTS = 1 << 20
@@ -211,7 +212,12 @@ def mismatch(problems: list[str]) -> ConversionMismatchError:
 
 def parameters_of(source: CheckpointSource) -> int:
     """Return the number of parameters of the model; a tied weight counts once."""
-    return sum(info.num_elements for name, info in source.tensors.items() if name.startswith(MODEL_PREFIX))
+    elements = {CODES: 2} | dict.fromkeys((SCALES, LARGEST, MEAN), 0)  # A byte holds two codes.
+    return sum(
+        info.num_elements * elements.get(name.rpartition(".")[2], 1)
+        for name, info in source.tensors.items()
+        if name.startswith(MODEL_PREFIX)
+    )
 
 
 @torch.no_grad()

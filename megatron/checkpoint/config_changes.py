@@ -118,7 +118,9 @@ def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str
     Raises:
         CheckpointError: the rank, alpha or the adapted layers differ.
     """
-    before, after = _settings(old), _settings(new)
+    # A checkpoint with unquantized weights fills a run with quantized weights, but not the reverse.
+    is_quantized = bool(old.get("model", {}).get("lora_base_quantization"))
+    before, after = _settings(old, is_quantized), _settings(new, is_quantized)
     if before is not None and before != after:
         found = "none" if after is None else after
         raise CheckpointError(
@@ -127,16 +129,20 @@ def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str
         )
 
 
-def _settings(config: Mapping[str, Any]) -> str | None:
-    """Return the flags of a configuration's adapters, or None without adapters."""
+def _settings(config: Mapping[str, Any], with_quantization: bool) -> str | None:
+    """Return the flags of a configuration's adapters and of its quantized weights, or None without adapters."""
     model = config.get("model", {})
     if not model.get("lora_rank"):
         return None
     is_gated = any(model.get(name) for name in GATED_ACTIVATIONS)
     names = plain_names(adapted_parts(model["lora_target_modules"], is_gated))
-    return (
+    flags = [
         f"--lora-rank {model['lora_rank']} --lora-alpha {model['lora_alpha']} --lora-target-modules {' '.join(names)}"
-    )
+    ]
+    if with_quantization and model["lora_base_quantization"]:
+        flags.append(f"--lora-base-quantization {model['lora_base_quantization']}")
+        flags += [] if model["lora_double_quantization"] else ["--no-lora-double-quantization"]
+    return " ".join(flags)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,10 +24,11 @@ from megatron.checkpoint.checkpoint_folder import (
     FORMATS,
     TRACKER_FILE,
     CheckpointFormat,
+    detect_format,
     find_checkpoint,
     iteration_folder,
 )
-from megatron.checkpoint.checkpoint_source import AveragedSource, CheckpointSource, SourceView
+from megatron.checkpoint.checkpoint_source import AveragedSource, CheckpointSource, DequantizedSource, SourceView
 from megatron.checkpoint.comparison import check_result, compare_logits, parameters_of, transformers_logits
 from megatron.checkpoint.conversion_request import ConversionRequest, Target, idle_flags
 from megatron.checkpoint.formats import (
@@ -287,9 +288,11 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     formats = (found.format, saver)
     base = None if request.base_model is None else find_checkpoint(request.base_model).folder
     source = open_for(formats, found.folder, request.true_vocab_size, request.told, base)
+    if isinstance(source, NativeSource) and source.lost_streams is not None:
+        log(source.lost_streams)
     try:
         source = AveragedSource(source) if request.takes_averages else source
-        source = with_adapters(source, request.merges_adapters, saver)
+        source = with_adapters(source, request.merges_adapters, saver, base)
         target = read_target(request, source, saver)
         common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))
         dtype = None if target.params_dtype is None else getattr(torch, target.params_dtype)
@@ -308,22 +311,35 @@ def open_for(
     told: Mapping[str, Any] | None = None,
     base: Path | None = None,
 ) -> CheckpointSource:
-    """Open either side of a conversion; only the native format can hold random number streams.
+    """Open either side of a conversion; only the native format can hold random number streams, which may be lost.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    if formats == ("native", "native"):
-        return NativeSource(folder, with_random_streams=True)
+    if detect_format(folder) == "native":
+        return NativeSource(folder, with_random_streams=formats == ("native", "native"), needs_streams=False)
     return open_checkpoint(folder, vocab_size=vocab_size, told=told, base=base)
 
 
-def with_adapters(source: CheckpointSource, merges: bool, saver: CheckpointFormat) -> CheckpointSource:
+def with_adapters(
+    source: CheckpointSource, merges: bool, saver: CheckpointFormat, base: Path | None = None
+) -> CheckpointSource:
     """Return a checkpoint with its LoRA adapters merged, or unchanged if the target format supports adapters.
+
+    Adapters of quantized weights are merged into the weights of ``base``, or else into the dequantized weights.
 
     Raises:
         ConfigurationError: there are no adapters to merge, or the target format does not support them.
+        CheckpointError: ``base`` is not the base model.
     """
+    is_quantized = source.common["config"]["model"].get("lora_base_quantization") is not None
+    if is_quantized and (merges or saver != "native"):
+        source = DequantizedSource(source, open_checkpoint(base) if merges and base is not None else None)
+    if merges and base is not None and not is_quantized and not isinstance(source, PeftSource):
+        raise ConfigurationError(
+            f"--base-model {base}: the weights of {source.folder} are not quantized, and the adapters belong to them; "
+            "omit it"
+        )
     if merges:
         return MergedSource(source)
     if saver not in ("native", "peft") and any(ADAPTERS in name for name in source.tensors):
@@ -443,7 +459,7 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         TokenizerError: the tokenizer selected on the command line cannot be built.
     """
     given = dict(request.tokenizer)
-    while isinstance(source, (MergedSource, PeftSource)):
+    while isinstance(source, (MergedSource, PeftSource, DequantizedSource)):
         source = source.base
     if not given:
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None

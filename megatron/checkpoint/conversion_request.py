@@ -39,7 +39,7 @@ class ConversionRequest:
         test_logits: compare the logits with the transformers package's.
         merges_adapters: merge the LoRA adapters into the weights.
         takes_averages: write the EMA of the weights instead of the weights.
-        base_model: folder of the base model of PEFT adapters.
+        base_model: folder of the base model of PEFT adapters, or of adapters of quantized weights that are merged.
     """
 
     load_dir: Path
@@ -70,8 +70,8 @@ def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
     }
     given = [f"{flag} {value}" for flag, value in layout.items() if value is not None]
     lines: list[str] = []
-    if request.base_model is not None and "peft" not in (found, saver):
-        lines.append(f"--base-model {request.base_model} has no effect: only PEFT adapters have a base model")
+    if request.base_model is not None and "peft" not in (found, saver) and not request.merges_adapters:
+        lines.append(f"--base-model {request.base_model} has no effect: only adapters have a base model")
     if saver in ("hf", "peft"):
         lines += [f"{flag} has no effect: a Hugging Face folder has no layout and no padding" for flag in given]
         lines += [

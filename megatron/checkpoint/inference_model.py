@@ -12,10 +12,8 @@ from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import (
-    MODEL_PREFIX,
     Progress,
     ShardedTensor,
-    from_spec,
     ignore_progress,
     model_tensors,
 )
@@ -25,7 +23,7 @@ from megatron.core.parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.pipeline_parallel import StageContents
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import spec_of, split_box
+from megatron.core.sharding import split_box
 from megatron.core.tensor_parallel import RngStreams
 
 EVEN_PIPELINE: Final[Mapping[str, Any]] = {
@@ -128,14 +126,15 @@ def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = i
         CheckpointError: tensors are missing or have other shapes, and the message lists all of them; or one is
             unreadable.
     """
-    wanted = model_tensors([model])
+    wanted = model_tensors([model], source.tensors)
     if problems := _misfits(wanted, source.tensors):
         raise CheckpointError(f"checkpoint {source.folder} does not match its configuration: {'; '.join(problems)}")
     done, total = 0, sum(tensor.data.nbytes for tensor in wanted)
     with torch.no_grad():
         for tensor in wanted:
-            for shard in tensor.shards:
-                tensor.data[shard.local_box.slices] = source.read(tensor.name, shard.global_box).to(tensor.data)
+            with tensor.opened():
+                for shard in tensor.shards:
+                    tensor.data[shard.local_box.slices] = source.read(tensor.name, shard.global_box).to(tensor.data)
             done += tensor.data.nbytes
             progress(done, total)
 
@@ -221,10 +220,10 @@ def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:
 
 
 def _fill(stage: GPTModel, source: CheckpointSource) -> None:
-    for parameter in stage.parameters():
-        tensor = from_spec(spec_of(parameter).with_prefix(MODEL_PREFIX), parameter)
-        for shard in tensor.shards:
-            for box in split_box(shard.global_box, parameter.element_size(), MAX_READ_BYTES):
-                room = tensor.view(box)
-                assert room is not None, "a part of a shard lies in that shard"
-                room.copy_(source.read(tensor.name, box))
+    for tensor in model_tensors([stage], source.tensors):
+        with tensor.opened():
+            for shard in tensor.shards:
+                for box in split_box(shard.global_box, tensor.data.element_size(), MAX_READ_BYTES):
+                    room = tensor.view(box)
+                    assert room is not None, "a part of a shard lies in that shard"
+                    room.copy_(source.read(tensor.name, box))

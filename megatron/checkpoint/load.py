@@ -413,8 +413,10 @@ def load_model_weights(
     """
 
     def load(folder: Path) -> Path:
-        stored = open_stored(folder, state, verify)
-        stored.load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast, progress=told)
+        stored = open_stored(folder, state, verify, needs_streams=False)
+        if (line := stored.index.lost_streams_line(folder)) is not None:
+            log(line)
+        stored.load(model_tensors(models, stored.index.tensors), (MODEL_PREFIX,), allow_cast=allow_cast, progress=told)
         return folder
 
     return first_undamaged(agree_on_required_candidates(as_path(directory), ckpt_step, state, log), load, log)
@@ -432,7 +434,7 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
     alone = describe_parallel_state(0, 1)
 
     def load(folder: Path) -> dict[str, Any]:
-        common = dict(open_stored(folder, alone).index.common)
+        common = dict(open_stored(folder, alone, needs_streams=False).index.common)
         tokenizer = common["tokenizer"]
         return common | {"folder": folder, "tokenizer": None if tokenizer is None else local_copy(folder / tokenizer)}
 
@@ -467,7 +469,7 @@ def _load_folder(
     if optimizer is not None and common["scheduler"] is not None:
         check_schedule(common["scheduler"], stored.config)
     progress = TrainProgress() if is_fresh_start else _progress_of(folder, common)
-    described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
+    described, namespaces = model_tensors(tensors.models, stored.index.tensors), [MODEL_PREFIX]
     described = without_new_adapters(described, folder, stored.index.tensors, config, is_fresh_start)
     if optimizer is not None:
         averages = average_choice(optimizer_tensors(optimizer), stored.index)
@@ -487,7 +489,12 @@ def _load_folder(
         _check_untouched(folder, described, stored.index, filled, state)
         filled.update(stored.index.tensors)
     loaded = stored.load(described, change.namespaces, strictness, change.is_needed, told)
-    _check_finite(folder, described, state)
+    # Weights that were quantized while they were loaded are only held as codes and scales.
+    quantized = {tensor.name for tensor in described if tensor.quantized is not None}
+    held = [tensor for tensor in described if tensor.quantized is None]
+    if quantized:
+        held += [each for each in model_tensors(tensors.models) if each.name.rpartition(".")[0] in quantized]
+    _check_finite(folder, held, state)
     if detect_format(folder) == "torchtitan":
         log(describe_told(config["model"], folder))
     for field in changes:

@@ -401,7 +401,7 @@ class SaveContext:
 
     The ``planner`` caches the plan of the native format between saves. With an ``area`` the tensors are first copied to
     it, and may change after the first step. The run does not remove checkpoints of the iterations ``kept``. Retention
-    also keeps the oldest checkpoint ``on_trial``, which is not yet known to train. ``number`` counts the run's saves.
+    also keeps the oldest checkpoint ``on_trial``, which is not yet validated. ``number`` counts the run's saves.
     """
 
     directory: Path

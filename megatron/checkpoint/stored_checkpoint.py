@@ -149,9 +149,15 @@ def is_release(folder: Path) -> bool:
 
 
 def open_stored(
-    folder: Path, state: ParallelState, verify: bool = True, model: Mapping[str, Any] | None = None
+    folder: Path,
+    state: ParallelState,
+    verify: bool = True,
+    model: Mapping[str, Any] | None = None,
+    needs_streams: bool = True,
 ) -> StoredCheckpoint:
     """Open a folder of any format; collective.
+
+    Without ``needs_streams``, a file that holds only random number streams may be lost.
 
     ``model`` is the run's model configuration. It is needed for Megatron-LM's files, which contain vocabulary padding
     without recording its size, and the oldest of which record nothing but shapes.
@@ -169,7 +175,7 @@ def open_stored(
         return _open_hugging_face(folder, state)
     if found == "peft":
         return _offer_model(run_on_all_ranks(lambda: open_checkpoint(folder, verify), state.world), state)
-    index = load_index(folder, state.world, verify)
+    index = load_index(folder, state.world, verify, needs_streams)
     check_run_state(folder, index.common)
     return NativeCheckpoint(folder, index, state, verify)
 

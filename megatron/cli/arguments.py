@@ -13,7 +13,7 @@ from megatron.checkpoint.formats import told_specs
 from megatron.config import rename_words
 from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
-from megatron.core.errors import InputError, MegatronError, StorageError
+from megatron.core.errors import ConfigurationError, InputError, MegatronError, StorageError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path, is_url
 from megatron.core.tokenizers import DEFAULT_NUM_SPECIAL_TOKENS, TOKENIZER_TYPES, Tokenizer, unused_tokenizer_flags
@@ -111,6 +111,39 @@ class Parser(SpellingParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(2, f"error: {self.explained(message)}\n")
+
+
+class _ImportScript(argparse.Action):
+    """Import a script when the command line is parsed, before anything that needs what it registers."""
+
+    def __init__(self, *args: Any, before: Callable[[], object], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._before = before
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Import the script; the namespace does not change."""
+        from megatron.training import import_script, launch_environment_or_exit, refuse
+
+        try:
+            self._before()
+            import_script(values)
+        except ConfigurationError as error:
+            parser.exit(refuse(error.problems, launch_environment_or_exit().rank))
+
+
+def declare_script(container: argparse._ActionsContainer, before: Callable[[], object] = lambda: None) -> None:
+    """Declare ``--script``, which imports a training script for the parts that it registers, after ``before()``."""
+    container.add_argument(
+        "--script",
+        action=_ImportScript,
+        before=before,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="your training script, imported for the parts of the model that it registers",
+    )
 
 
 def stored_folder(text: str) -> Path:

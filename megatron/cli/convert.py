@@ -12,6 +12,7 @@ from megatron.cli.arguments import (
     Parser,
     add_told_settings,
     declare_checkpoint_folder,
+    declare_script,
     exit_status_of,
     local_folder,
     stored_folder,
@@ -50,6 +51,7 @@ def build_parser() -> Parser:
         "llama_mistral is an alias of hf. See docs/converting.md.",
         allow_abbrev=False,
     )
+    declare_script(parser)
     parser.add_argument("--model-type", choices=("GPT",), default="GPT", help="kind of model (GPT)")
     names = ", ".join(FORMATS)
     parser.add_argument("--loader", default="megatron", metavar="NAME", help=f"format to read: {names} (megatron)")
@@ -78,7 +80,8 @@ def build_parser() -> Parser:
         "--base-model",
         type=local_folder,
         metavar="DIR",
-        help="base model of PEFT adapters (by default from adapter_config.json)",
+        help="base model of PEFT adapters (by default from adapter_config.json), or the unquantized weights for "
+        "--merge-lora",
     )
     dtype = content.add_mutually_exclusive_group()
     dtype.add_argument(

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, stored_folder, told_settings
+    from megatron.cli.arguments import (
+        Parser,
+        add_told_settings,
+        declare_script,
+        exit_status_of,
+        stored_folder,
+        told_settings,
+    )
 
     parser = Parser(prog="diff.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("first", type=stored_folder, metavar="A", help="folder of a run, an iteration or a model")
@@ -22,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="R",
         help="largest difference that counts as equal, relative to the tensor's largest value (0: bitwise)",
     )
+    declare_script(parser)
     add_told_settings(parser)
     arguments = parser.parse_args(argv)
     told = told_settings(arguments)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.arguments import Parser, declare_script, exit_status_of
 from megatron.cli.planner_arguments import (
     HELP,
     add_platform,
@@ -53,6 +53,7 @@ def build_parser(world_size: int) -> Parser:
     parser.add_argument(
         "--world-size", "--gpus", type=int, default=world_size, metavar="N", help=f"number of ranks ({world_size})"
     )
+    declare_script(parser, before=trace_in_this_process)
     add_platform(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page to this file")

@@ -13,6 +13,7 @@ from megatron.cli.arguments import (
     add_tokenizer_source,
     add_told_settings,
     declare_checkpoint_folder,
+    declare_script,
     told_settings,
 )
 from megatron.core.errors import InputError
@@ -49,6 +50,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -
         metavar="DIR|NAME",
         help="Hugging Face model: a folder, or org/name or org/name@revision on the Hub",
     )
+    declare_script(parser)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the latest)")
     cut = parser.add_argument_group("parallel layout (torchrun must start TP x PP processes)")
     cut.add_argument(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.cli.arguments import Parser, declare_checkpoint_folder, exit_status_of, stored_folder
+from megatron.cli.arguments import Parser, declare_checkpoint_folder, declare_script, exit_status_of, stored_folder
 from megatron.core.errors import TokenizerError, TrainingError
 from megatron.core.tokenizers import NullTokenizer, Tokenizer, load_recorded_tokenizer
 from megatron.training import StepPosition, find_step
@@ -33,6 +33,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     declare_checkpoint_folder(parser, "--load", help="checkpoint folder of the run", type=stored_folder)
+    declare_script(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step (iteration) to show, counted from 1")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to use (the first after the step)")
     parser.add_argument("--metrics-jsonl", type=Path, metavar="FILE", help="metrics of the run (DIR/metrics.jsonl)")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.arguments import Parser, declare_script, exit_status_of
 from megatron.cli.planner_arguments import (
     HELP,
     add_imbalance,
@@ -121,6 +121,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    declare_script(parser, before=trace_in_this_process)
     parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
     parser.add_argument("--gpus", "--world-size", type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="GEMM precision to search (both)")

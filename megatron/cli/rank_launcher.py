@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
 _POLL_S = 0.1
+_HANG = "HANG: "
+"""Start of the reason that the watchdog leaves for the rank at fault, which is killed if it cannot end itself."""
 _BY_SIGNAL = 128
 INTERRUPTED = _BY_SIGNAL + signal.SIGINT
 """Exit status after Ctrl-C, as shells report it."""
@@ -119,9 +121,11 @@ def _watch(context: PContext, place: Place) -> int:
         result = context.wait(timeout=0)
     if not result.failures:
         return INTERRUPTED if stop.received == signal.SIGINT else 0
+    hung = {rank: failure for rank, failure in result.failures.items() if _reason(failure).startswith(_HANG)}
     failures = {rank: failure for rank, failure in result.failures.items() if rank in first} or result.failures
-    rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
-    status = int(failure.exitcode)
+    rank, failure = min((hung or failures).items(), key=lambda item: _order(item[1]))
+    # The watchdog kills ranks that cannot end themselves; schedulers read the status of SIGKILL as out of memory.
+    status = 1 if hung else int(failure.exitcode)
     if stop.received is not None and status == -signal.SIGTERM:
         return _BY_SIGNAL + stop.received  # the rank had not installed its signal handler yet
     for line in _describe(place.node_rank * place.nproc + rank, failure):
@@ -150,9 +154,14 @@ def _extra(failure: Any) -> dict[str, Any] | None:
     return message["extraInfo"] if isinstance(message, dict) else None
 
 
+def _reason(failure: Any) -> str:
+    """Return the reason that a rank, or the watchdog for it, left in its error file; empty if there is none."""
+    return "" if _extra(failure) is None else str(failure.error_file_data["message"]["message"])
+
+
 def _describe(rank: int, failure: Any) -> list[str]:
-    if _extra(failure) is not None:
-        return str(failure.error_file_data["message"]["message"]).splitlines()
+    if reason := _reason(failure):
+        return reason.splitlines()
     if failure.exitcode >= 0:
         return [f"error: rank {rank} (process {failure.pid}) ended with status {failure.exitcode}"]
     name = signal.Signals(-failure.exitcode).name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.arguments import Parser, declare_script, exit_status_of
 from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.planner import with_known_vocabulary
@@ -26,6 +26,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    declare_script(parser)
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (1)")
     return parser
 

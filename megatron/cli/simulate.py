@@ -14,7 +14,7 @@ import functools
 import json
 from pathlib import Path
 
-from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.arguments import Parser, declare_script, exit_status_of
 from megatron.cli.planner_arguments import check_world_size, check_writable, write_text
 from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
@@ -35,6 +35,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    declare_script(parser, before=load_fake_cuda)
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (1)")
     parser.add_argument(
         "--rank",

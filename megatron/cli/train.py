@@ -37,6 +37,7 @@ class ContinuedRun:
     """Flags, working directory and number of processes of a recorded run that continues.
 
     ``limits`` has the flags that ended its last session early, with their values; they are not in ``words``.
+    ``scripts`` registered parts of the run.
     """
 
     words: tuple[str, ...]
@@ -44,6 +45,7 @@ class ContinuedRun:
     nproc: int
     nnodes: int
     limits: Mapping[str, Any] = field(default_factory=dict)
+    scripts: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, directory: str) -> ContinuedRun:
@@ -62,6 +64,7 @@ class ContinuedRun:
         try:
             environment = parse_json(read_plain_text(record / ENVIRONMENT_FILE))
             nproc, nnodes = (_count(environment, key) for key in ("processes_per_machine", "machines"))
+            scripts = tuple(str(path) for path in environment.get("scripts", ()))
             started_in = Path(str(environment["folder"]))
             is_saved = (folder / TRACKER_FILE).is_file()
         except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
@@ -73,7 +76,7 @@ class ContinuedRun:
         words = ["--config", str(config), "--save", str(folder), *(["--load", str(folder)] if is_saved else [])]
         recorded = read_config_file(str(record / CONFIG_FILE)) if is_saved else {}
         limits = {name: recorded[name] for name in SESSION_LIMITS if recorded.get(name) is not None}
-        return cls(tuple(words), started_in, nproc, nnodes, limits)
+        return cls(tuple(words), started_in, nproc, nnodes, limits, scripts)
 
 
 def _count(environment: Mapping[str, Any], key: str) -> int:
@@ -133,16 +136,17 @@ def _train(argv: Sequence[str]) -> int:
     if "continue" in own:
         words = [*_go_on(own, words), *words]
     place = _place(own)
-    if any(word in _ASKING for word in words):
-        if any(word in HELP_FLAGS for word in words):
-            with reader_may_leave():
-                print(build_parser().format_help())
-        parse_arguments(words, place.world_size, is_train_command=True)
+    is_asking = any(word in _ASKING for word in words)
+    if any(word in HELP_FLAGS for word in words):
+        with reader_may_leave():
+            print(build_parser().format_help(), flush=True)
     script = training_script()
     if "script" in own:
         script = Path(own["script"])
         if not script.is_file():
             raise ConfigurationError(f"--script {script} does not exist; pass a Python training script")
+    elif is_asking:
+        parse_arguments(words, place.world_size, is_train_command=True)
     elif "--explain" not in words:
         # Report invalid flags before any rank is started.
         resolve_arguments(words, place.world_size, is_train_command=True)
@@ -174,9 +178,14 @@ def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
     Relative paths are resolved from that directory, including paths in ``typed``; a message says so.
 
     Raises:
-        ConfigurationError: the run has no record, or it ran on several nodes and --nnodes is missing.
+        ConfigurationError: the run has no record, or --script or --nnodes is missing.
     """
     run = ContinuedRun.read(own["continue"])
+    if run.scripts and "script" not in own:
+        raise ConfigurationError(
+            f"--continue {own['continue']}: {run.scripts[0]} registered parts of the run; pass --script "
+            f"{run.scripts[0]} too"
+        )
     own.setdefault("nproc", str(run.nproc))
     if run.nnodes > 1 and "nnodes" not in own:
         raise ConfigurationError(

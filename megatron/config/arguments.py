@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER, no_checkpoint, read_checkpoint_arguments
 from megatron.config.checks import find_problems
 from megatron.config.deprecated_names import deprecated_flags, with_current_flags
+from megatron.config.extra_arguments import extra_fields, script_defaults
 from megatron.config.megatron_flags import (
     NO_EFFECT,
     NOT_SUPPORTED,
@@ -106,7 +107,7 @@ def resolve_arguments(
         from megatron.config.config_sources import split_switched_off
 
         argv, off = split_switched_off(argv)
-    if any(word.startswith(("--config", "--model-preset")) for word in argv):
+    if script_defaults() or any(word.startswith(("--config", "--model-preset")) for word in argv):
         from megatron.config.config_sources import with_sources
 
         argv = with_sources(argv, off, renamed)
@@ -212,6 +213,10 @@ class _Parser(argparse.ArgumentParser):
             formatter.start_section(title)
             formatter.add_arguments([actions[name] for name in names])
             formatter.end_section()
+        if extra := extra_fields():
+            formatter.start_section("Arguments of the script")
+            formatter.add_arguments([actions[spec.name] for spec in extra])
+            formatter.end_section()
         count = len(list(command_line_fields()))
         formatter.add_text(f"{_HELP_ALL} shows all {count} flags.")
         return formatter.format_help()
@@ -227,16 +232,19 @@ class _EssentialHelp(argparse.Action):
 
 
 def build_parser(*, has_help: bool = True) -> argparse.ArgumentParser:
-    """Return the parser, which is built once per process.
+    """Return the parser, which is built once per process, unless scripts register further names.
 
     The parser only collects strings, so that all conversion problems can be reported together. Reading the help texts
     from the sources of the configuration classes takes most of the time.
     """
-    return _parser_of(tuple(config_parts().items()), has_help)
+    registered = tuple(spec.choices for _, spec in command_line_fields() if spec.options.registry is not None)
+    return _parser_of(tuple(config_parts().items()), has_help, registered)
 
 
 @functools.cache
-def _parser_of(parts: tuple[tuple[str, type], ...], has_help: bool) -> argparse.ArgumentParser:
+def _parser_of(
+    parts: tuple[tuple[str, type], ...], has_help: bool, registered: tuple[tuple[str, ...] | None, ...]
+) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="[torchrun ...] %(prog)s FLAGS",
@@ -412,13 +420,18 @@ def _field_values(
 
 def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     """Convert one word to the field's type, or add a problem."""
-    name, choices = spec.flags[0], spec.options.choices
+    name, choices = spec.flags[0], spec.choices
     if choices is not None and text not in choices:
         foreign = foreign_flags().get(f"{name} {text}")
         if foreign is not None:
             problems.append(foreign_answer(name, [text], foreign))
         elif text in spec.options.not_built:
             problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
+        elif spec.options.registry is not None:
+            known = ", ".join(choices) or "none"
+            problems.append(
+                f"{name} {text}: possible values are {known}; a script that registers {text} adds it (--script FILE)"
+            )
         else:
             problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
         return None

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER
 from megatron.config.deprecated_names import deprecation_warning
+from megatron.config.extra_arguments import script_defaults
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
@@ -182,10 +183,11 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
     Raises:
         ConfigurationError: a file cannot be read, or has a key that is no flag; with the problems of all files.
     """
-    presets, files = _values_of(argv, _PRESET), _values_of(argv, _CONFIG)
-    if not presets and not files:
+    presets, files, defaults = _values_of(argv, _PRESET), _values_of(argv, _CONFIG), script_defaults()
+    if not presets and not files and not defaults:
         return list(argv)
     problems: list[str] = []
+    of_script = _words_of(defaults, "args_defaults", "--help-all lists all flags", problems, notes)
     read = list[_FileWords]()
     for name in files:
         try:
@@ -194,6 +196,7 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
             problems += error.problems
     presets = presets or [each.preset for each in read if each.preset is not None]
     settings = _by_flag(preset_words(presets[-1])) if presets else {}
+    settings = _settle(of_script.given, settings)
     if problems:
         raise ConfigurationError(problems)
     for each in read:
@@ -252,19 +255,53 @@ def _replaced(flag: str) -> Collection[str]:
 
 
 def _read(path: str, problems: list[str], notes: list[str]) -> _FileWords:
+    return _words_of(read_config_file(path), f"--config {path}", "--print-config lists all keys", problems, notes)
+
+
+def keyword_words(values: Mapping[str, Any], caller: str) -> tuple[list[str], list[str]]:
+    """Return the command-line words for keyword arguments, and warnings about deprecated names.
+
+    Keys are the names of fields or flags, with underscores. None stands for the default. ``caller`` is the name of the
+    function in messages.
+
+    Raises:
+        ConfigurationError: a key is no flag, or a value has the wrong type; with all problems.
+    """
+    problems = [f"{caller}: {key} belongs on the command line; omit it" for key in values if key in _OWN]
+    notes: list[str] = []
+    values = {key: value for key, value in values.items() if key not in _OWN}
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
+    switched = {name: spec for name, spec in _flags_by_key().items() if isinstance(spec, FieldSpec) and spec.is_bool}
+    off = [key for key, value in plain.items() if value is False and key in switched]
+    found = _words_of(plain, caller, "pretrain_gpt.py --help-all lists all flags", problems, notes)
+    if problems:
+        raise ConfigurationError(problems)
+    words = [word for flag, several in found.given.items() for word in several]
+    if found.preset is not None:
+        words += ["--model-preset", found.preset]
+    # A preset or a file may turn a switch on, which False turns off.
+    words += [f"{switched[key].flags[0]}=false" for key in off if switched[key].options.negative is None]
+    return words, notes
+
+
+def _words_of(
+    values: Mapping[str, Any], place: str, listed_by: str, problems: list[str], notes: list[str]
+) -> _FileWords:
+    """Return the words of each key; ``place`` begins each message, and ``listed_by`` says where to find all keys."""
     names, found = _flags_by_key(), _FileWords()
-    for key, value in read_config_file(path).items():
+    for key, value in values.items():
         spec = names.get(key)
         if isinstance(spec, FieldSpec):
-            key, value = _current_entry(path, key, value, spec, notes)
+            key, value = _current_entry(place, key, value, spec, notes)
         if spec is None:
-            problems.append(_unknown(path, key, names))
+            problems.append(_unknown(place, key, names, listed_by))
         elif isinstance(spec, str):
             found.given[spec] = _table_words(spec, value)
         elif spec.name in _OWN:
-            problems.append(f"--config {path}: {key} belongs on the command line; remove it from the file")
+            problems.append(f"{place}: {key} belongs on the command line; remove it from the file")
         else:
-            words = list(_words(path, key, spec, value, problems))
+            words = list(_words(place, key, spec, value, problems))
             if spec.name == "model_preset" and words:
                 found.preset = str(value)
             elif words:
@@ -274,14 +311,14 @@ def _read(path: str, problems: list[str], notes: list[str]) -> _FileWords:
     return found
 
 
-def _current_entry(path: str, key: str, value: Any, spec: FieldSpec, notes: list[str]) -> tuple[str, Any]:
+def _current_entry(place: str, key: str, value: Any, spec: FieldSpec, notes: list[str]) -> tuple[str, Any]:
     """Replace a deprecated key and a deprecated value, and add a warning for each."""
     if f"--{key.replace('_', '-')}" in spec.options.deprecated:
-        notes.append(f"{deprecation_warning(key, spec.name)} (--config {path})")
+        notes.append(f"{deprecation_warning(key, spec.name)} ({place})")
         key = spec.name
     for earlier, current in spec.options.deprecated_values:
         if value == earlier:
-            notes.append(f"{deprecation_warning(f'{key} = {value}', f'{key} = {current}')} (--config {path})")
+            notes.append(f"{deprecation_warning(f'{key} = {value}', f'{key} = {current}')} ({place})")
             value = current
             break
     return key, value
@@ -296,10 +333,10 @@ def _flags_by_key() -> dict[str, FieldSpec | str]:
     return found
 
 
-def _unknown(path: str, key: str, known: Collection[str]) -> str:
+def _unknown(place: str, key: str, known: Collection[str], listed_by: str) -> str:
     nearest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
-    hint = f"did you mean {nearest[0]}?" if nearest else "--print-config lists all keys"
-    return f"--config {path}: unknown key {key}; {hint}"
+    hint = f"did you mean {nearest[0]}?" if nearest else listed_by
+    return f"{place}: unknown key {key}; {hint}"
 
 
 def _table_words(flag: str, value: Any) -> list[str]:
@@ -308,20 +345,20 @@ def _table_words(flag: str, value: Any) -> list[str]:
     return [flag] if value is True else [flag, *(str(item) for item in (value if isinstance(value, list) else [value]))]
 
 
-def _words(path: str, key: str, spec: FieldSpec, value: Any, problems: list[str]) -> Iterator[str]:
+def _words(place: str, key: str, spec: FieldSpec, value: Any, problems: list[str]) -> Iterator[str]:
     """Yield the command-line words for a value; none for a switch at its default, an empty list or None."""
     flag, items = spec.flags[0], value if isinstance(value, list) else [value]
     if value is None or value == []:
         return
     if spec.is_bool:
         if not isinstance(value, bool):
-            problems.append(f"--config {path}: {key} = {value!r}: true or false is expected")
+            problems.append(f"{place}: {key} = {value!r}: true or false is expected")
         elif value != (key == spec.name and spec.options.negative is not None):
             yield flag
     elif any(isinstance(item, bool) or item is None for item in items):
-        problems.append(f"--config {path}: {key} = {value!r}: {flag} needs {spec.metavar}")
+        problems.append(f"{place}: {key} = {value!r}: {flag} needs {spec.metavar}")
     elif isinstance(value, list) and not spec.is_sequence:
-        problems.append(f"--config {path}: {key} = {value!r}: one value is expected, not a list")
+        problems.append(f"{place}: {key} = {value!r}: one value is expected, not a list")
     elif spec.is_sequence and not spec.options.append:
         yield from (flag, *map(str, items))
     else:

@@ -434,7 +434,7 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
     if data.split is not None:
         # NVIDIA's Llama script has nested quotes: Megatron parses only the numbers.
         data = dataclasses.replace(data, split=data.split.strip("'\" "))
-    elif not data.has_data_per_split:
+    elif not data.has_data_per_split and not data.is_registered:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     if data.seq_length == 0:
         data = dataclasses.replace(data, seq_length=config.model.max_position_embeddings)
@@ -482,6 +482,11 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
     model = config.model
     if model.max_position_embeddings == 0:
         model = dataclasses.replace(model, max_position_embeddings=config.data.seq_length)
+    if model.bias_gelu_fusion and not model.add_bias_linear:
+        # Without a bias Megatron-LM fuses nothing, which changes the form of GELU.
+        if model.activation == "gelu_tanh" and not model.openai_gelu:
+            notes.append("--disable-bias-linear: GELU is the exact form; for the tanh form add --openai-gelu")
+        model = dataclasses.replace(model, bias_gelu_fusion=False)
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1: turned off")
         model = dataclasses.replace(model, sequence_parallel=False)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.extra_arguments import ExtraArguments, extra_class, recorded_arguments
 from megatron.core.batch_size_rampup import BatchSizeRampup
 from megatron.core.config_base import (
     BELOW_ONE,
@@ -36,7 +37,7 @@ from megatron.core.pipeline_parallel import StageLayout, default_schedule, plan_
 from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json
 from megatron.core.tokenizers import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES, TOKENIZER_TYPES
 
-_WITHOUT_LOGGERS = idle_without("tensorboard_dir", "wandb_project", "mlflow_experiment")
+_WITHOUT_LOGGERS = idle_without("tensorboard_dir", "wandb_project", "mlflow_experiment", "loggers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,11 @@ class TrainingConfig(Config, role="run"):
 class SchedulerConfig(Config, role="run", in_args=True):
     """Schedules as given on the command line; `RunConfig.schedule_lengths` converts them to samples."""
 
-    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    lr_decay_style: str = flag(
+        "linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        registry="learning-rate schedule",
+    )
     """Shape of the learning rate after the warm-up."""
     lr_decay_iters: int | None = flag(None, bounds=NOT_NEGATIVE)
     """Iterations of the learning rate decay; by default --train-iters."""
@@ -191,6 +196,7 @@ class SchedulerConfig(Config, role="run", in_args=True):
     lr_wsd_decay_style: str = flag(
         "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        registry="learning-rate schedule",
         idle=idle_without("lr_decay_style", value="WSD"),
     )
     """Shape of the annealing phase of the WSD schedule."""
@@ -389,6 +395,10 @@ class LoggingConfig(Config, role="output"):
     """Prompts, or one file with a prompt per line."""
     sample_tokens: int = flag(32, bounds=POSITIVE, needs="generate_interval")
     """Maximum number of generated tokens per prompt."""
+    callbacks: tuple[str, ...] = flag((), nargs="+", metavar="NAME", registry="callback", role="run")
+    """Callbacks that the script registered, in the order of their calls."""
+    loggers: tuple[str, ...] = flag((), nargs="+", metavar="NAME", registry="logger")
+    """Loggers that the script registered, which get the same metrics as TensorBoard."""
     record_schedule: str | None = flag(None, metavar="FILE")
     """File for the measured pipeline schedule of the second iteration (tools/visualize_pipeline.py --recorded)."""
     record_memory_history: bool = False
@@ -518,10 +528,13 @@ class FineTuningConfig(Config, role="run"):
     train_mode: str = flag("pretrain", choices=("pretrain", "finetune"))
     """Pai-Megatron-Patch's flag for --sft (finetune)."""
     dataset: str | None = flag(
-        None, choices=(*INDEXED_DATASETS, *RAW_DATASETS), not_built=("LLama-Pretrain-Raw", "ChatGLM-Pretrain-Raw")
+        None,
+        choices=(*INDEXED_DATASETS, *RAW_DATASETS),
+        not_built=("LLama-Pretrain-Raw", "ChatGLM-Pretrain-Raw"),
+        registry="data set",
     )
-    """Kind of data (Pai-Megatron-Patch): the SFT kinds without Idxmap are jsonl, one conversation per sample unless
-    --reset-position-ids is given; the others are token files."""
+    """Data set that a script registered, or kind of data (Pai-Megatron-Patch): the SFT kinds without Idxmap are jsonl,
+    one conversation per sample unless --reset-position-ids is given; the others are token files."""
     chat_template: str | None = flag(None, metavar="FILE|NAME", where=("sft", True))
     """Chat template for jsonl: a Jinja file, a template name of the tokenizer, chatml, plain (contents, with an
     end-of-document token after answers) or identity (contents); by default the tokenizer's own, else chatml."""
@@ -624,7 +637,12 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     @property
     def has_padding(self) -> bool:
         """Return whether training samples may contain padding (SFT, external data)."""
-        return self.sft or self.dataloader_type == "external"
+        return self.sft or self.dataloader_type == "external" or self.is_registered
+
+    @property
+    def is_registered(self) -> bool:
+        """Return whether --dataset names a data set that a script registered."""
+        return self.dataset is not None and self.dataset not in (*INDEXED_DATASETS, *RAW_DATASETS)
 
     @property
     def has_data_per_split(self) -> bool:
@@ -831,6 +849,8 @@ class RunConfig:
     faults: FaultConfig = dataclasses.field(default_factory=FaultConfig)
     restart: RestartConfig = dataclasses.field(default_factory=RestartConfig)
     sources: SourceConfig = dataclasses.field(default_factory=SourceConfig)
+    extra: ExtraArguments = dataclasses.field(default_factory=ExtraArguments)
+    """Arguments that the script added with ``extra_args``: ``--my-flag`` is ``config.extra.my_flag``."""
     world_size: int = 1
 
     @property
@@ -916,7 +936,7 @@ class RunConfig:
 
     def flag(self, name: str) -> tuple[FieldSpec, Any] | None:
         """Return the field of this name and its value, or None if the field has no flag."""
-        part, spec = _fields_by_name(tuple(RunConfig.__annotations__.items())).get(name, ("", None))
+        part, spec = _fields_by_name(_parts_key()).get(name, ("", None))
         return None if spec is None else (spec, field_value(vars(self)[part], name))
 
     def to_dict(self) -> dict[str, Any]:
@@ -925,28 +945,35 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Rebuild the configuration from the output of `to_dict`; raise ConfigurationError for anything else."""
-        return config_from_dict(cls, values)
+        extra = recorded_arguments(values.get("extra", {}))
+        config = config_from_dict(cls, {name: value for name, value in values.items() if name != "extra"})
+        return dataclasses.replace(config, extra=extra)
 
 
 def config_parts() -> dict[str, type]:
     """Return the configuration classes by the name of the part."""
-    hints = typing.get_type_hints(RunConfig)
+    hints = typing.get_type_hints(RunConfig) | {"extra": extra_class()}
     return {name: hint for name, hint in hints.items() if hint is not int}
 
 
 def command_line_fields(option: str | None = None) -> tuple[tuple[str, FieldSpec], ...]:
     """Return (part, field) for every field with a flag; with ``option``, only fields for which this option is set."""
-    return _fields_of(tuple(RunConfig.__annotations__.items()), option)
+    return _fields_of(_parts_key(), option)
+
+
+def _parts_key() -> tuple[tuple[str, Any], ...]:
+    """Return what determines `config_parts`, which takes longer."""
+    return (*RunConfig.__annotations__.items(), ("extra", extra_class()))
 
 
 @functools.cache
-def _fields_by_name(annotations: tuple[tuple[str, Any], ...]) -> dict[str, tuple[str, FieldSpec]]:
-    return {spec.name: (part, spec) for part, spec in _fields_of(annotations, None)}
+def _fields_by_name(key: tuple[tuple[str, Any], ...]) -> dict[str, tuple[str, FieldSpec]]:
+    return {spec.name: (part, spec) for part, spec in _fields_of(key, None)}
 
 
 @functools.cache
-def _fields_of(annotations: tuple[tuple[str, Any], ...], option: str | None) -> tuple[tuple[str, FieldSpec], ...]:
-    """Return the result of `command_line_fields` for these annotations of `RunConfig`."""
+def _fields_of(key: tuple[tuple[str, Any], ...], option: str | None) -> tuple[tuple[str, FieldSpec], ...]:
+    """Return the result of `command_line_fields` for these parts of `RunConfig`."""
     return tuple(
         (part, spec)
         for part, config_class in config_parts().items()

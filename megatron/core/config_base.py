@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.registry import missing_registration, registered_names
 
 ConfigType = TypeVar("ConfigType")
 
@@ -101,7 +102,8 @@ class FlagOptions:
     ``deprecated`` are names of an earlier release, which are accepted with a warning and hidden from the help, and
     ``deprecated_values`` are (earlier, current) names of choices. Stored configurations may contain both. ``append``
     collects the values of every occurrence. ``cli=False`` marks a field without a flag. ``not_built`` are choices of
-    Megatron-LM that this project does not implement.
+    Megatron-LM that this project does not implement. The names that scripts register under the kind ``registry`` (see
+    `megatron.core.registry`) are accepted like ``choices``.
 
     ``most`` is the largest accepted integer, and its negative is the smallest: a larger number would only waste memory
     and time before it is rejected. The default is 2^24 for sizes of a model or its layout, far above any real size, and
@@ -126,6 +128,7 @@ class FlagOptions:
     negative: str | None = None
     choices: tuple[str, ...] | None = None
     not_built: tuple[str, ...] = ()
+    registry: str | None = None
     bounds: Bounds | None = None
     most: int | None = None
     nargs: str | int | None = None
@@ -230,10 +233,25 @@ class FieldSpec:
         return ("--" + self.name.replace("_", "-"), *self.options.aliases)
 
     @property
+    def choices(self) -> tuple[str, ...] | None:
+        """Return the accepted values, built in and registered, or None if any value of the type is accepted."""
+        if self.options.registry is None:
+            return self.options.choices
+        return (*(self.options.choices or ()), *registered_names(self.options.registry))
+
+    def unregistered(self, value: Any) -> str | None:
+        """Return an error message if the value is a name that must be registered and is not, or None."""
+        kind = self.options.registry
+        if kind is None or value is None:
+            return None
+        unknown = [name for name in (value if self.is_sequence else (value,)) if name not in (self.choices or ())]
+        return missing_registration(kind, unknown[0]) if unknown else None
+
+    @property
     def metavar(self) -> str:
         """Return the placeholder of the value in a line of help; switches have none."""
-        if self.options.choices is not None:
-            return "{" + ",".join(self.options.choices) + "}"
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
         return self.options.metavar or {int: "N", float: "X", str: "TEXT"}[self.item_type]
 
     def help_text(self, doc: str) -> str:
@@ -413,6 +431,8 @@ def field_docs(config_class: type) -> Mapping[str, str]:
 
 
 def _class_docs(config_class: type) -> dict[str, str]:
+    if "docs_of_fields" in vars(config_class):  # a class without source
+        return dict(vars(config_class)["docs_of_fields"])
     source_file = sys.modules[config_class.__module__].__file__
     assert source_file is not None
     tree = ast.parse(Path(source_file).read_text(encoding="utf-8"))
@@ -498,6 +518,10 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
             arguments[name] = _plain_value(hints[name], values[name], f"{where}.{name}", problems)
             if issubclass(config_class, Config):
                 problems.extend(_excesses(config_class, name, arguments[name], f"{where}.{name}"))
+                spec = _spec(config_class, name)
+                # A model can be used without what it was only trained with.
+                if spec.options.role in IDENTITY and (unregistered := spec.unregistered(arguments[name])) is not None:
+                    problems.append(unregistered)
     return from_fields(config_class, **arguments) if len(problems) == before else None
 
 
@@ -508,8 +532,12 @@ def excesses(config: Any) -> list[str]:
     return [problem for name in names for problem in _excesses(kind, name, field_value(config, name), name)]
 
 
+def _spec(config_class: type, name: str) -> FieldSpec:
+    return next(spec for spec in field_specs(config_class) if spec.name == name)
+
+
 def _excesses(config_class: type, name: str, value: Any, where: str) -> list[str]:
-    spec = next(spec for spec in field_specs(config_class) if spec.name == name)
+    spec = _spec(config_class, name)
     found = (spec.excess(item) for item in (value if isinstance(value, tuple) else (value,)))
     return [f"{where} {excess}" for excess in found if excess is not None]
 

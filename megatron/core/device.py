@@ -116,6 +116,13 @@ class Device:
         """Seed torch's default generators."""
         torch.manual_seed(seed)
 
+    def seed_generator(self, seed: int) -> None:
+        """Seed the device's default generator; other devices keep their states."""
+        if self.is_cuda:
+            torch.cuda.default_generators[self.index].manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
     def get_rng_state(self) -> torch.Tensor:
         """Return the state of the device's default generator."""
         return torch.cuda.get_rng_state(self.index) if self.is_cuda else torch.get_rng_state()
@@ -304,6 +311,11 @@ def select_device(local_rank: int) -> Device:
             "a different device, CUDA_VISIBLE_DEVICES must name it, and torchrun must not start them)"
         )
     return Device("cuda", local_rank)
+
+
+def current_device() -> Device:
+    """Return the CUDA device that this process has made current, or the CPU if it may use no GPU."""
+    return Device("cuda", torch.cuda.current_device()) if num_cuda_devices() else Device("cpu")
 
 
 def num_cuda_devices() -> int:

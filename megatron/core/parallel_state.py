@@ -1,11 +1,16 @@
-"""The rank grid and this process's groups in it, as one value that is passed explicitly instead of global state."""
+"""The rank grid and this process's groups in it, as one value that is passed explicitly instead of global state.
+
+The functions of megatron-core's module of this name (``initialize_model_parallel``, ``get_tensor_model_parallel_group``
+and so on) are available here too; `megatron.core.process_state` defines them.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,7 +21,16 @@ from megatron.core.parallel_config import GRID_AXES, ONE_RANK, Grid, ParallelSiz
 from megatron.core.process_group import Group, Observer, single_rank_group
 from megatron.core.sharding import ParamSpec
 
+if TYPE_CHECKING:
+    from megatron.core.process_state import *  # noqa: F403
+
 Item = TypeVar("Item", bound=Hashable)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of megatron-core's module from the module with the process-wide groups."""
+    return getattr(importlib.import_module("megatron.core.process_state"), name)
+
 
 GROUP_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
@@ -155,10 +155,35 @@ def attach_held(parameter: torch.nn.Parameter, held: Sequence[tuple[ParamSpec, t
 def held_of(parameter: torch.Tensor) -> tuple[tuple[ParamSpec, torch.Tensor], ...]:
     """Return this rank's part of a parameter between passes, with descriptions: the whole tensor, or boxes of it.
 
-    With weights sharded over the data-parallel ranks (FSDP) the parameter's own memory has values only during a pass.
+    With weights sharded over the data-parallel ranks (FSDP) the parameter's own memory has values only during a pass. A
+    quantized parameter is held as codes and scales.
     """
+    quantized = quantized_of(parameter)
+    if quantized is not None:
+        return quantized.held()
     held: tuple[tuple[ParamSpec, torch.Tensor], ...] | None = parameter.__dict__.get("held")
     return ((spec_of(parameter), parameter),) if held is None else held
+
+
+class QuantizedStorage(Protocol):
+    """Values of a frozen parameter in fewer bits; the parameter has memory only between `open` and `close`."""
+
+    def held(self) -> tuple[tuple[ParamSpec, torch.Tensor], ...]:
+        """Return the stored tensors with their descriptions, or the parameter itself between `open` and `close`."""
+
+    def dense(self) -> torch.Tensor:
+        """Return the dequantized values, in the parameter's shape and dtype, in new memory."""
+
+    def open(self) -> None:
+        """Allocate the parameter's memory, uninitialized, for values to be quantized."""
+
+    def close(self) -> None:
+        """Quantize the parameter's values and free its memory."""
+
+
+def quantized_of(parameter: torch.Tensor) -> QuantizedStorage | None:
+    """Return the quantized values of a parameter, or None if it is not quantized."""
+    return cast("QuantizedStorage | None", parameter.__dict__.get("quantized"))
 
 
 def is_held_in_parts(parameter: torch.Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megatron.core.sharding import quantized_of
+
 
 def free_storage(module: nn.Module) -> None:
     """Free the storage of every parameter of a module; their values are lost."""
@@ -16,8 +18,13 @@ def free_storage(module: nn.Module) -> None:
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has storage for its values; an empty or ``meta`` parameter needs none."""
-    return parameter.is_meta or not parameter.numel() or parameter.untyped_storage().nbytes() > 0
+    """Return whether a parameter has the storage that it needs; empty, ``meta`` and quantized parameters need none."""
+    return (
+        parameter.is_meta
+        or quantized_of(parameter) is not None
+        or not parameter.numel()
+        or parameter.untyped_storage().nbytes() > 0
+    )
 
 
 def alloc_storage(parameter: torch.Tensor) -> None:

@@ -489,8 +489,9 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     rest = _trained_state(plan, parameters, implementation, grid.num_replicas, of_experts=False)
     experts = _trained_state(plan, parameters, implementation, grid.num_expert_replicas, of_experts=True)
     element = ELEMENT_BYTES[model.params_dtype]
-    num_frozen = sum(each.size for _, several in parameters for each in several if not each.is_trained)
-    weights = num_frozen * element + rest.weights + experts.weights
+    frozen = [each for _, several in parameters for each in several if not each.is_trained]
+    num_frozen = sum(each.size for each in frozen)
+    weights = sum(each.num_bytes(element) for each in frozen) + rest.weights + experts.weights
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
     if implementation.caches_float8_weights and model.fp8.fp8_format is not None and not shards_weights:
         # The same weights are in FP8 on every GPU type that has FP8.

@@ -21,6 +21,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import StageContents
+from megatron.core.registry import registered_scripts
 from megatron.planner.communication import GPUS_A_MACHINE
 from megatron.planner.explanation import Change, Explanation, first_rank
 from megatron.planner.gpu import Gpu
@@ -446,7 +447,7 @@ def launch_command(words: Sequence[str], world_size: int) -> str:
     launcher = ["torchrun", "--nproc-per-node", str(here)]
     if world_size > here:
         launcher += ["--nnodes", str(world_size // here), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return shlex.join([*launcher, "pretrain_gpt.py", *words])
+    return shlex.join([*launcher, *(registered_scripts()[:1] or ("pretrain_gpt.py",)), *words])
 
 
 def ranking_json(found: Search, train_tokens: int | None) -> dict[str, Any]:

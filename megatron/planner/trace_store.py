@@ -22,7 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.registry import is_registered, registered_scripts
 from megatron.planner.simulation import load_fake_cuda
 from megatron.planner.traces import (
     FEWEST_SAMPLES,
@@ -34,6 +37,7 @@ from megatron.planner.traces import (
     request_from_json,
     request_to_json,
 )
+from megatron.training import import_script
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = ("core", "planner")
@@ -41,7 +45,7 @@ _SOURCES = ("core", "planner")
 
 
 class TraceStore:
-    """Traces of pieces, cached in this process and in a folder.
+    """Traces of pieces, cached in this process and in a folder; in the process only if scripts registered their parts.
 
     ``folder`` is by default in the folder for temporary files.
     """
@@ -70,7 +74,7 @@ class TraceStore:
         missing = {request.key: request for request in requests if request.key not in self._known}
         for key in list(missing):
             path = self._folder / f"{key}.json"
-            if path.exists():
+            if not _has_registered(missing[key]) and path.exists():
                 self._known[key] = json.loads(path.read_text(encoding="utf-8"))
                 del missing[key]
         if missing:
@@ -89,7 +93,7 @@ class TraceStore:
         else:
             taken = _take_elsewhere(given)
         try:
-            self._write(taken)
+            self._write({key: record for key, record in taken.items() if not _has_registered(missing[key])})
         except OSError as error:
             raise ConfigurationError(
                 f"traces of the model cannot be written to {self._folder}: {error.strerror}; set TMPDIR to a writable "
@@ -182,11 +186,18 @@ def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[
     return traces
 
 
+def _has_registered(request: TraceRequest) -> bool:
+    """Return whether a script registered parts of the model, which may change while their names do not."""
+    fields = {spec.name: spec.options.registry for spec in field_specs(GPTConfig)}
+    kinds = {name: kind for name, kind in fields.items() if kind is not None}
+    return any(is_registered(kind, field_value(request.model, name)) for name, kind in kinds.items())
+
+
 @functools.cache
 def _worker() -> subprocess.Popen[str]:
     """Return a process that takes traces until its standard input is closed, when this process ends."""
     found = [str(_PACKAGE.parent), *sys.path]
-    start = "from megatron.planner.trace_store import run_trace_worker; run_trace_worker()"
+    start = f"from megatron.planner.trace_store import run_trace_worker; run_trace_worker({registered_scripts()!r})"
     program = f"import sys; sys.path[:0] = {found!r}; {start}"
     command, pipe = [sys.executable, "-c", program], subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -213,13 +224,18 @@ def _may_trace_here() -> bool:
     return "torch" not in sys.modules or load_fake_cuda.cache_info().currsize > 0
 
 
-def run_trace_worker() -> None:
-    """Answer requests on standard input with their traces, until standard input ends."""
+def run_trace_worker(scripts: Sequence[str]) -> None:
+    """Answer requests on standard input with their traces, until standard input ends.
+
+    The scripts are imported for the parts of models that they register.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     problem = ""
     try:
         load_fake_cuda()
+        for script in scripts:
+            import_script(script)
     except ConfigurationError as error:
         problem = str(error)
     for line in sys.stdin:

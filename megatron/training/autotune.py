@@ -120,7 +120,7 @@ _LIBRARIES = ("onednn", "mkl")
 _MIXED = "mixed"
 _MAX_SIZE = 512
 """Larger GEMMs have nearly the same speed ratio, and too few of them fit into the time for a stable minimum."""
-_MIN_OPERATIONS = 1 << 27
+_MIN_OPERATIONS = 1 << 25
 """For smaller GEMMs the difference is noise, so the default is kept."""
 _MIN_ROUNDS, _BUDGET_S = 3, 0.25
 _MAX_SHARE = 0.95

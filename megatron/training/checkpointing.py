@@ -280,7 +280,7 @@ class CheckpointSaver:
             self._advance()
 
     def note_known(self, iteration: int, num_finite: int) -> bool:
-        """Mark a checkpoint as known to train and let retention remove older ones.
+        """Mark a checkpoint as validated and let retention remove older ones.
 
         Return False if the checkpoint may still be written (``options.async_save``), and True otherwise.
         """
@@ -403,7 +403,7 @@ class RunCheckpoints:
         return TrainState()
 
     def go_back(self) -> TrainState | None:
-        """Roll back to the newest checkpoint of ``--save`` that is known to train; return None if there is none.
+        """Roll back to the newest validated checkpoint of ``--save``; return None if there is none.
 
         The tracker file then names this checkpoint. Collective.
         """
@@ -422,7 +422,7 @@ class RunCheckpoints:
             self.saver.resume_from(as_path(options.save) / "copies")
 
     def newest_known(self) -> int | None:
-        """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
+        """Return the newest validated checkpoint of ``--save``, as the first rank sees it; collective.
 
         Only those that this process has saved count, and the one that it resumed from.
         """
@@ -436,7 +436,7 @@ class RunCheckpoints:
         return known
 
     def note_step(self, iteration: int, is_finite: bool) -> None:
-        """Record the end of an iteration, and mark the checkpoints that are now known to train."""
+        """Record the end of an iteration, and mark the checkpoints that it validates."""
         if self.saver is None:
             return
         for saved in self._trial.observe(iteration, is_finite):

@@ -128,7 +128,7 @@ def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
         blend_per_split=_blends(per_split) if any(per_split) else None,
         extra_valid=extra_validation_sets(config.validation),
         split=data.split or DEFAULT_SPLIT,
-        mock=data.mock_data,
+        mock=data.mock_data or data.is_registered,  # neither reads files
         path_to_cache=data.data_cache_path,
         mmap_bin_files=data.mmap_bin_files,
         reset_position_ids=data.reset_position_ids,

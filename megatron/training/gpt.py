@@ -14,12 +14,12 @@ from megatron.training.initialize import Runtime
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.datasets import Batch, BlendedDatasetBuilder
+    from megatron.core.datasets import Batch
     from megatron.core.models import Model
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import ChunkResult, StageContents
     from megatron.core.tokenizers import Tokenizer
-    from megatron.training.data_plan import SampleTargets
+    from megatron.training.data_plan import DatasetSplitsBuilder, SampleTargets
 
 # Functions import modules that need torch locally: wrong data is rejected before torch is imported.
 
@@ -47,11 +47,14 @@ def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) 
 
 def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
-) -> BlendedDatasetBuilder:
+) -> DatasetSplitsBuilder:
     """Create the builder of the training, validation and test data that the flags name."""
     from megatron.core.datasets import BlendedDatasetBuilder
     from megatron.training.data_plan import dataset_config, run_position
+    from megatron.training.registered_dataset import RegisteredDatasetBuilder
 
+    if config.data.is_registered:
+        return RegisteredDatasetBuilder(config, tokenizer, targets, report)
     if config.data.dataloader_type == "external":
         raise ConfigurationError(
             "--dataloader-type external: this script does not create samples itself; use single or cyclic, or call "

@@ -5,6 +5,7 @@ Importing this module imports no torch, so that a wrong command line is rejected
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -335,6 +336,20 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
             print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")
             print_line(f"> initialized pipeline model parallel with size {runtime.state.pp.size}")
             print_line(f"> setting random seeds to {config.initialization.seed} ...")
+    return runtime
+
+
+def initialize_lasting_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
+    """Like `initialize_runtime`, but destroy the group of all processes at the end of the program.
+
+    A group that the caller has created is the caller's to destroy.
+    """
+    import torch.distributed as dist
+
+    has_group = dist.is_initialized()
+    runtime = initialize_runtime(config, launch)
+    if dist.is_initialized() and not has_group:
+        atexit.register(shut_down)
     return runtime
 
 

@@ -77,7 +77,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
         ConfigurationError: torch.compile fails.
     """
     modules = [module for chunk in chunks for module in chunk.modules()]
-    norms = [module for module in modules if isinstance(module, Norm)]
+    norms = [module for module in modules if isinstance(module, Norm) and module.module is None]
     mlps = [module for module in modules if isinstance(module, MLP)]
     start_time = time.perf_counter()
     try:

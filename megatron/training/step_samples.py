@@ -54,10 +54,9 @@ class StepSamples:
 
     def __init__(self, position: StepPosition, tokenizer: Tokenizer, report: Report) -> None:
         config = position.run.config
-        if config.data.dataloader_type == "external":
-            raise ConfigurationError(
-                "the samples come from the run's own script (--dataloader-type external), so they cannot be shown"
-            )
+        if config.data.dataloader_type == "external" or config.data.is_registered:
+            source = f"--dataset {config.data.dataset}" if config.data.is_registered else "--dataloader-type external"
+            raise ConfigurationError(f"the samples come from the run's own script ({source}), so they cannot be shown")
         self._position = position
         self._config = config
         self._history, self._dataset = _open_data(position, tokenizer, report)

@@ -321,13 +321,14 @@ class ModelSize:
 
     ``kinds`` counts the parameters with gradients and optimizer state (all, or only the low-rank adapters) in each
     shard, by whether they are replicated over the experts' data-parallel ranks, and whether they are matrices between
-    the embeddings and the output layer.
+    the embeddings and the output layer. ``weight_bytes`` are the bytes of all weights of each shard.
     """
 
     block: int
     embedding: int
     shards: tuple[int, ...]
     kinds: tuple[Mapping[_Kind, int], ...]
+    weight_bytes: tuple[int, ...]
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -370,31 +371,35 @@ def model_size(config: RunConfig) -> ModelSize:
     block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
     # A tied output layer is counted with the embedding whose weight it shares.
     ends = StageContents((), has_embedding=True, has_loss=True)
-    num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     rows = model.padded_vocab_size - whole.padded_vocab_size
     plain = with_fields(whole, mtp_num_layers=None)
+    num_norm = sum(each.size for each in chunk_parameters(plain, ends) if ".final_layernorm." in each.name)
     embedding = _count(plain, ends) - num_norm
     further = _count(whole, ends) - _count(plain, ends)
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
     stages = [layout.chunks(rank) for rank in range(model.pipeline_model_parallel_size)]
     shards = (sum(_count(model, chunk) for chunk in chunks) for chunks in stages)
     kinds = (_count_by_kind(model, chunks) for chunks in stages)
+    element = ELEMENT_BYTES[model.params_dtype]
+    weight_bytes = (
+        sum(each.num_bytes(element) for chunk in chunks for each in chunk_parameters(model, chunk)) for chunks in stages
+    )
     rest = num_norm + further
-    return ModelSize(_count(whole, block) + rest, embedding, tuple(shards), tuple(kinds))
+    return ModelSize(_count(whole, block) + rest, embedding, tuple(shards), tuple(kinds), tuple(weight_bytes))
 
 
 def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
     """Return the bytes of weights, gradients, optimizer state and activations on the most loaded rank."""
     size = model_size(config)
-    weight, sizes = ELEMENT_BYTES[config.model.params_dtype], config.parallel_sizes
+    sizes = config.parallel_sizes
     replicas = {False: sizes.num_replicas, True: sizes.num_expert_replicas}
     weights = max(
-        count * weight
+        of_weights
         + sum(
             number * _bytes_a_trained_parameter(config, replicas[is_expert], is_matrix=is_matrix)
             for (is_expert, is_matrix), number in kinds.items()
         )
-        for count, kinds in zip(size.shards, size.kinds)
+        for of_weights, kinds in zip(size.weight_bytes, size.kinds)
     )
     return TheoreticalMemory(weights, _activation_bytes(config))
 

@@ -26,7 +26,7 @@ from megatron.training.training_step import StepReduction, TrainingStep, agree_t
 
 
 def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest) -> str | None:
-    """Train until the last iteration; return the reason if the run was stopped before it, or None.
+    """Train until ``run.last_iteration``; return the reason if the run was stopped before it, or None.
 
     With ``--save``, the newest checkpoint is of the last completed iteration when this returns.
     """
@@ -38,7 +38,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     saved_iteration = state.iteration
     reason = None
     callbacks.on_begin(run)
-    while state.iteration < config.train_iters and reason is None:
+    while state.iteration < run.last_iteration and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
         reason_to_skip = callbacks.reason_to_skip(run, batch_size)
         if reason_to_skip is not None:

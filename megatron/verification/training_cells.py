@@ -95,6 +95,10 @@ ATTENTION_LORA = (*LORA, "--lora-target-modules", "q_proj", "v_proj", "linear_pr
 GATE_LORA = (*LORA, "--lora-target-modules", "linear_qkv", "gate_proj", "linear_fc2")
 EXPERT_LORA = (*LORA, "--lora-target-modules", "linear_fc1", "linear_fc2")
 SECOND_PRODUCT_LORA = (*LORA, "--lora-target-modules", "linear_fc2")
+DENSE_QUANTIZED = (
+    *("--lora-base-quantization", "nf4", "--hidden-size", "128", "--kv-channels", "64", "--ffn-hidden-size", "256"),
+)
+QUANTIZED = (*DENSE_QUANTIZED, "--moe-ffn-hidden-size", "128")
 STILL = ("--moe-router-bias-update-rate", "0")
 
 Z_LOSS = ("--z-loss-coeff", "0.05")
@@ -177,6 +181,22 @@ def _adapters() -> Iterator[Cell]:
     yield make_cell("llama-one-group", Layout(tp=4), extra=FUSED_LORA)
     yield make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True), extra=SPLIT_LORA)
     yield make_cell("llama", Layout(tp=2), extra=(*MUON, "--lora-rank", "3"))
+    yield from quantized_cells()
+
+
+def quantized_cells() -> Iterator[Cell]:
+    """Yield the test cases of adapters of 4-bit weights, whose codes and scales are compared bitwise too."""
+    layout = Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES)
+    yield make_cell("llama", layout, extra=(*SPLIT_LORA, *DENSE_QUANTIZED))
+    full = Layout(dp=2, sharding="optim", overlap=True, recompute=_FULL)
+    yield make_cell("gpt2", full, extra=(*LORA, *DENSE_QUANTIZED, "--no-lora-double-quantization"))
+    # Ranks that share a key-value group.
+    shared = Layout(tp=4, sequence_parallel=True)
+    yield make_cell("llama-one-group", shared, extra=(*LORA, *DENSE_QUANTIZED, "--lora-base-quantization", "fp4"))
+    experts = ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True)
+    yield make_expert_cell("mixtral", experts, extra=(*ATTENTION_LORA, *QUANTIZED))
+    apart = ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=("selective", "moe"))
+    yield make_expert_cell("mixtral", apart, extra=(*LORA, *QUANTIZED))
 
 
 def _expert_adapters() -> Iterator[Cell]:

@@ -5,14 +5,39 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness.distributed import RankFailure, run_distributed
+from tests.harness.training_run import REPOSITORY
+
+STARTS_A_COMMAND = """
+import sys
+from tests.harness.training_run import run_command
+run_command([sys.executable, "-c", "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(60)", sys.argv[1]])
+"""
+
+
+def test_a_command_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
+    """It has a session of its own, so that the signal that ends the tests does not reach it."""
+    mark = tmp_path / "begun"
+    tests = subprocess.Popen([sys.executable, "-c", STARTS_A_COMMAND, str(mark)], cwd=REPOSITORY)
+    deadline = time.monotonic() + 30.0
+    while not mark.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (command,) = psutil.Process(tests.pid).children()
+    tests.kill()
+    tests.wait()
+    psutil.wait_procs([command], 10.0)
+    assert not command.is_running()
 
 
 @dataclass(frozen=True)

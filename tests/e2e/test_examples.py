@@ -226,7 +226,7 @@ def test_the_image_copies_what_is_there_and_installs_extras_that_exist() -> None
 def test_the_table_of_examples_is_whole_and_scripts_parse() -> None:
     table = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.iterdir():
-        if path.suffix in (".sh", ".sbatch", ".yaml") or path.name in ("Dockerfile", "own_training_loop.py"):
+        if path.suffix in (".sh", ".sbatch", ".yaml") or path.name == "Dockerfile" or path.name.endswith("_loop.py"):
             assert f"({path.name})" in table, path.name
     subprocess.run(["bash", "-n", EXAMPLES / "slurm.sbatch"], check=True)
 
@@ -235,8 +235,8 @@ EXAMPLE = REPOSITORY / "examples" / "own_training_loop.py"
 ITERATIONS = 6
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_training_loop", EXAMPLE)
+def load_example(path: Path = EXAMPLE) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -265,6 +265,35 @@ def test_the_command_prints_the_losses_of_one_process(nproc: int) -> None:
     result = run_command([*launch_prefix(nproc), EXAMPLE, *words], env={"CUDA_VISIBLE_DEVICES": ""}).check()
     printed = [float(loss) for loss in re.findall(r"^iteration \d+: loss (\S+)$", result.stdout, re.M)]
     assert printed == pytest.approx(losses(1, torch.float32), rel=1e-5)
+
+
+MEGATRON_CORE_EXAMPLE = REPOSITORY / "examples" / "megatron_core_loop.py"
+MEGATRON_CORE_LOSSES = {
+    (1, 1): [5.54636812210083, 5.291918754577637, 5.1189069747924805, 4.978184223175049, 4.855175971984863],
+    (2, 2): [5.54636812210083, 5.291918754577637, 5.1189069747924805, 4.978184223175049, 4.855175971984863],
+    (4, 2): [5.546368598937988, 5.291918754577637, 5.1189069747924805, 4.978183746337891, 4.855175971984863],
+}
+"""Losses by number of processes and tensor-parallel size of megatron-core 0.16.1 itself: this file's ``train`` with the
+text below, in an environment with megatron-core instead of this package, with torch 2.13.0 on CPU (gloo)."""
+
+
+def losses_with_megatron_core_names(tp: int) -> list[float]:
+    text = b"the cat sat on the mat; a dog ran on the mat. " * 8
+    given: list[float] = load_example(MEGATRON_CORE_EXAMPLE).train(text, 5, tp, "cpu")
+    return given
+
+
+@pytest.mark.default(2)
+@pytest.mark.parametrize(("world_size", "tp"), MEGATRON_CORE_LOSSES)
+def test_a_loop_for_megatron_core_has_the_losses_of_megatron_core(world_size: int, tp: int) -> None:
+    for given in run_distributed(world_size, losses_with_megatron_core_names, tp, timeout_s=60.0):
+        assert given == pytest.approx(MEGATRON_CORE_LOSSES[world_size, tp], abs=1e-6)
+
+
+def test_a_loop_for_megatron_core_starts_as_a_command() -> None:
+    words = ("--tensor-model-parallel-size", "2", "--iterations", "2")
+    result = run_command([*launch_prefix(2), MEGATRON_CORE_EXAMPLE, *words], env={"CUDA_VISIBLE_DEVICES": ""}).check()
+    assert len(re.findall(r"^iteration \d+: loss \d\.\d+$", result.stdout, re.M)) == 2
 
 
 QUICKSTART = REPOSITORY / "examples" / "quickstart.sh"

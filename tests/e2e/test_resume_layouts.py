@@ -27,7 +27,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_model_and_optimizer
-from megatron.training.pretrain import with_vocabulary
+from megatron.training.pretraining import with_vocabulary
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.distributed import run_distributed

@@ -70,9 +70,10 @@ DAMAGED = int(os.environ.get("DAMAGED", "-1"))
 launch = launch_environment_or_exit()
 config = parse_arguments_or_exit(sys.argv[1:], launch.world_size, launch.rank)
 tokenizer = prepare_data_or_exit(config, launch, provide)
-from megatron.training.pretrain import pretrain
+from megatron.training.pretraining import pretrain_from_config
 
-sys.exit(pretrain(config, launch, tokenizer, pretrain_gpt.provide_model, provide, pretrain_gpt.forward_step))
+parts = (pretrain_gpt.provide_model, provide, pretrain_gpt.forward_step)
+sys.exit(pretrain_from_config(config, launch, tokenizer, *parts))
 '''
 
 

@@ -32,6 +32,7 @@ from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from tests.e2e.test_text_generation import LLAMA_SHAPE, NULL_TOKENIZER, call_tool, expected_text, run_config, save
+from tests.harness.child_process import ends_with_parent
 from tests.harness.free_port import free_port
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY
@@ -79,6 +80,7 @@ def serving(folder: Path, num_processes: int, *words: str) -> Iterator[Running]:
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE if rank == 0 else None,
             text=True,
+            preexec_fn=ends_with_parent(),
         )
         for rank in range(num_processes)
     ]

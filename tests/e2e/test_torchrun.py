@@ -16,6 +16,7 @@ import pytest
 
 from megatron.checkpoint.checkpoint_folder import saved_iterations
 from tests.e2e.toy_run import DATA, exact_figures, leftovers, newest, toy_args
+from tests.harness.child_process import ends_with_parent
 from tests.harness.faults import Faults
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, launch_prefix, read_metrics, run_training
 
@@ -40,6 +41,7 @@ class Launch:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=ends_with_parent(),
             )
 
     def ranks(self) -> list[psutil.Process]:
@@ -220,7 +222,13 @@ class Command:
         environment |= {"PYTHONPATH": str(REPOSITORY), **faults.environment()}
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                words,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=ends_with_parent(),
             )
 
     def wait_for(self, text: str, timeout_s: float = 90.0) -> None:

@@ -32,7 +32,7 @@ def balanced_experts() -> Iterator[None]:
         return counts
 
     def gather_alike(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        gathered = gather_from_sequence_parallel_region(tensor, group)
+        gathered = gather_from_sequence_parallel_region(tensor, group=group)
         return gathered if tensor.is_floating_point() else tensor.repeat(group.size, 1)
 
     with (

@@ -41,7 +41,7 @@ from megatron.training.data_plan import DatasetSplitsBuilder
 from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit, run_program
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import prepare_data_or_exit
-from megatron.training.pretrain import pretrain
+from megatron.training.pretraining import pretrain_from_config
 
 VARIABLE = "TEST_FAULTS"
 POLL_INTERVAL_S = 0.002
@@ -129,7 +129,7 @@ def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
 
     if faults.slow_save_s and launch.rank == faults.rank:
         _delay_saves(faults.slow_save_s)
-    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
+    return pretrain_from_config(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
 
 
 class _FaultyData:

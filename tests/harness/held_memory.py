@@ -21,6 +21,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuffer, ShardedWeightBuffer
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.ops.gemm import has_library
+from megatron.core.sharding import held_of, quantized_of
 from megatron.core.timers import Timers
 from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import stage_state
@@ -116,7 +117,10 @@ def held_by_step(config: RunConfig, rank: int, data: str, *, counts_integers: bo
         gradients = _size(buffer.grad_data for buffer in buffers) + sum(_pool_bytes(buffer) for buffer in buffers)
         held = list(parts.optimizer.held_tensors())
         shards = [buffer.weights.data for buffer in buffers if isinstance(buffer, ShardedWeightBuffer)]
-        return Held(_size([*parameters, *shards]), gradients, _size(held), kept.most, counter.get_total_flops())
+        quantized = [stored for each in parameters if quantized_of(each) for _, stored in held_of(each)]
+        return Held(
+            _size([*parameters, *shards, *quantized]), gradients, _size(held), kept.most, counter.get_total_flops()
+        )
 
 
 def _pool_bytes(buffer: ParamAndGradBuffer) -> int:

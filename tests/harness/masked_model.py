@@ -28,7 +28,7 @@ from megatron.training.data_plan import DatasetSplitsBuilder
 from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import prepare_data_or_exit
-from megatron.training.pretrain import pretrain
+from megatron.training.pretraining import pretrain_from_config
 from tests.harness.faults import Faults
 from tests.harness.penalized_layers import penalize
 
@@ -144,4 +144,4 @@ def run(argv: Sequence[str], faults: Faults) -> int:
     launch = launch_environment_or_exit()
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
     tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
-    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
+    return pretrain_from_config(config, launch, tokenizer, provide_model, provide_datasets, forward_step)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.harness.child_process import ends_with_parent
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT_TAIL_CHARACTERS = 8000
 # What a surrounding torchrun, or a test's own rank, would leak into the command.
@@ -82,6 +84,7 @@ def run_command(
         text=True,
         errors="replace",
         start_new_session=True,
+        preexec_fn=ends_with_parent(),
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)

@@ -32,7 +32,14 @@ from megatron.core.sharding import Box
 from megatron.core.transformer import ADAPTERS, GATE_UP, LINEAR_LAYERS, PART_OF, QUERY_KEY_VALUE, WHOLE, plain_names
 
 _DOWN = re.compile(r"(model\..+)\.adapters\.(\w+)\.lora_A")
-NO_ADAPTERS: dict[str, Any] = {"lora_rank": 0, "lora_alpha": 16.0, "lora_target_modules": [], "lora_dropout": 0.0}
+NO_ADAPTERS: dict[str, Any] = {
+    "lora_rank": 0,
+    "lora_alpha": 16.0,
+    "lora_target_modules": [],
+    "lora_dropout": 0.0,
+    "lora_base_quantization": None,
+    "lora_double_quantization": True,
+}
 """Model configuration without adapters."""
 
 

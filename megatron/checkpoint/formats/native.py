@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,32 +47,41 @@ class NativeSource:
 
     A stored shard (at most 64 MiB, or one row) is always read completely and verified with its checksum; the last one
     is cached. Without ``verify`` checksums are not verified. Random number streams belong to the layout in ``common``,
-    and FP8 scales to a run. Both are included only ``with_random_streams``, for a copy with the same layout.
+    and FP8 scales to a run. Both are included only ``with_random_streams``, for a copy with the same layout. Without
+    ``needs_streams``, a file that holds only random number streams may be lost. ``lost_streams`` is then a line about
+    it, and no stream is included.
 
     Raises:
         DamagedCheckpointError: the index or a shard file is missing, truncated or modified.
     """
 
-    def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path, verify: bool = True, with_random_streams: bool = False, needs_streams: bool = True
+    ) -> None:
         self.folder = as_path(folder)
         index = read_index(self.folder)
         check_run_state(self.folder, index.common)
         check_geometry(self.folder, index)
-        damage = []
+        damage, lost = [], []
         for name, file in index.files.items():
             try:
                 check_file(self.folder / name, file, index.shards_of(name), verify)
             except DamagedCheckpointError as error:
-                damage.append(str(error))
+                if needs_streams or not index.has_only_streams(name):
+                    damage.append(str(error))
+                else:
+                    lost.append(name)
         if damage:
             raise DamagedCheckpointError("\n".join(damage))
         if verify and not index.is_intact:
             raise DamagedCheckpointError(f"{self.folder / INDEX_FILE}: does not match its checksum")
+        self.lost_streams = replace(index, lost_streams=tuple(lost)).lost_streams_line(self.folder)
         self.common: Mapping[str, Any] = index.common
         self.stored: Mapping[str, StoredTensor] = {
             name: tensor
             for name, tensor in index.tensors.items()
-            if with_random_streams or not name.startswith((RNG_PREFIX, FLOAT8_PREFIX))
+            if (with_random_streams or not name.startswith((RNG_PREFIX, FLOAT8_PREFIX)))
+            and not (lost and name.startswith(RNG_PREFIX))
         }
         self.tensors = {
             name: TensorInfo(tensor.global_shape, dtype_of(tensor.dtype)) for name, tensor in self.stored.items()

@@ -14,7 +14,8 @@ from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
-from megatron.core.transformer import GATED_ACTIVATIONS, adapted_parts
+from megatron.core.registry import is_registered
+from megatron.core.transformer import FOUR_BIT_BLOCK, GATED_ACTIVATIONS, adapted_parts
 
 _MOST_VALUES = 10**13
 """Upper bound of the memory of a rank in bytes: twenty GPUs of 2 TB."""
@@ -37,6 +38,8 @@ def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.ffn_hidden_size == 0 and model.hidden_size > 0:
         gate = "--geglu" if model.geglu else "--swiglu"
+        if model.activation_func is not None:
+            gate = f"--activation-func {model.activation_func}"
         yield (
             f"--hidden-size {model.hidden_size} is too small for the default FFN size with {gate}; set "
             "--ffn-hidden-size"
@@ -119,6 +122,11 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         yield (
             f"--qk-layernorm-across-heads is not supported with --normalization {model.normalization}; "
             "use --normalization RMSNorm"
+        )
+    if model.apply_layernorm_1p and is_registered("normalization", model.normalization):
+        yield (
+            f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
+            "registered; omit it"
         )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (
@@ -220,6 +228,35 @@ def _check_beside_adapters(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_quantized_base(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.lora_base_quantization is None:
+        return
+    refused = f"--lora-base-quantization {model.lora_base_quantization}:"
+    if model.fp8.fp8_format is not None:
+        yield f"{refused} --fp8-format {model.fp8.fp8_format} quantizes the same weights to FP8; omit one of them"
+    if model.cpu_offloading_weights:
+        yield f"{refused} --cpu-offloading-weights cannot offload quantized weights; omit it"
+    tp, experts = max(model.tensor_model_parallel_size, 1), max(model.parallel_sizes.expert_tp, 1)
+    widths = {
+        "--hidden-size": (model.hidden_size, 1),
+        "--num-attention-heads x --kv-channels": (model.context_size, tp),
+    }
+    if model.moe.num_experts is None or model.moe.moe_layer_freq.strip() != "1":
+        widths["--ffn-hidden-size"] = (model.ffn_hidden_size, tp)
+    if model.moe.num_experts is not None:
+        widths["--moe-ffn-hidden-size"] = (model.moe.moe_ffn_hidden_size, experts)
+    if model.moe.moe_shared_expert_intermediate_size is not None:
+        widths["--moe-shared-expert-intermediate-size"] = (model.moe.moe_shared_expert_intermediate_size, tp)
+    for name, (width, size) in widths.items():
+        if width % (FOUR_BIT_BLOCK * size):
+            over = f" over {size} tensor-parallel ranks" if size > 1 else ""
+            yield (
+                f"{refused} {name} {width}{over} is not a whole number of blocks of {FOUR_BIT_BLOCK} input features"
+                + ("; use a smaller --tensor-model-parallel-size" if size > 1 else "; omit it")
+            )
+
+
 def _check_parameters(config: RunConfig) -> Iterator[str]:
     model = config.model
     ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
@@ -278,6 +315,14 @@ MODEL_CHECKS = (
     Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
     Check(("lora_rank", "cuda_graph_impl", "save", "ckpt_format", "decoupled_lr"), _check_beside_adapters),
+    Check(
+        (
+            *("lora_base_quantization", "fp8_format", "cpu_offloading_weights", "hidden_size", "num_attention_heads"),
+            *("kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+            *LAYOUT_FIELDS,
+        ),
+        _check_quantized_base,
+    ),
 )
 
 

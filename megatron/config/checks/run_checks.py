@@ -28,8 +28,9 @@ from megatron.core.datasets import (
 )
 from megatron.core.errors import ConfigurationError, DataError, StorageError, choices
 from megatron.core.object_store import PACKAGES, is_url, url_problem
-from megatron.core.optimizer import parse_override, styles_unknown_to_megatron
+from megatron.core.optimizer import parse_optimizer_args, parse_override, styles_unknown_to_megatron
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
+from megatron.core.registry import is_registered
 
 _LENGTHS = (
     "train_iters",
@@ -70,6 +71,19 @@ def _check_overrides(config: RunConfig) -> Iterator[str]:
                 f"--param-group-overrides {text}: {error}; use PATTERN:lr_mult=X,wd_mult=Y with a pattern of parameter "
                 "names, such as *.mlp.*:lr_mult=0.5"
             )
+
+
+def _check_optimizer_args(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.optimizer_args and not is_registered("optimizer", optimizer.optimizer):
+        yield (
+            f"--optimizer-args {' '.join(optimizer.optimizer_args)}: --optimizer {optimizer.optimizer} has flags of "
+            "its own; only an optimizer that a script registers takes --optimizer-args"
+        )
+    try:
+        parse_optimizer_args(optimizer.optimizer_args)
+    except ValueError as error:
+        yield f"--optimizer-args: {error}; use NAME=VALUE, such as eps=1e-6"
 
 
 def _check_mup(config: RunConfig) -> Iterator[str]:
@@ -274,6 +288,7 @@ OPTIMIZER_CHECKS = (
     ),
     Check(("lr", "min_lr"), _check_learning_rate),
     Check(("param_group_overrides",), _check_overrides),
+    Check(("optimizer", "optimizer_args"), _check_optimizer_args),
     Check(
         ("ema_decay", "ckpt_format", "save", "no_save_optim", "fp8_param_gather", "cpu_offloading_weights"),
         _check_average,
@@ -667,6 +682,7 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
         "--per-split-data-args-path": data.per_split_data_args_path is not None,
         "--train-data": bool(data.train_data or data.valid_data or data.test_data),
         "--mock-data": data.mock_data,
+        f"--dataset {data.dataset}": data.is_registered,
     }
     given = [name for name, is_given in sources.items() if is_given]
     if not given and data.dataloader_type != "external":
@@ -742,6 +758,19 @@ def _check_extra_valid(config: RunConfig) -> Iterator[str]:
                 yield f"validation set {extra.name}: {error}"
 
 
+def _check_registered_data(config: RunConfig) -> Iterator[str]:
+    """Reject flags of data files for a data set that a script registered."""
+    data, given = config.data, f"--dataset {config.data.dataset}"
+    if not data.is_registered:
+        return
+    if data.dataloader_type == "external":
+        yield f"--dataloader-type external and {given} exclude each other; use single or cyclic"
+    if config.validation.extra_valid_datalist:
+        yield f"--extra-valid-datalist is not supported with {given}; return the validation data with the data set"
+    if data.data_cache_path is not None:
+        yield f"--data-cache-path {data.data_cache_path} has no effect with {given}, which has no index; omit it"
+
+
 def _check_full_validation(config: RunConfig) -> Iterator[str]:
     validation = config.validation
     if validation.eval_iters == 0 and (validation.full_validation or validation.extra_valid_datalist):
@@ -784,14 +813,19 @@ def _open(config: RunConfig, prefix: str) -> IndexedDataset | None:
 
 def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
     data = config.data
-    for flag, is_given in (("--mock-data", data.mock_data), ("--dataloader-type external", _is_external(config))):
+    without_text = (
+        ("--mock-data", data.mock_data),
+        ("--dataloader-type external", _is_external(config)),
+        (f"--dataset {data.dataset}", data.is_registered),
+    )
+    for flag, is_given in without_text:
         if is_given and (data.sft or data.fim_rate):
             tuning = "--train-mode finetune" if data.train_mode == "finetune" else "--sft"
             what = f"{tuning} needs conversations" if data.sft else "--fim-rate needs text"
             yield f"{what}, but {flag} has none; use --data-path instead"
     if data.sft and data.fim_rate:
         yield "--sft and --fim-rate exclude each other; omit one of them"
-    if data.dataset is not None and "SFT" in data.dataset and not data.sft:
+    if data.dataset is not None and "SFT" in data.dataset and not data.sft and not data.is_registered:
         yield f"--dataset {data.dataset} reads conversations; add --train-mode finetune or --sft"
 
 
@@ -856,6 +890,7 @@ DATA_FILE_CHECKS = (
     Check(("train_data", "valid_data", "test_data", "tokenizer_type", "sft"), _check_text),
     Check(("extra_valid_datalist", "extra_valid_data_samples", "extra_valid_data_names"), _check_extra_valid),
     Check(("eval_iters", "extra_valid_datalist", "full_validation", "dataloader_type"), _check_full_validation),
+    Check(("dataset", "dataloader_type", "extra_valid_datalist", "data_cache_path"), _check_registered_data),
 )
 
 
@@ -891,4 +926,8 @@ def find_problems(config: RunConfig, broken: frozenset[str] = frozenset(), *, ne
     for check in (*_CHECKS, *(_RUN_CHECKS if needs_files else ())):
         if broken.isdisjoint(check.reads):
             problems.extend(check.find(config))
+    # A command line cannot have such values, but a checkpoint's configuration can.
+    problems.extend(
+        found for spec, value in config.flags("registry") if (found := spec.unregistered(value)) is not None
+    )
     return list(dict.fromkeys(problems))

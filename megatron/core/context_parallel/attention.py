@@ -56,7 +56,7 @@ class AllGatherAttention:
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         pattern, device = inputs.pattern, inputs.query.device
-        both = gather_from_sequence_parallel_region(torch.stack((inputs.key, inputs.value), dim=1), self.cp)
+        both = gather_from_sequence_parallel_region(torch.stack((inputs.key, inputs.value), dim=1), group=self.cp)
         keys, values = to_sequence_order(both, self.cp.size, dim=0).unbind(dim=1)
         chunk = chunk_length(keys.shape[0], self.cp.size)
         context = []

@@ -43,7 +43,14 @@ if TYPE_CHECKING:
         sample_ids_hash,
     )
     from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, special_token_id
-    from megatron.core.datasets.gpt_dataset import ExternalSamples, GPTDataset, GPTSample, SampleDataset, make_sample
+    from megatron.core.datasets.gpt_dataset import (
+        DataUsage,
+        ExternalSamples,
+        GPTDataset,
+        GPTSample,
+        SampleDataset,
+        make_sample,
+    )
     from megatron.core.datasets.gpt_dataset_config import (
         Blend,
         GPTDatasetConfig,
@@ -105,7 +112,7 @@ __getattr__ = lazy_exports(
         "data_history": "DataHistory LeftOut RunPosition SkippedSamples recorded_history",
         "data_samplers": "DataloaderType MicroBatchSampler SampleOrder WholeSetSampler sample_ids_hash",
         "fill_in_the_middle": "FillInTheMiddle special_token_id",
-        "gpt_dataset": "ExternalSamples GPTDataset GPTSample SampleDataset make_sample",
+        "gpt_dataset": "DataUsage ExternalSamples GPTDataset GPTSample SampleDataset make_sample",
         "gpt_dataset_config": (
             "Blend GPTDatasetConfig ValidationSet parse_blend parse_split split_boundaries suggest_split"
         ),

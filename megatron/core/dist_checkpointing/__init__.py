@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from megatron.core.dist_checkpointing.index import (
         INDEX_FILE,
+        RNG_PREFIX,
         CheckpointIndex,
         StoredFile,
         StoredShard,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
         MAX_SHARD_BYTES,
         MODEL_PREFIX,
         OPTIMIZER_PREFIX,
-        RNG_PREFIX,
         CheckpointState,
         Float8Scaling,
         SavePlan,
@@ -75,13 +75,13 @@ __getattr__ = lazy_exports(
             "CheckpointWriteError SequentialFile checksum read_error replace_text sync_folder write_error write_text"
         ),
         "index": (
-            "CheckpointIndex INDEX_FILE StoredFile StoredShard StoredTensor check_run_state encode_common "
+            "CheckpointIndex INDEX_FILE RNG_PREFIX StoredFile StoredShard StoredTensor check_run_state encode_common "
             "index_text read_index read_index_file write_index"
         ),
         "load": "LoadedTensors Progress load_index load_tensors ignore_progress",
         "planner": (
             "AVERAGE_PREFIX CheckpointState FLOAT8_PREFIX Float8Scaling MAX_SHARD_BYTES MODEL_PREFIX "
-            "OPTIMIZER_PREFIX RNG_PREFIX SavePlan SavePlanner ShardedTensor average_choice dtype_name dtype_of "
+            "OPTIMIZER_PREFIX SavePlan SavePlanner ShardedTensor average_choice dtype_name dtype_of "
             "float8_tensors from_spec model_tensors optimizer_tensors shard_key rng_name rng_tensors whole_tensor"
         ),
         "shard_file": "RankShare ShardEntry WrittenShare build_index check_file shard_header take_share",

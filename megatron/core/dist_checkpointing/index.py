@@ -18,6 +18,7 @@ from megatron.core.safe_io import is_plain_name, parse_json, read_plain_text
 from megatron.core.sharding import Box
 
 INDEX_FILE = "index.json"
+RNG_PREFIX = "rng."
 FLAT_VERSION = 1
 FORMAT_VERSION = 2
 """The newest readable version. It is written only if shard files are in subfolders; otherwise `FLAT_VERSION` is."""
@@ -63,13 +64,29 @@ class StoredFile:
 class CheckpointIndex:
     """Contents of ``index.json``.
 
-    ``common`` is plain JSON. ``is_intact`` is False if the file was modified after it was written.
+    ``common`` is plain JSON. ``is_intact`` is False if the file was modified after it was written. ``lost_streams`` are
+    missing or damaged files of random number streams, for a reader that does not need them.
     """
 
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
     common: Mapping[str, Any]
     is_intact: bool = True
+    lost_streams: tuple[str, ...] = ()
+
+    def has_only_streams(self, file: str) -> bool:
+        """Return whether a file holds nothing but random number streams, which only a resumed run needs."""
+        names = [name for name, tensor in self.tensors.items() if any(shard.file == file for shard in tensor.shards)]
+        return bool(names) and all(name.startswith(RNG_PREFIX) for name in names)
+
+    def lost_streams_line(self, folder: Path) -> str | None:
+        """Return the log line about lost files of random number streams; None if there are none."""
+        if not self.lost_streams:
+            return None
+        return (
+            f"WARNING: {folder} lacks {', '.join(self.lost_streams)}, or it is damaged; it holds only random number "
+            "streams, which are not needed here"
+        )
 
     def shards_of(self, file: str) -> list[StoredShard]:
         """Return the shards in one file."""

@@ -6,7 +6,9 @@ All functions are collective: every rank must call them, and an error on one ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
@@ -20,10 +22,11 @@ from megatron.core.parallel_state import ParallelState, all_gather_from_world, g
 from megatron.core.process_group import Group
 
 
-def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointIndex:
+def load_index(folder: Path, world: Group, verify: bool = True, needs_streams: bool = True) -> CheckpointIndex:
     """Return the index on every rank, after the first rank has read it and checked the shard files.
 
-    Files that the first rank cannot see are checked by ranks that can: each node may have its own files.
+    Files that the first rank cannot see are checked by ranks that can: each node may have its own files. Without
+    ``needs_streams``, files that hold only random number streams may be lost; the index names them.
 
     Raises:
         DamagedCheckpointError: the index or a shard file is missing or damaged. An index that was modified but is still
@@ -35,13 +38,22 @@ def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointInd
             return None
         index = read_index(folder)
         check_geometry(folder, index)
-        _check_files(folder, index, [name for name in index.files if (folder / name).exists()], verify)
-        return index
+        lost = []
+        for name in index.files:
+            if not (folder / name).exists():
+                continue
+            try:
+                check_file(folder / name, index.files[name], index.shards_of(name), verify)
+            except DamagedCheckpointError:
+                if needs_streams or not index.has_only_streams(name):
+                    raise
+                lost.append(name)
+        return replace(index, lost_streams=tuple(lost))
 
     found = broadcast_object(run_on_all_ranks(read, world), world)
     assert isinstance(found, CheckpointIndex)
-    _check_files_elsewhere(folder, found, world, verify)
-    return found
+    absent = _check_files_elsewhere(folder, found, world, verify, needs_streams)
+    return replace(found, lost_streams=(*found.lost_streams, *absent))
 
 
 Progress = Callable[[int, int], None]
@@ -94,7 +106,8 @@ def load_tensors(
     if problems:
         raise CheckpointError(f"checkpoint {folder} does not match this run: {'; '.join(problems)}")
     present = [tensor for tensor in tensors if tensor.name in index.tensors]
-    with ShardReader(folder, verify) as reader:
+    lazy = {tensor.name: number for number, tensor in enumerate(present) if tensor.quantized is not None}
+    with ShardReader(folder, verify) as reader, ExitStack() as waiting:
         targets = [tensor.data for tensor in present]
 
         def read_here() -> list[ShardRead]:
@@ -102,10 +115,20 @@ def load_tensors(
             reads = plan_reads(wanted, index.tensors, descriptions, world.rank, verify)
             absent = {name for name in {read.shard.file for read in reads} if not (folder / name).exists()}
             total = sum(read.num_bytes for read in reads if read.shard.file not in absent)
-            for read in reads:
-                if read.shard.file not in absent:
-                    reader.read(read, targets)
-                    progress(reader.bytes_read, total)
+            # Tensors that are quantized are loaded one after the other, so that only one is in memory.
+            ordered = sorted(reads, key=lambda read: lazy.get(read.tensor.name, -1))
+            for number, several in groupby(ordered, key=lambda read: lazy.get(read.tensor.name, -1)):
+                with ExitStack() as opened:
+                    for tensor in present if number >= 0 else ():
+                        if tensor.name == present[number].name:
+                            opened.enter_context(tensor.opened())
+                    of_tensor = list(several)
+                    for read in of_tensor:
+                        if read.shard.file not in absent:
+                            reader.read(read, targets)
+                            progress(reader.bytes_read, total)
+                    if any(read.shard.file in absent for read in of_tensor):
+                        waiting.push(opened.pop_all())
             return [read for read in reads if read.shard.file in absent]
 
         remote = run_on_all_ranks(read_here, world)
@@ -121,8 +144,10 @@ def _check_files(folder: Path, index: CheckpointIndex, names: Iterable[str], ver
         check_file(folder / name, index.files[name], index.shards_of(name), verify)
 
 
-def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, verify: bool) -> None:
-    """Check the files that the first rank cannot see; collective."""
+def _check_files_elsewhere(
+    folder: Path, index: CheckpointIndex, world: Group, verify: bool, needs_streams: bool
+) -> list[str]:
+    """Check the files that the first rank cannot see, and return the lost ones that are not needed; collective."""
 
     def there(names: Iterable[str]) -> list[str]:
         return run_on_all_ranks(lambda: [name for name in names if (folder / name).exists()], world)
@@ -130,9 +155,12 @@ def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, v
     seen_first = broadcast_object(there(index.files if world.is_first else ()), world)
     absent = [name for name in index.files if name not in seen_first]
     if not absent:
-        return
+        return []
     here = there(absent)
     seen = {name for names in all_gather_objects(here, world) for name in names}
+    unseen = [name for name in absent if name not in seen]
+    lost = [] if needs_streams else [name for name in unseen if index.has_only_streams(name)]
     # The first rank reports files that no rank sees.
-    here = here or [name for name in absent if world.is_first and name not in seen]
+    here = here or [name for name in unseen if world.is_first and name not in lost]
     run_on_all_ranks(lambda: _check_files(folder, index, here, verify), world)
+    return lost

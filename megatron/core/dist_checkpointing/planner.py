@@ -6,24 +6,28 @@ ranks. Plans are pure functions of boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from megatron.core.collectives import all_gather_objects, any_rank, run_on_all_ranks
-from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredShard, StoredTensor
+from megatron.core.dist_checkpointing.index import RNG_PREFIX, CheckpointIndex, StoredShard, StoredTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_config import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.sharding import (
     Box,
     ParamSpec,
+    QuantizedStorage,
     Shard,
     describe_box,
     full_shards,
     held_of,
+    quantized_of,
+    spec_of,
     split_box,
     subtract,
     uncovered,
@@ -66,7 +70,8 @@ class ShardedTensor:
     """Local tensor, with the boxes of the global tensor that it holds.
 
     ``name`` is the name in the checkpoint, the same at any layout. Local elements outside every shard are padding,
-    which is neither saved nor loaded.
+    which is neither saved nor loaded. With ``quantized`` the data has memory only while it is `opened`, and is then
+    quantized.
     """
 
     name: str
@@ -75,6 +80,19 @@ class ShardedTensor:
     data: torch.Tensor
     is_owner: bool = True
     is_expert: bool = False
+    quantized: QuantizedStorage | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Give the data memory inside the context, which must fill it."""
+        if self.quantized is None:
+            yield
+            return
+        self.quantized.open()
+        try:
+            yield
+        finally:
+            self.quantized.close()
 
     def describe(self) -> TensorDescription:
         """Return the description without values."""
@@ -135,7 +153,6 @@ def shard_key(name: str, global_shape: Sequence[int], box: Box) -> str:
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 AVERAGE_PREFIX = OPTIMIZER_PREFIX + "ema."
-RNG_PREFIX = "rng."
 FLOAT8_PREFIX = "float8."
 
 
@@ -183,12 +200,20 @@ class CheckpointState:
     float8: Float8Scaling | None = None
 
 
-def model_tensors(models: Sequence[torch.nn.Module]) -> list[ShardedTensor]:
-    """Describe every parameter of the model chunks; buffers are not part of a checkpoint."""
+def model_tensors(models: Sequence[torch.nn.Module], stored: Container[str] = ()) -> list[ShardedTensor]:
+    """Describe every parameter of the model chunks; buffers are not part of a checkpoint.
+
+    Quantized parameters have codes and scales. If ``stored``, the names in a checkpoint that is loaded, includes the
+    weight itself, it is quantized while it is loaded.
+    """
     tensors = []
     for model in models:
         for name, parameter in model.named_parameters():
             assert hasattr(parameter, "spec"), f"parameter {name} carries no spec"
+            quantized, whole = quantized_of(parameter), spec_of(parameter).with_prefix(MODEL_PREFIX)
+            if quantized is not None and whole.name in stored:
+                tensors.append(replace(from_spec(whole, parameter), quantized=quantized))
+                continue
             tensors += [from_spec(spec.with_prefix(MODEL_PREFIX), values) for spec, values in held_of(parameter)]
     return tensors
 

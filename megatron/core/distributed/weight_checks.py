@@ -13,7 +13,7 @@ from megatron.core.collectives import all_gather_first_dim, all_gather_objects
 from megatron.core.errors import TrainingError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.sharding import ParamSpec, held_of, is_held_in_parts, spec_of
+from megatron.core.sharding import ParamSpec, held_of, is_held_in_parts
 
 OUTLIER_RATIO = 1.0e3
 """Ratio of an element to the others above which it is suspicious, given other evidence."""
@@ -168,7 +168,7 @@ def differing_replicas(parameters: Iterable[torch.nn.Parameter], state: Parallel
 
 def _compare(parameters: Sequence[torch.nn.Parameter], state: ParallelState) -> str:
     """Compare replicated parameters, and shards of sharded parameters that hybrid sharding replicates."""
-    whole = [(spec_of(each), each) for each in parameters if not is_held_in_parts(each)]
+    whole = [held for each in parameters if not is_held_in_parts(each) for held in held_of(each)]
     shards = [held for each in parameters if is_held_in_parts(each) for held in held_of(each)]
     found = (
         compare_over_replicas(whole, state),

@@ -38,8 +38,8 @@ class CachedForward:
     ) -> torch.Tensor:
         """Return the logits of the last ``num_last`` columns (0: of all columns), on every rank.
 
-        ``attention_mask`` is 0 at padding, which no other position attends to. Padding that could attend to nothing
-        attends to itself.
+        ``attention_mask`` is 0 at padding, which no other position attends to. The attention output of padding that
+        could attend to nothing is 0, as in the fused kernels that transformers uses.
 
         Shapes: CPU tensors ``[b, s]`` of int64 ``-> [b, num_last or s, v]``, on the model's device.
 
@@ -103,6 +103,6 @@ def _pattern(attention_mask: torch.Tensor, start: int) -> AttentionPattern:
     keys = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     queries = keys[start:, None]
     visible = (keys <= queries) & attention_mask[:, None].bool()
-    # A fully masked row would give NaN.
-    visible |= (keys == queries) & ~visible.any(dim=-1, keepdim=True)
-    return AttentionPattern(mask=visible.unsqueeze(1))
+    blind = ~visible.any(dim=-1)
+    visible |= (keys == queries) & blind[..., None]
+    return AttentionPattern(mask=visible.unsqueeze(1), blind=blind)

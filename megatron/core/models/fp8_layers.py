@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import send_in_float8
+from megatron.core.errors import ConfigurationError
 from megatron.core.ops import (
     TRANSFORMER_ENGINE,
     Float8Recipe,
@@ -58,7 +59,11 @@ def compute_in_float8(
         if not config.fp8.is_in_float8(layer.layer_number, config.num_layers):
             continue
         linear_layers = [(name, module) for name, module in layer.named_modules() if isinstance(module, _LINEAR)]
-        assert len(linear_layers) <= places.num_linear, f"delayed scaling has room for {places.num_linear} in a layer"
+        if len(linear_layers) > places.num_linear:
+            raise ConfigurationError(
+                f"--fp8-recipe delayed supports {places.num_linear} linear layers per layer, but with --attention "
+                f"{config.attention} there are {len(linear_layers)}; use --fp8-recipe tensorwise"
+            )
         for place, (name, module) in enumerate(linear_layers):
             module.quantizers = Fp8Quantizers(recipe, state, (layer.layer_number, place))
             module.quantizers.input_is_recomputed = layer.recomputes_norms and _reads_stream(name, module)

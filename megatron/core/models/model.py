@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.parallel_state import ParallelState
-from megatron.core.sharding import attach_spec, held_of, spec_of
+from megatron.core.sharding import attach_spec, held_of, quantized_of, spec_of
 from megatron.core.tensor_parallel import initialize_divided
 from megatron.core.transformer import DecoderConfig, TransformerBlock
 from megatron.core.weight_prefetch import has_memory
@@ -62,7 +62,14 @@ class Model(nn.Module):
                 for _, held in (each for parameter in parameters for each in held_of(parameter)):
                     held.zero_()
         elif not any(parameter.is_meta for parameter in parameters):
-            initialize_divided(parameters, seed, self.parallel_state)
+            plain = [parameter for parameter in parameters if quantized_of(parameter) is None]
+            initialize_divided(plain, seed, self.parallel_state)
+            for parameter in parameters:
+                quantized = quantized_of(parameter)
+                if quantized is not None:
+                    quantized.open()
+                    initialize_divided([parameter], seed, self.parallel_state)
+                    quantized.close()
 
 
 def wrap_model(

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
         hash_numbers,
         keyed_dropout,
     )
+    from megatron.core.ops.four_bit import (
+        BLOCK_SIZE,
+        GROUP_SIZE,
+        Tables,
+        dequantize_blocks,
+        dequantize_scales,
+        make_tables,
+        quantize_blocks,
+        quantize_scales,
+    )
     from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
     from megatron.core.ops.fp8_tensor import (
         E4M3,
@@ -74,6 +84,10 @@ __getattr__ = lazy_exports(
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "dot_product_attention": "AttentionCore AttentionInputs",
         "dropout": "AttentionDropout DropoutKeys DropoutSamples RowKeys drop_hidden hash_numbers keyed_dropout",
+        "four_bit": (
+            "BLOCK_SIZE GROUP_SIZE Tables dequantize_blocks dequantize_scales make_tables quantize_blocks "
+            "quantize_scales"
+        ),
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers",
         "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
         "gemm": (

@@ -178,7 +178,9 @@ class AttentionKernels:
             has_softcap=self.has_softcap,
             has_sinks=inputs.sinks is not None,
         )
-        return self.choose(call).compute(inputs)
+        context: torch.Tensor = self.choose(call).compute(inputs)
+        blind = inputs.pattern.blind
+        return context if blind is None else context.masked_fill(blind.T[..., None, None], 0.0)
 
     def choose(self, call: AttentionCall) -> AttentionKernel:
         """Return the first kernel that supports a call."""

@@ -22,9 +22,10 @@ class AttentionPattern:
     sliding ``window`` a query attends back to only this number of positions, including its own, in addition to the
     other rules.
 
-    The queries are the last positions of the keys, or the positions from ``first_query`` on.
+    The queries are the last positions of the keys, or the positions from ``first_query`` on. The output of ``blind``
+    queries is 0, whatever they attend to; it must be some key, since kernels differ in what no key gives.
 
-    Shapes: ``document_ids: [b, sk]``; ``mask: [b or 1, 1, sq, sk]`` of bool.
+    Shapes: ``document_ids: [b, sk]``; ``mask: [b or 1, 1, sq, sk]`` and ``blind: [b, sq]`` of bool.
     """
 
     is_causal: bool = True
@@ -32,6 +33,7 @@ class AttentionPattern:
     mask: torch.Tensor | None = None
     window: int | None = None
     first_query: int | None = None
+    blind: torch.Tensor | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -16,7 +16,9 @@ from typing import Any, cast
 import torch
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.fused_adamw import FusedAdamW
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, parse_optimizer_args
+from megatron.core.registry import find_registered, is_registered
 
 _PIECE = 1 << 24
 """Elements that are updated together; it bounds the size of temporary tensors."""
@@ -167,7 +169,7 @@ class InnerOptimizer:
         self._lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     @property
-    def rule(self) -> torch.optim.Optimizer:
+    def rule(self) -> torch.optim.Optimizer | FusedAdamW:
         return self._torch_optimizer
 
     def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
@@ -209,15 +211,14 @@ class InnerOptimizer:
         """
         if not parameters:
             return
+        optimizer: Any = self._torch_optimizer
         if grad_multiplier != 1.0 and not self._scales_in_kernel:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], grad_multiplier)
         elif grad_multiplier != 1.0:
-            self._torch_optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
-                1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device
-            )
+            optimizer.grad_scale = torch.tensor(1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device)
         self._step_shaped(parameters)
         if self._scales_in_kernel:
-            self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.grad_scale = None
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return a state tensor of a main parameter, or a number as a tensor for `restore_numbers`."""
@@ -331,11 +332,13 @@ def _make_torch_optimizer(
     config: OptimizerConfig,
     param_groups: list[dict[str, Any]],
     fused_adam: type[torch.optim.Optimizer] | None,
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer | FusedAdamW:
     if config.elementwise == "lion":
         return Lion(param_groups, (config.lion_beta1, config.lion_beta2))
     if config.elementwise == "sgd":
         return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
+    if is_registered("optimizer", config.elementwise):
+        return _make_registered(config, param_groups)
     assert config.elementwise == "adam", config.elementwise
     options: dict[str, Any] = {
         "lr": 0.0,
@@ -344,10 +347,38 @@ def _make_torch_optimizer(
     }
     if fused_adam is not None:
         return fused_adam(param_groups, **options)
-    return torch.optim.AdamW(param_groups, fused=True, **options)
+    return FusedAdamW(param_groups, **options)
+
+
+def _make_registered(config: OptimizerConfig, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Call the factory of a registered optimizer; every step sets the learning rate, which must only be valid here."""
+    factory = find_registered("optimizer", config.elementwise).value
+    made = factory(param_groups, lr=config.lr or 1e-3, **parse_optimizer_args(config.optimizer_args))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"the registered function returned {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
+def measure_state_bytes(name: str, words: tuple[str, ...]) -> int:
+    """Return the bytes of float32 state per parameter that a registered optimizer has after a step on a matrix."""
+    parameter = torch.zeros(_MEASURED_SIDE, _MEASURED_SIDE)
+    config = OptimizerConfig(optimizer=name, optimizer_args=words)
+    try:
+        inner = InnerOptimizer(config, [([parameter], 1.0)], shapes={id(parameter): parameter.shape})
+        inner.set_learning_rate(0.0, 0.0)
+        inner.make_state()
+    except Exception as error:
+        raise ConfigurationError(
+            f"--optimizer {name}: the trial step that measures its state fails ({type(error).__name__}: {error}); fix "
+            "it, or pass state_bytes to register_optimizer"
+        ) from error
+    tensors = [inner.state_of(parameter, name) for name in inner.names_of_state(parameter)]
+    return round(sum(tensor.numel() * tensor.element_size() for tensor in tensors) / parameter.numel())
 
 
 def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    if is_registered("optimizer", config.elementwise):
+        return ()
     if config.elementwise == "adam":
         return ("exp_avg", "exp_avg_sq")
     if config.elementwise == "lion":
@@ -368,6 +399,7 @@ def is_decoupled(name: str) -> bool:
 
 _ROWS, _COLUMNS, _CUT = 3, 4, 5
 _NUM_STEPS = 3
+_MEASURED_SIDE = 512
 _GRADIENT_SCALES = (1.0, 1e3, 1e-3)
 """Small and large gradients: a rule with a threshold on a tensor's norm may be elementwise only on one side of it."""
 _TOLERANCE = 1e-9
@@ -433,8 +465,8 @@ class _Trial:
         except Exception as error:
             raise ConfigurationError(
                 f"--optimizer {config.elementwise}: {self.name} fails in a trial step on a float64 CPU tensor of shape "
-                f"{list(self._shapes[0])} ({type(error).__name__}: {error}); it must accept such tensors, need no "
-                "closure, and create its state in its first step or list all of it in _state_names"
+                f"{list(self._shapes[0])} ({type(error).__name__}: {error}); it must accept such tensors and its "
+                "arguments, need no closure, and create its state in its first step"
             ) from error
         self.unsaved = tuple(self._find_unsaved(before, after_one))
 
@@ -482,7 +514,7 @@ class _Trial:
         return list(values.split_with_sizes(sizes))
 
 
-def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def _places(optimizer: torch.optim.Optimizer | FusedAdamW) -> Iterator[tuple[str, Any]]:
     """Yield the numbers that a rule keeps outside its parameters' state, except for the scheduled rates."""
     places = [(f"param_groups[{number}]", group) for number, group in enumerate(optimizer.param_groups)]
     for place, values in (*places, ("the optimizer", vars(optimizer))):

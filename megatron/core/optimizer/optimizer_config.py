@@ -5,13 +5,18 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, idle_without
 from megatron.core.parallel_config import ELEMENT_BYTES
+from megatron.core.registry import find_registered, is_registered
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,16 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Optimizer configuration; ``params_dtype`` is the name of the model's dtype."""
 
     optimizer: str = flag(
-        "adam", choices=("adam", "sgd", "hybridadam", "muon", "dist_muon", "lion"), not_built=("cpu_adam",)
+        "adam",
+        choices=("adam", "sgd", "hybridadam", "muon", "dist_muon", "lion"),
+        not_built=("cpu_adam",),
+        registry="optimizer",
     )
     """Optimizer; hybridadam (Pai-Megatron-Patch) is adam with --optimizer-cpu-offload, by default of half. muon updates
     the matrices between embeddings and output layer, --muon-scalar-optimizer the rest; dist_muon is muon, which always
-    shards its work (its state with --use-distributed-optimizer)."""
+    shards its work (its state with --use-distributed-optimizer). A script may register others."""
+    optimizer_args: tuple[str, ...] = flag((), nargs="+", metavar="NAME=VALUE", in_args=False)
+    """Arguments of a registered optimizer, such as eps=1e-6 or betas=(0.9,0.99)."""
     optimizer_cpu_offload: bool = flag(False, in_args=False)
     """Keep and update a part of the main parameters and optimizer state in host memory."""
     optimizer_offload_policy: str = flag(
@@ -220,6 +230,28 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
         return 1.0 if self.optimizer_offload_fraction is None else self.optimizer_offload_fraction
 
 
+def parse_optimizer_args(words: tuple[str, ...]) -> dict[str, Any]:
+    """Parse the words of ``--optimizer-args`` as keyword arguments with plain Python values.
+
+    Raises:
+        ValueError: a word has another format; the message says what is wrong.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ValueError(f"{word} is not NAME=VALUE")
+        if name in ("params", "lr", "weight_decay"):
+            raise ValueError(f"{name} is set by the run (--lr, --weight-decay)")
+        if name in values:
+            raise ValueError(f"{name} is repeated")
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[name] = text
+    return values
+
+
 def state_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
     """Return the bytes per parameter on the device besides weight and gradient: main parameter and moments.
 
@@ -243,11 +275,20 @@ def _average_bytes(optimizer: OptimizerConfig) -> int:
 
 def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
     sizes = _sizes(optimizer)
+    if is_registered("optimizer", optimizer.optimizer):
+        return _registered_bytes(optimizer.optimizer, optimizer.optimizer_args) * sizes["fp32"] // 4
     if optimizer.elementwise == "lion" or (optimizer.optimizer == "muon" and is_matrix):
         return sizes["fp32"]
     if optimizer.elementwise == "sgd":
         return sizes["fp32"] if optimizer.sgd_momentum else 0
     return sizes[optimizer.exp_avg_dtype] + sizes[optimizer.exp_avg_sq_dtype]
+
+
+@functools.cache
+def _registered_bytes(name: str, words: tuple[str, ...]) -> int:
+    """Return the bytes of float32 state per parameter of a registered optimizer."""
+    count: Callable[[tuple[str, ...]], int] = find_registered("optimizer", name).properties["state_bytes"]
+    return count(words)
 
 
 def _sizes(optimizer: OptimizerConfig) -> dict[str, int]:

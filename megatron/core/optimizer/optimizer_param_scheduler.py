@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from megatron.core.config_base import config_from_dict, config_to_dict
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.registry import find_registered, registered_names
 
 DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -27,6 +28,9 @@ _STYLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "wd_incr_style": ("constant", "linear", "cosine"),
     }
 )
+SCHEDULES = "learning-rate schedule"
+"""Kind under which scripts register decay styles like those of `DECAYS`."""
+REGISTERED_STYLES = ("lr_decay_style", "lr_wsd_decay_style")
 _FLAGS = {"wd_incr_style": "weight_decay_incr_style"}
 _IN_MEGATRON: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -73,10 +77,13 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         """Reject unknown styles, and schedules that are incomplete or inconsistent."""
         for name, styles in _STYLES.items():
+            if name in REGISTERED_STYLES:
+                styles = (*styles, *registered_names(SCHEDULES))
             if getattr(self, name) not in styles:
                 flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
                 raise ConfigurationError(
                     f"{flag} {getattr(self, name)} is unknown; possible values: {', '.join(styles)}"
+                    + (", or a name that the script registers" if name in REGISTERED_STYLES else "")
                 )
         if self.lr_decay_style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigurationError(
@@ -108,10 +115,20 @@ def learning_rate(config: ScheduleConfig, num_samples: int) -> float:
         ratio = 0.0
         if num_samples > decay_start:
             ratio = (num_samples - decay_start) / config.wsd_decay_steps
-        remaining = DECAYS[config.lr_wsd_decay_style](ratio)
+        remaining = _remaining(config.lr_wsd_decay_style, ratio)
     else:
-        remaining = DECAYS[config.lr_decay_style]((num_samples - config.lr_warmup_steps) / decay_length)
+        remaining = _remaining(config.lr_decay_style, (num_samples - config.lr_warmup_steps) / decay_length)
     return config.min_lr + remaining * (config.max_lr - config.min_lr)
+
+
+def _remaining(style: str, elapsed: float) -> float:
+    """Return the remaining fraction of a decay, built in or registered, after an elapsed fraction of its length."""
+    if style in DECAYS:
+        return DECAYS[style](elapsed)
+    remaining = float(find_registered(SCHEDULES, style).value(elapsed))
+    if not math.isfinite(remaining):
+        raise ConfigurationError(f"{SCHEDULES} {style}: its value at {elapsed} is {remaining}; return a finite number")
+    return remaining
 
 
 def decoupled_learning_rate(config: ScheduleConfig, num_samples: int) -> float | None:

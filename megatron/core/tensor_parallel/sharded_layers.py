@@ -27,7 +27,15 @@ from megatron.core.ops import Fp8Quantizers, add_rows, linear, product
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, Shard, attach_spec, even_shards, full_shards, stacked_shards
+from megatron.core.sharding import (
+    ParamSpec,
+    Shard,
+    attach_spec,
+    even_shards,
+    full_shards,
+    quantized_of,
+    stacked_shards,
+)
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearName, LinearOverlap, linear_overlap
 from megatron.core.tensor_parallel.float8_linear import float8_linear
 from megatron.core.tensor_parallel.mappings import (
@@ -55,8 +63,10 @@ class _Linear(torch.autograd.Function):
         scatters: bool,
         memory: ReusedMemory | None,
     ) -> torch.Tensor:
+        # A quantized weight is dequantized again in the backward pass.
+        ctx.quantized = quantized_of(weight)
         # The input is needed only for the weight's gradient, which a frozen weight does not have.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.quantized is None else None)
         ctx.x_shape = x.shape
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
         ctx.overlap, ctx.scatters = overlap, scatters
@@ -64,6 +74,7 @@ class _Linear(torch.autograd.Function):
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         bias = bias if adds_bias else None
+        weight = weight if ctx.quantized is None else ctx.quantized.dense()
         if overlap.forward and (scatters or region is InputRegion.SEQUENCE):
             if scatters:
                 return scattered_linear(x, weight, bias, tp, overlap, library)
@@ -80,6 +91,8 @@ class _Linear(torch.autograd.Function):
         library: str = ctx.product_library
         overlap: LinearOverlap = ctx.overlap
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
+        if ctx.quantized is not None and needs_x_grad:
+            weight = ctx.quantized.dense()
         own_grad, full_x, gathering = grad, x, None
         if region is InputRegion.SEQUENCE and tp.size > 1 and needs_weight_grad:
             full_x = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
@@ -369,7 +382,7 @@ class RowShardedLinear(nn.Module):
             return reduce_from_tensor_model_parallel_region(partial, self.tp)
         output = partial
         if not product_scatters:
-            output = reduce_scatter_to_sequence_parallel_region(output, self.tp, in_sum)
+            output = reduce_scatter_to_sequence_parallel_region(output, self.tp, bias_in_sum=in_sum)
         return output if bias is None or in_sum is not None else output + bias
 
 
@@ -449,17 +462,23 @@ class VocabShardedEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of ``tokens``, sequence first."""
-        tokens = tokens.t()
+        partial = self.partial_rows(tokens.t())
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
+        return reduce_from_tensor_model_parallel_region(partial, self.tp)
+
+    def partial_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of the tokens that this rank has, and zeros for tokens of other ranks.
+
+        Shapes: ``[...] -> [..., h]``.
+        """
         if self.tp.size == 1:
             return embedding_lookup(tokens, self.weight)
         elsewhere = tokens.div(self.rows_per_rank, rounding_mode="floor") != self.tp.rank
         # Tokens of other ranks look up some row, which is then masked. A single row for all of them would receive most
         # of the gradient's rows, all zero, and serialize their additions.
         rows = embedding_lookup(tokens.remainder(self.rows_per_rank), self.weight)
-        partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-        return reduce_from_tensor_model_parallel_region(partial, self.tp)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 def replicated_spec(

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
-    from megatron.core.transformer.lora import add_adapters
+    from megatron.core.transformer.lora import add_adapters, quantize_base
     from megatron.core.transformer.lora_targets import (
         ADAPTERS,
+        FOUR_BIT_BLOCK,
         GATE_UP,
         LINEAR_LAYERS,
         PART_OF,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         plain_names,
     )
     from megatron.core.transformer.mlp import MLP, activation_of
-    from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
+    from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear
     from megatron.core.transformer.multi_token_prediction import (
         MTPLayer,
         MultiTokenPrediction,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.norm import Norm, normalize
     from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
     from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 
 __getattr__ = lazy_exports(
@@ -57,10 +59,12 @@ __getattr__ = lazy_exports(
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
-        "lora": "add_adapters",
-        "lora_targets": "ADAPTERS GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names",
+        "lora": "add_adapters quantize_base",
+        "lora_targets": (
+            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
+        ),
         "mlp": "MLP activation_of",
-        "multi_latent_attention": "ReplicatedLinear",
+        "multi_latent_attention": "LatentAttention ReplicatedLinear",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm normalize",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",
@@ -69,6 +73,7 @@ __getattr__ = lazy_exports(
             "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
             "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
+        "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer make_norm",
     },
 )

@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel import (
     RowShardedLinear,
     linear_overlap,
     make_parameter,
+    stacked_weights,
     tensor_parallel_linear,
 )
 from megatron.core.tensor_parallel.recompute import recompute
@@ -155,7 +156,7 @@ class SharedGroupQueryKeyValue(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's query heads followed by its group's key and value."""
-        weight = torch.cat((self.query_weight, self.key_value_weight))
+        weight = stacked_weights(self.query_weight, self.key_value_weight)
         bias = None
         if self.query_bias is not None and self.key_value_bias is not None:
             bias = torch.cat((self.query_bias, self.key_value_bias))
@@ -207,7 +208,7 @@ class SelfAttention(nn.Module):
     """Self-attention with an `AttentionPattern` that determines which positions each position attends to.
 
     Under context parallelism ``s`` is this rank's part of the sequence. Only the core attention exchanges data with
-    other ranks.
+    other ranks. A subclass changes queries, keys and values in `projected`, and the heads' output in `context`.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -305,9 +306,9 @@ class SelfAttention(nn.Module):
             angles = None
         elif angles is not None and self.window is not None and angles.local is not None:
             angles = angles.local
-        return LayerOutput(self.linear_proj(self._context(x, pattern, angles, cache, dropout)))
+        return LayerOutput(self.linear_proj(self.context(x, pattern, angles, cache, dropout)))
 
-    def _context(
+    def context(
         self,
         x: torch.Tensor,
         pattern: AttentionPattern,
@@ -351,14 +352,18 @@ class SelfAttention(nn.Module):
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the queries of the new positions, and the keys and values of the new and the cached positions."""
-        query, key, value = self._projected(x, angles)
+        query, key, value = self.projected(x, angles)
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
         return query, key, value
 
-    def _projected(
+    def projected(
         self, x: torch.Tensor, angles: RotaryAngles | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values of the new positions, normalized and rotated as configured.
+
+        Shapes: ``x: [s, b, h] -> [s, b, n/tp, d], [s, b, groups/tp, d], [s, b, groups/tp, d]``.
+        """
         is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
         bias = None if is_rotated_first else self._bias_of_split(x)
         mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)

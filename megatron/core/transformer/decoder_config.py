@@ -12,6 +12,7 @@ import math
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
+from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -296,6 +297,13 @@ def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
 GATED_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu")
 _PLAIN_ACTIVATIONS = ("squared_relu",)
 """Activations with a flag of the same name; without any of these flags the activation is GELU."""
+_ACTIVATION_SWITCHES = (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS, "openai_gelu")
+_FLAG_OF_ACTIVATION = {
+    **{name: (name, True) for name in (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS)},
+    "gelu": ("bias_gelu_fusion", False),
+    "gelu_tanh": ("openai_gelu", True),
+}
+"""Field and value that --activation-func sets for each built-in activation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,8 +348,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
     )
     """Separate keys and values per head, or shared (same as --group-query-attention alone)."""
 
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), role="shape")
-    """Type of normalization."""
+    attention: str = flag(
+        "self_attention", choices=("self_attention",), registry="attention", role="shape", in_args=False
+    )
+    """Attention module: multi-head self-attention (MLA too), or one that a script registered."""
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), registry="normalization", role="shape")
+    """Type of normalization; a script can register others."""
     norm_epsilon: float = flag(
         1e-5,
         aliases=("--layernorm-epsilon",),
@@ -384,6 +396,16 @@ class DecoderConfig(ParallelConfig, in_args=True):
     )
     """Layers with the window: N excludes every Nth, a list has 1 or 0 per layer: ([1]*5+[0])*4; by default all."""
 
+    activation_func: str | None = flag(
+        None,
+        choices=tuple(_FLAG_OF_ACTIVATION),
+        registry="activation",
+        role="shape",
+        excludes=_ACTIVATION_SWITCHES,
+        in_args=False,
+        seen_as="activation",
+    )
+    """Activation by name: one that a script registered, or a built-in one, for which this is the same as its flag."""
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU activation."""
     geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
@@ -480,14 +502,25 @@ class DecoderConfig(ParallelConfig, in_args=True):
     k_proj v_proj o_proj gate_proj up_proj down_proj, c_attn c_proj c_fc."""
     lora_dropout: float = flag(0.0, role="recipe", bounds=BELOW_ONE, needs="lora_rank", in_args=False)
     """Dropout of the LoRA adapters' inputs."""
+    lora_base_quantization: str | None = flag(
+        None, choices=("nf4", "fp4"), role="recipe", needs="lora_rank", in_args=False
+    )
+    """Keep the frozen weights of linear layers in 4 bits with LoRA (QLoRA): NormalFloat (nf4) or floating point (fp4)
+    levels, in blocks of 64."""
+    lora_double_quantization: bool = flag(
+        True, negative="--no-lora-double-quantization", role="recipe", needs="lora_base_quantization", in_args=False
+    )
+    """Quantize the scales of 4-bit blocks to 8 bits. Off: keep the scales of 4-bit blocks in float32."""
 
     def __post_init__(self) -> None:
         """Derive the fields that depend on others."""
         super().__post_init__()
+        if self.activation_func in _FLAG_OF_ACTIVATION and not any(map(self.__getattribute__, _ACTIVATION_SWITCHES)):
+            object.__setattr__(self, *_FLAG_OF_ACTIVATION[self.activation_func])
+            object.__setattr__(self, "activation_func", None)
         if self.ffn_hidden_size == 0:
-            object.__setattr__(
-                self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu or self.geglu)
-            )
+            is_narrow = self.swiglu or self.geglu or (self.is_gated and self.activation_func is not None)
+            object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, is_narrow))
         if self.moe.moe_ffn_hidden_size == 0 and self.moe.num_experts is not None:
             object.__setattr__(self, "moe", dataclasses.replace(self.moe, moe_ffn_hidden_size=self.ffn_hidden_size))
         if self.kv_channels == 0:
@@ -518,7 +551,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def activation(self) -> str:
-        """Return the activation: the name of its flag, or gelu_tanh or gelu (the exact form)."""
+        """Return the activation: a registered name, the name of its flag, or gelu_tanh or gelu (the exact form)."""
+        if self.activation_func is not None:
+            return self.activation_func
         chosen = next((name for name in (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS) if getattr(self, name)), None)
         return chosen or ("gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu")
 
@@ -546,6 +581,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def is_gated(self) -> bool:
+        if self.activation_func is not None and is_registered("activation", self.activation_func):
+            return bool(find_registered("activation", self.activation_func).properties["gated"])
         return self.activation in GATED_ACTIVATIONS
 
     @property
@@ -687,6 +724,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         kind = self.kind_of(layer_number)
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
+        if is_registered("attention", self.attention):
+            gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
         num_matrices = 3 if self.is_gated else 2
         if self.moe_layers[kind]:
             # Routed experts (top-k), the shared expert and the router.

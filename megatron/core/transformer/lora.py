@@ -1,6 +1,8 @@
 """LoRA: attach low-rank adapters to the linear layers and experts of a transformer layer, and freeze the rest.
 
 Each expert has its own pair of adapter matrices per weight matrix. Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+The frozen weights of these layers may be quantized to 4 bits (QLoRA). Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.sharding import Box, ParamSpec, Shard, even_shards, full_shards, spec_of
+from megatron.core.sharding import Box, ParamSpec, Shard, even_shards, full_shards, quantized_of, spec_of
 from megatron.core.tensor_parallel import (
     AdapterOptions,
     ColumnAdapter,
     ColumnShardedLinear,
     LinearAdapters,
     LowRankAdapter,
+    QuantizedWeight,
     RowAdapter,
     RowBlock,
     RowShardedLinear,
@@ -113,6 +116,24 @@ def add_adapters(model: nn.Module, config: DecoderConfig, tp: Group, device: tor
     for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
         _adapt_layer(layer, config, options)
         layer.adapters = tuple(module for module in layer.modules() if isinstance(module, LowRankAdapter))
+
+
+def quantize_base(module: nn.Module, config: DecoderConfig) -> None:
+    """Store the weights of the linear layers and experts of transformer layers in 4 bits, and free their own memory.
+
+    Routers, norms and biases are not quantized. Layers that are quantized already are unchanged.
+    """
+    kind, doubly = config.lora_base_quantization, config.lora_double_quantization
+    assert kind is not None, "the base weights are quantized"
+    for layer in [each for each in module.modules() if isinstance(each, TransformerLayer)]:
+        for linear in layer.modules():
+            if not isinstance(linear, (ColumnShardedLinear, SharedGroupQueryKeyValue, RowShardedLinear, GroupedLinear)):
+                continue
+            shards_inputs = isinstance(linear, RowShardedLinear) or getattr(linear, "cut_dim", None) == 2
+            weights = (linear.weight,) if isinstance(linear, (RowShardedLinear, GroupedLinear)) else _weights(linear)
+            for weight in weights:
+                if quantized_of(weight) is None:
+                    QuantizedWeight(weight, kind, doubly=doubly, group_dim=-2 if shards_inputs else -1)
 
 
 def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: AdapterOptions) -> None:

@@ -19,6 +19,9 @@ LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PART_OF: Mapping[str, tuple[str, ...]] = {"linear_qkv": QUERY_KEY_VALUE, "linear_fc1": GATE_UP}
 """Parts of the fused linear layers, in the order of their rows."""
 
+FOUR_BIT_BLOCK = 64
+"""Input features that share one scale in a weight of 4 bits; `megatron.core.ops` has the quantization itself."""
+
 _EVERYWHERE = {
     **{name: ((name, WHOLE),) for name in LINEAR_LAYERS},
     **{f"{part}_proj": (("linear_qkv", part),) for part in QUERY_KEY_VALUE},

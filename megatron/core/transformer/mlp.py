@@ -13,6 +13,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import Group
+from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
 
@@ -73,7 +74,7 @@ class MLP(nn.Module):
 
         An activation that the kernel does not support, or that has been replaced, is differentiated by torch.
         """
-        if self.is_gated or self.activation is not ACTIVATIONS[self.kind] or not runs_on_triton(*tensors):
+        if self.is_gated or self.activation is not ACTIVATIONS.get(self.kind) or not runs_on_triton(*tensors):
             return False
         from megatron.core.ops.triton import PLAIN_KINDS as KINDS
 
@@ -82,7 +83,15 @@ class MLP(nn.Module):
 
 def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
+    if config.activation_func is not None:
+        own: Callable[[torch.Tensor], torch.Tensor] = find_registered("activation", config.activation_func).value
+        return partial(_gated_by, own) if config.is_gated else own
     if not config.is_gated:
         return ACTIVATIONS[config.activation]
     offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
     return partial(gated_activation, kind=config.activation, offset=offset, limit=limit)
+
+
+def _gated_by(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate) * up

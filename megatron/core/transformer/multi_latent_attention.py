@@ -116,7 +116,7 @@ class LatentAttention(SelfAttention):
         """Return None: `_widen` scales the queries instead."""
         return None
 
-    def _context(
+    def context(
         self,
         x: torch.Tensor,
         pattern: AttentionPattern,
@@ -125,7 +125,7 @@ class LatentAttention(SelfAttention):
         dropout: DropoutKeys | None,
     ) -> torch.Tensor:
         if not (self.recomputes_up and self.training):
-            return super()._context(x, pattern, angles, cache, dropout)
+            return super().context(x, pattern, angles, cache, dropout)
         assert angles is not None, "MLA has rotary positions"
         narrow = self._narrow(x, angles, cache)
         widen = partial(self._widen, angles)
@@ -152,7 +152,7 @@ class LatentAttention(SelfAttention):
         latent, rotary_key = narrow.split_with_sizes((self.rank, self.rotary_width), dim=-1)
         latent = self.kv_layernorm(latent)
         if self.sequence_parallel:
-            rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), self.tp)
+            rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), group=self.tp)
         else:
             rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp)
         rotary_key = apply_rotary(rotary_key.unsqueeze(2), angles)

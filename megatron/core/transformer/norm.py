@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensor
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.ops import EngineNorm, RowKeys, drop_hidden, runs_on_triton, transformer_engine_for
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.registry import find_registered, is_registered
 from megatron.core.sharding import ParamSpec, even_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, sum_over_tensor_model_parallel_region
 from megatron.core.transformer.decoder_config import DecoderConfig
@@ -25,10 +28,13 @@ class Norm(nn.Module):
 
     ``partial_gradient`` means that a tensor-parallel rank sees only part of the positions or heads, so that the
     weight's gradients must be summed over the ranks. With ``centered_weight`` the weight is stored as its difference
-    from one. ``transformer_impl`` selects the library that computes the norm, if that library is available.
+    from one. ``transformer_impl`` selects the library that computes the norm, if that library is available. If the kind
+    was registered by a script, ``module`` computes the norm and has the parameters.
 
     Shapes: ``[..., n] -> [..., n]``.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -49,17 +55,21 @@ class Norm(nn.Module):
         self.epsilon = epsilon
         self.centered_weight = centered_weight
         self.compute = normalize
+        self.bias: nn.Parameter | None = None
+        self.module: nn.Module | None = None
+        self.of_engine: EngineNorm | None = None
+        if is_registered("normalization", kind):
+            self.module = _registered_norm(kind, width, epsilon, tp, partial_gradient, dtype, device)
+            return
         mean = 0.0 if centered_weight else 1.0
         self.weight = make_parameter(
             self.shape, replicated_spec("weight", self.shape, tp, partial_gradient, mean=mean), dtype, device
         )
-        self.bias: nn.Parameter | None = None
         if kind == "LayerNorm":
             self.bias = make_parameter(
                 self.shape, replicated_spec("bias", self.shape, tp, partial_gradient), dtype, device
             )
         engine = transformer_engine_for(transformer_impl, device)
-        self.of_engine: EngineNorm | None = None
         if engine is not None:
             self.of_engine = engine.make_norm(kind, width, epsilon, centered_weight=centered_weight)
 
@@ -67,10 +77,45 @@ class Norm(nn.Module):
         return self._normalize(x)
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        if self.module is not None:
+            normalized: torch.Tensor = self.module(x)
+            return normalized.to(x.dtype)
         if self.of_engine is not None and self.of_engine.takes(x, self.weight):
             return self.of_engine(x, self.weight, self.bias)
         weight = self.weight + 1 if self.centered_weight else self.weight
         return self.compute(x, weight, self.bias, self.kind, self.epsilon)
+
+
+def _registered_norm(
+    kind: str,
+    width: int,
+    epsilon: float,
+    tp: Group,
+    partial_gradient: bool,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> nn.Module:
+    """Create a registered norm, and replace its parameters by parameters with a `ParamSpec`.
+
+    Raises:
+        ConfigurationError: it has a buffer, or a parameter that is a number or whose initial values differ.
+    """
+    with torch.device("cpu"):
+        module: nn.Module = find_registered("normalization", kind).value(width, epsilon)
+    for name, _ in module.named_buffers():
+        raise ConfigurationError(f"normalization {kind}: it has a buffer, {name}; only parameters are supported")
+    for name, parameter in list(module.named_parameters()):
+        # A simulated device has no values, and needs none.
+        values = None if isinstance(parameter.data, FakeTensor) else parameter.detach().flatten().tolist()
+        if parameter.dim() == 0 or (values is not None and len(set(values)) != 1):
+            raise ConfigurationError(
+                f"normalization {kind}: the initial values of parameter {name} are not one number; give it at least "
+                "one dimension, and create it with torch.full, torch.ones or torch.zeros"
+            )
+        shape, mean, path = tuple(parameter.shape), 0.0 if values is None else values[0], name.split(".")
+        spec = replicated_spec(path[-1], shape, tp, partial_gradient, mean=mean)
+        setattr(module.get_submodule(".".join(path[:-1])), path[-1], make_parameter(shape, spec, dtype, device))
+    return module
 
 
 def normalize(
@@ -188,9 +233,7 @@ class ResidualNorm(Norm):
 
         On Triton one fused kernel computes both, and one kernel computes the gradients of both.
         """
-        tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
-        is_alike = all(tensor.dtype == x.dtype for tensor in tensors) and self.kind in ("LayerNorm", "RMSNorm")
-        if is_alike and runs_on_triton(*tensors):
+        if self._runs_on_triton(x, branch):
             from megatron.core.ops.triton import MAX_WIDTH, add_and_normalize
 
             if self.shape[0] <= MAX_WIDTH:
@@ -208,6 +251,12 @@ class ResidualNorm(Norm):
                 )
         total = add_branch(x, branch, keys, probability)
         return total, self._normalize(total)
+
+    def _runs_on_triton(self, x: torch.Tensor, branch: torch.Tensor | None) -> bool:
+        if self.kind not in ("LayerNorm", "RMSNorm"):
+            return False
+        tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
+        return all(tensor.dtype == x.dtype for tensor in tensors) and runs_on_triton(*tensors)
 
     def of_stream(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of a residual stream that `forward` returned, bitwise equal to the norm that it returned."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import LayerOutput
 from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import LowRankAdapter, saved_as_inputs
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
@@ -58,9 +61,27 @@ def make_attention(
     device: torch.device | str,
     cp: Group | None,
 ) -> nn.Module:
-    """Return the configured attention module, called like `SelfAttention`; it returns a `LayerOutput`."""
-    kind = LatentAttention if config.mla.multi_latent_attention else SelfAttention
-    return kind(config, layer_number, tp, device, cp)
+    """Return the configured attention module, called like `SelfAttention`; it returns a `LayerOutput`.
+
+    Raises:
+        ConfigurationError: --attention names a class that does not fit MLA, or has parameters without `ParamSpec`.
+    """
+    latent, name = config.mla.multi_latent_attention, config.attention
+    kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
+    if name == "self_attention":
+        return kind(config, layer_number, tp, device, cp)
+    module: nn.Module = find_registered("attention", name).value(config, layer_number, tp, device, cp)
+    if isinstance(module, SelfAttention) and isinstance(module, LatentAttention) != latent:
+        base = "LatentAttention" if latent else "SelfAttention"
+        flag = "with" if latent else "without"
+        raise ConfigurationError(f"--attention {name} must be a subclass of {base} {flag} --multi-latent-attention")
+    for parameter_name, parameter in module.named_parameters():
+        if not hasattr(parameter, "spec"):
+            raise ConfigurationError(
+                f"--attention {name}: parameter {parameter_name} has no ParamSpec; create it with a layer of "
+                "megatron.core.tensor_parallel, or with make_parameter"
+            )
+    return module
 
 
 def make_feed_forward(

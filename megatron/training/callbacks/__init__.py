@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
     from megatron.training.callbacks.configured import configured_callbacks
     from megatron.training.callbacks.live_line import LiveLine
-    from megatron.training.callbacks.periodic_evals import open_periodic_evaluations
+    from megatron.training.callbacks.periodic_evals import open_engine, open_periodic_evaluations
     from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
     from megatron.training.callbacks.progress_log import open_progress
     from megatron.training.callbacks.stragglers import PartsClock, Stragglers
@@ -21,7 +21,7 @@ __getattr__ = lazy_exports(
         "callback": "Callback TrainingRun is_due",
         "configured": "configured_callbacks",
         "live_line": "LiveLine",
-        "periodic_evals": "open_periodic_evaluations",
+        "periodic_evals": "open_engine open_periodic_evaluations",
         "profiling": "Profiling ScheduleRecorder",
         "progress_log": "open_progress",
         "stragglers": "PartsClock Stragglers",

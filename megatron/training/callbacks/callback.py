@@ -175,6 +175,7 @@ class TrainingRun:
 
     ``step_timers`` and ``action_clock`` are passed to `TrainingStep`. ``show_progress`` gets the progress of an
     evaluation. Only the reporting rank has ``metrics``. ``log_interval`` says which iterations have a log line.
+    ``last_iteration`` is before ``config.train_iters`` if the caller continues the training later.
     """
 
     config: RunConfig
@@ -191,6 +192,7 @@ class TrainingRun:
     step_timers: Timers
     action_clock: ActionClock
     log_interval: LogInterval
+    last_iteration: int
     guard: StepGuard | None = None
     evaluations: EvaluationRecord = field(default_factory=EvaluationRecord)
     show_progress: Progress = ignore_progress

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from megatron.config import RunConfig
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.distributed import check_replicas_equal, compare_over_replicas
-from megatron.core.errors import TrainingError
+from megatron.core.errors import ConfigurationError, TrainingError
+from megatron.core.registry import find_registered
 from megatron.core.timers import format_report
 from megatron.training import ModelAndOptimizer, ResumeState, Runtime
 from megatron.training.callbacks.callback import Callback, Callbacks, TrainingRun, is_due
@@ -112,6 +113,23 @@ class ReplicaChecks(Callback):
         raise_on_all_ranks(error, run.runtime.state.world)
 
 
+def registered_callbacks(names: Sequence[str]) -> list[Callback]:
+    """Create the registered callbacks of ``--callbacks``.
+
+    Raises:
+        ConfigurationError: a registered function returns something else.
+    """
+    made = []
+    for name in names:
+        callback = find_registered("callback", name).value()
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(
+                f"callback {name} is {type(callback).__name__}, not a subclass of megatron.training.callbacks.Callback"
+            )
+        made.append(callback)
+    return made
+
+
 def configured_callbacks(
     config: RunConfig,
     runtime: Runtime,
@@ -150,6 +168,7 @@ def configured_callbacks(
         ExitWarning(checkpoint.preemption_grace_seconds, checkpoint.async_save),
         GarbageCollection() if training.manual_gc else None,
         UnusedMemory() if training.empty_unused_memory_level >= 1 else None,
+        *registered_callbacks(logging.callbacks),
         *own,
     ]
     return Callbacks([callback for callback in found if callback is not None])

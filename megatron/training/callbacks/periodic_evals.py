@@ -199,22 +199,21 @@ class TaskScores(Callback):
         return figures_of(self._tasks.run(model, with_errors=False))
 
 
-def open_periodic_evaluations(
-    config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, tokenizer: Tokenizer, live: LiveLine
-) -> list[Callback]:
-    """Create the evaluations that the flags request; their dependencies are imported only here.
+def open_engine(
+    config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, user: str
+) -> tuple[InferenceEngine, Group]:
+    """Return an engine that generates with the parameters of a training, and the group of its replicas; collective.
+
+    The replicas may run different requests. The caller gathers the parameters before each call, with
+    `finish_param_gather`. ``user`` is named in messages.
 
     Raises:
-        InputError: a prompt or a task cannot be used.
+        ConfigurationError: the model cannot generate text.
     """
-    sampling, tasks = config.logging.generate_interval, config.validation.eval_tasks
-    if sampling is None and not tasks:
-        return []
     state = runtime.state
     models = [chunk for chunk in parts.chunks if isinstance(chunk, GPTModel)]
     if len(models) < len(parts.chunks):
-        flag = "--eval-tasks" if sampling is None else "--generate-interval"
-        raise ConfigurationError(f"{flag}: this model cannot generate text; omit it")
+        raise ConfigurationError(f"{user}: this model cannot generate text; omit it")
     shared = [share_model(model, wrapped, state) for model, wrapped in zip(models, parts.ddp_chunks, strict=True)]
     # Each data-parallel replica runs independently, and so does each context-parallel rank.
     no_dp, no_cp = (single_rank_group((axis,), state.rank) for axis in ("dp", "cp"))
@@ -228,6 +227,22 @@ def open_periodic_evaluations(
     copies, twins = (no_dp, state.dp_cp) if runs_together else (state.dp, state.cp)
     alone = replace(state, dp=no_dp, cp=no_cp)
     engine = InferenceEngine(shared[0], alone, links, further_chunks=shared[1:], twins=twins)
+    return engine, copies
+
+
+def open_periodic_evaluations(
+    config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, tokenizer: Tokenizer, live: LiveLine
+) -> list[Callback]:
+    """Create the evaluations that the flags request; their dependencies are imported only here.
+
+    Raises:
+        InputError: a prompt or a task cannot be used.
+    """
+    sampling, tasks = config.logging.generate_interval, config.validation.eval_tasks
+    if sampling is None and not tasks:
+        return []
+    flag = "--eval-tasks" if sampling is None else "--generate-interval"
+    engine, copies = open_engine(config, runtime, parts, flag)
     evaluations: list[Callback] = []
     if sampling is not None:
         evaluations.append(SampleTexts(config, runtime, parts, tokenizer, engine))

@@ -219,8 +219,9 @@ def die_with_launcher(run_id: str, rank: int) -> None:
     """Make this process end soon after the torchrun that started it, however torchrun ends.
 
     The process gets SIGTERM at once, to which a run in training responds with a checkpoint, and SIGKILL after
-    `GRACE_S`. A process that was started in any other way has no ``run_id``, and is not affected by the end of its
-    parent.
+    `GRACE_S`. It then also kills the launcher's other processes on this node: one that is stopped, or that holds the
+    interpreter's lock, cannot end itself. A process that was started in any other way has no ``run_id``, and is not
+    affected by the end of its parent.
     """
     launcher = find_launcher(run_id)
     if launcher is None:
@@ -246,7 +247,34 @@ def _end_after(launcher: int, rank: int) -> None:
                 sys.stderr,
             )
     time.sleep(max(deadline - time.monotonic(), 0.0))
+    for pid in _orphaned_siblings():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _orphaned_siblings() -> list[int]:
+    """Return the other processes of this run on this node whose launcher has ended, too.
+
+    Run ids need not be unique, so the processes must also have the rendezvous address of this one and its new parent.
+    """
+    names = (b"TORCHELASTIC_RUN_ID=", b"MASTER_ADDR=", b"MASTER_PORT=", b"WORLD_SIZE=")
+    try:
+        mine = {word for word in Path("/proc/self/environ").read_bytes().split(b"\0") if word.startswith(names)}
+    except OSError:  # not Linux
+        return []
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            theirs = set((entry / "environ").read_bytes().split(b"\0"))
+            is_orphan = parent_of(int(entry.name)) == os.getppid()
+        except OSError:  # it has ended, or belongs to another user
+            continue
+        if is_orphan and mine <= theirs:
+            found.append(int(entry.name))
+    return found
 
 
 def wait_for_end(pid: int) -> None:

@@ -70,7 +70,7 @@ class FaultAttribution:
 
 
 class Rewind(TrainingError):
-    """Request to roll the run back to its newest checkpoint that is known to train; all ranks raise it."""
+    """Request to roll the run back to its newest validated checkpoint; all ranks raise it."""
 
 
 _TOLERANCE = 1.0e-3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.training.loggers.experiment_loggers import check_packages, check_services
+    from megatron.training.loggers.experiment_loggers import RunLogger, check_packages, check_services
     from megatron.training.loggers.log_lines import (
         DataSetLoss,
         IntervalAverage,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "experiment_loggers": "check_packages check_services",
+        "experiment_loggers": "RunLogger check_packages check_services",
         "log_lines": (
             "DataSetLoss IntervalAverage LogInterval StepReport format_brief_step format_datetime format_evaluation "
             "format_memory format_step format_training_finished is_terminal pinned_memory_told"

@@ -15,23 +15,25 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from megatron.config import RunConfig, extra_validation_sets
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import ObjectPath, as_path
+from megatron.core.registry import find_registered
 
 OF_DATA_SET: Final = "lm loss of data set"
 """Prefix, followed by a slash, of the tag of a data set's training loss."""
 
 
-class RunLogger(Protocol):
-    """Logger of one run's scalars and texts.
+class RunLogger:
+    """Base class of loggers, which get one run's scalars and texts on the reporting rank.
 
-    Every method except ``close`` may raise an OSError: its data is lost, and the logger must not be used again.
+    Each method does nothing unless a subclass overrides it. Every method may raise an OSError: a warning is printed,
+    and the logger gets no more data.
     """
 
-    name: str
+    name: str = ""
     """Name of the logger in messages."""
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
@@ -74,7 +76,7 @@ _CHARTS = {
 """Charts of TensorBoard's "custom scalars" page by group: the tags that share a chart."""
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(RunLogger):
     """TensorBoard logger, which writes to the folder of ``--tensorboard-dir``.
 
     ``sets`` are the names of further validation sets, whose losses share a chart. ``data_sets`` are the names of the
@@ -208,7 +210,7 @@ def _describe_failure(config: RunConfig, reason: str) -> str:
     )
 
 
-class WandbLogger:
+class WandbLogger(RunLogger):
     """Logger to the project of ``--wandb-project``; ``WANDB_MODE=offline`` keeps all data on this host.
 
     A run that restarts in its save folder resumes its W&B run; without a folder, each start is a new run.
@@ -320,7 +322,7 @@ def _failure(config: RunConfig, error: Exception) -> ConfigurationError:
     return ConfigurationError(f"{given}: {reason}; start the server, or change --mlflow-tracking-uri")
 
 
-class MlflowLogger:
+class MlflowLogger(RunLogger):
     """Logger to the experiment of ``--mlflow-experiment``, in batches of a few seconds.
 
     Raises:
@@ -407,6 +409,14 @@ def open_loggers(config: RunConfig, start_iteration: int, data_sets: Sequence[st
         loggers.append(WandbLogger(config))
     if options.mlflow_experiment:
         loggers.append(MlflowLogger(config))
+    for name in options.loggers:
+        logger = find_registered("logger", name).value(config)
+        if not isinstance(logger, RunLogger):
+            raise ConfigurationError(
+                f"logger {name} is {type(logger).__name__}, not a subclass of megatron.training.loggers.RunLogger"
+            )
+        logger.name = logger.name or name
+        loggers.append(logger)
     return loggers
 
 

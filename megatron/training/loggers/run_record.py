@@ -31,6 +31,7 @@ from megatron.config import RunConfig, format_arguments, format_config
 from megatron.core.errors import MegatronError, StorageError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range
+from megatron.core.registry import registered_scripts
 from megatron.training import LaunchEnvironment
 
 RECORD_FOLDER = "run_record"
@@ -106,6 +107,7 @@ class RunRecord:
         environment = {
             **start,
             "command": sys.argv,
+            "scripts": registered_scripts(),
             "folder": os.getcwd(),
             "processes_per_machine": launch.local_world_size,
             "machines": max(1, launch.world_size // launch.local_world_size),

@@ -29,7 +29,7 @@ from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.data_plan import SampleTargets
 from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import build_model_and_optimizer
-from megatron.training.pretrain import with_vocabulary
+from megatron.training.pretraining import with_vocabulary
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import toy_args
 from tests.harness.distributed import run_distributed

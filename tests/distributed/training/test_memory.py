@@ -26,7 +26,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import ModelAndOptimizer, build_model_and_optimizer
-from megatron.training.pretrain import with_vocabulary
+from megatron.training.pretraining import with_vocabulary
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import toy_args
 from tests.harness.distributed import run_distributed
@@ -174,7 +174,7 @@ def events_of_a_run(level: int) -> list[str]:
     with (
         patch.object(Device, "empty_cache", lambda device: events.append("empty")),
         patch.object(MegatronOptimizer, "begin_step", counted_step),
-        patch("megatron.training.pretrain.shut_down"),  # the process group is the test's
+        patch("megatron.training.pretraining.shut_down"),  # the process group is the test's
     ):
         assert pretrain_gpt.main([*MINIMAL, *words]) == 0
     return events

@@ -23,6 +23,12 @@ SAMPLE = frozenset(random.Random(12).sample(sorted(TRIALS), 8))
 LAYOUT_TOLERANCE = 1e-4
 # On this machine, or by their nature, these end the run or do nothing; the line says which.
 ANSWERED = {
+    # A script registers what these select.
+    "--callbacks": "error: --callbacks x: possible values are none; a script that registers x adds it",
+    "--loggers": "error: --loggers x: possible values are none; a script that registers x adds it",
+    "--optimizer-args": "error: --optimizer-args eps=1e-6: --optimizer adam has flags of its own",
+    "--attention": "error: --attention gated: possible values are self_attention; a script that registers gated",
+    "--loss": "error: --loss focal: possible values are cross_entropy; a script that registers focal",
     "--cuda-graph-impl": "error: --cuda-graph-impl local needs a CUDA device",
     "--enable-cuda-graph": "error: --cuda-graph-impl local needs a CUDA device",
     "--disable-bf16-reduced-precision-matmul": "--disable-bf16-reduced-precision-matmul has no effect on a CPU",

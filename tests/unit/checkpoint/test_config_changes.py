@@ -13,7 +13,7 @@ SHAPE = """
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    softmax_type
+    softmax_type attention activation_func
 """
 WEIGHTS = """
     num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights

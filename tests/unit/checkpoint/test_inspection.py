@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_lists_tensors_layout_and_configuration(run_tool: ToolRun, checkpoint: Path) -> None:
-    status, printed, _ = run_tool("inspect.py", checkpoint, "--verify")
+    status, printed, _ = run_tool("inspect.py", checkpoint, "--all", "--verify")
     assert status == 0
     source = small_source(small_common())
     weights = sum(values.numel() for name, values in source.values.items() if name.startswith("model."))
@@ -152,6 +153,24 @@ def test_inspect_lists_tensors_layout_and_configuration(run_tool: ToolRun, check
     assert [row[0] for row in rows] == sorted(source.values)
     assert ["model.embedding.word_embeddings.weight", "101x24", "float32", str(101 * 24 * 4), "1"] in rows
     assert "match their checksums" in printed
+
+
+def test_plain_inspect_fits_one_screen(run_tool: ToolRun, checkpoint: Path) -> None:
+    status, printed, _ = run_tool("inspect.py", checkpoint)
+    lines = printed.splitlines()
+    assert status == 0
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 120
+    assert "optimizer state: 104 tensors (exp_avg 52, exp_avg_sq 52)" in lines
+    assert not any(line.startswith("optimizer.") for line in lines)
+    settings = " ".join(" ".join(lines).split())
+    assert " data: mock_data=True seq_length=20 split=969, 30, 1 model: ffn_hidden_size=40 hidden_size=24 " in settings
+    assert "num_layers=4" in settings
+    assert "adam_beta1" not in settings, "a default"
+    assert "consumed_train_samples=6" in settings
+    rows = [line.split() for line in lines]
+    assert ["model.decoder.layers.*.mlp.linear_fc1.weight", "40x24", "float32", "4", str(4 * 40 * 24 * 4)] in rows
+    assert "    adam_beta1: 0.9" in run_tool("inspect.py", checkpoint, "--config")[1].splitlines()
 
 
 @pytest.mark.parametrize("saver", [write_megatron_torch, write_torch_dist])
@@ -195,8 +214,14 @@ def test_plain_inspect_reports_what_the_sizes_of_files_show(
     assert (status, error.count("\n")) == (2, 1)
     assert printed.startswith(f"checkpoint: {tmp_path / 'iter_0000004'}"), "the newest is described"
     assert str(old[0]) in error
+    saver(small_source(small_common(iteration=2)), tmp_path, 2, **sizes)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     for path in new[:2]:
         os.truncate(path, path.stat().st_size // 2)
+    error = run_tool("inspect.py", tmp_path, "--no-tensors")[2]
+    assert "; iter_0000002 is complete: --ckpt-step 2 loads it" in error
+    assert run_tool("inspect.py", tmp_path, "--ckpt-step", "2")[0] == 0
+    shutil.rmtree(tmp_path / "iter_0000002")
     status, printed, error = run_tool("inspect.py", "--load", tmp_path, "--no-tensors")
     assert (status, printed, error.count("\n")) == (2, "", 1)
     assert all(str(path) in error for path in (old[0], *new[:2]))
@@ -291,6 +316,12 @@ def test_wrong_usage_is_one_line_and_status_2(run_tool: ToolRun, tool: str, word
 def test_the_scripts_find_pythons_own_inspect(tool: str) -> None:
     result = run_command([sys.executable, TOOLS / tool, "--help"]).check()
     assert result.stdout.startswith(f"usage: {tool}")
+
+
+def test_the_converter_has_its_former_name_too(checkpoint: Path, tmp_path: Path) -> None:
+    words = "--model-type GPT --loader megatron --saver megatron --target-tensor-parallel-size 2 --load-dir"
+    done = run_command([sys.executable, TOOLS / "util.py", *words.split(), checkpoint, "--save-dir", tmp_path / "out"])
+    assert "converted to" in done.check().stdout
 
 
 @pytest.mark.full

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.formats.native import NativeSource, write_native
 from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_common
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.run_config import CheckpointConfig
+from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
@@ -138,6 +140,26 @@ def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
     load_model_weights(tmp_path, [wide], STATE, lines.append, allow_cast=True)
     for ours, theirs in zip(wide.parameters(), saved.models[0].parameters()):
         assert torch.equal(ours, theirs.float())
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_inference_needs_no_random_streams(tmp_path: Path, lines: list[str], damage: str) -> None:
+    saved = save(tmp_path, 10, lines)
+    source = NativeSource(tmp_path / "iter_0000010", with_random_streams=True)
+    folder = write_native(source, tmp_path / "split", 10, max_file_bytes=64)
+    index = read_index(folder)
+    names = {name for name in index.files if index.has_only_streams(name)}
+    assert names
+    for name in names:
+        (folder / name).unlink() if damage == "missing" else os.truncate(folder / name, 9)
+    with pytest.raises(CheckpointError, match=min(names)):
+        load(tmp_path / "split", lines)
+    assert read_common(tmp_path / "split")["config"] == CONFIG
+    model = ToyModel(STATE)
+    load_model_weights(tmp_path / "split", [model], STATE, lines.append)
+    for ours, theirs in zip(model.parameters(), saved.models[0].parameters()):
+        assert torch.equal(ours, theirs)
+    assert lines[-1].endswith("only random number streams, which are not needed here")
 
 
 def test_inference_without_a_checkpoint_is_refused(tmp_path: Path, lines: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, publication, interruption, retention, and which are known to train."""
+"""The folder of a run's checkpoints: names, publication, interruption, retention, and which are validated."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.checkpoint.checkpoint_folder import (
     iteration_folder,
     lost_tracker,
     mark_known,
+    new_iteration,
     newest_known,
     point_tracker,
     publish,
@@ -27,7 +28,7 @@ from megatron.checkpoint.checkpoint_folder import (
 )
 from megatron.checkpoint.save import recover
 from megatron.checkpoint.stored_checkpoint import open_stored
-from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -335,3 +336,14 @@ def test_the_tracker_is_pointed_back(tmp_path: Path) -> None:
     (tmp_path / TRACKER_FILE).write_text("40")
     point_tracker(tmp_path, 20)
     assert (tmp_path / TRACKER_FILE).read_text() == "20"
+
+
+def test_a_rejected_conversion_leaves_no_folder(tmp_path: Path) -> None:
+    def write() -> None:
+        with new_iteration(tmp_path, 3, "10") as folder:
+            (folder / "part").write_text("x")
+            raise ConfigurationError("the format cannot express it")
+
+    with pytest.raises(ConfigurationError):
+        write()
+    assert list(tmp_path.iterdir()) == []

@@ -165,6 +165,18 @@ MISTAKES = {
         Mistake("--lora-rank 8 --save checkpoints --ckpt-format torch_dist"),
         Mistake("--lora-rank 8 --cuda-graph-impl local --attention-dropout 0"),
         Mistake("--lora-rank 8 --decoupled-lr 1e-3"),
+        Mistake("--lora-base-quantization nf4"),
+        Mistake("--lora-rank 8 --lora-base-quantization nf4 --ffn-hidden-size 3000"),
+        Mistake(
+            "--lora-rank 8 --lora-base-quantization nf4 --num-attention-heads 8 --tensor-model-parallel-size 8",
+            processes=8,
+        ),
+        Mistake("--lora-rank 8 --lora-base-quantization nf4 --bf16 --fp8-format hybrid"),
+        Mistake(
+            "--lora-rank 8 --lora-base-quantization nf4 --cpu-offloading --cpu-offloading-num-layers 1 "
+            "--cpu-offloading-weights"
+        ),
+        Mistake("--lora-rank 8 --no-lora-double-quantization"),
     ),
     "Other trainers": (
         Mistake("--deepspeed_config ds.json"),

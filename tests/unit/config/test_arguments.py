@@ -118,6 +118,20 @@ def test_switches_negative_flags_and_aliases() -> None:
     assert config_of("--no-check-for-nan-in-loss-and-grad").ddp.check_for_nan_in_loss_and_grad is False
 
 
+@pytest.mark.parametrize(
+    ("flags", "activation"),
+    [
+        ("", "gelu_tanh"),
+        ("--disable-bias-linear", "gelu"),
+        ("--disable-bias-linear --openai-gelu", "gelu_tanh"),
+        ("--disable-bias-linear --geglu", "geglu"),
+        ("--no-bias-gelu-fusion", "gelu"),
+    ],
+)
+def test_gelu_without_biases_is_the_exact_form_as_in_megatron(flags: str, activation: str) -> None:
+    assert config_of(flags).model.activation == activation
+
+
 def test_equals_sign_and_local_rank_spellings() -> None:
     config = config_of("--seed=7 --local_rank=0")
     assert config.initialization.seed == 7
@@ -238,7 +252,8 @@ def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> Non
         "--optimizer cpu_adam is not supported yet; possible: adam, sgd, hybridadam, muon, dist_muon, lion",
     )
     assert problems_of("--optimizer adm") == (
-        "--optimizer adm: possible values are adam, sgd, hybridadam, muon, dist_muon, lion",
+        "--optimizer adm: possible values are adam, sgd, hybridadam, muon, dist_muon, lion; a script that registers "
+        "adm adds it (--script FILE)",
     )
 
 

@@ -152,8 +152,8 @@ def test_fields_are_idle_by_fields_that_flags_set() -> None:
         (
             "--log-memory-to-tensorboard",
             (
-                "--log-memory-to-tensorboard has no effect without --tensorboard-dir DIR, --wandb-project NAME or "
-                "--mlflow-experiment NAME",
+                "--log-memory-to-tensorboard has no effect without --tensorboard-dir DIR, --wandb-project NAME, "
+                "--mlflow-experiment NAME or --loggers NAME",
             ),
         ),
         ("--log-memory-to-tensorboard --wandb-project P", ()),

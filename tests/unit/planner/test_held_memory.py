@@ -111,7 +111,9 @@ def adapter_cells() -> Iterator[Cell]:
         Layout(pp=2, dp=2, sharding="optim"),
         Layout(dp=2, sharding="optim_grads"),
     )
-    return (make_cell("llama", layout, extra=(*SIZES, *ADAPTERS)) for layout in layouts)
+    quantized = (*ADAPTERS, "--lora-base-quantization", "nf4", "--kv-channels", "64")
+    yield make_cell("llama", layouts[0], extra=(*SIZES, *quantized))
+    yield from (make_cell("llama", layout, extra=(*SIZES, *ADAPTERS)) for layout in layouts)
 
 
 def norm_cells() -> Iterator[Cell]:
@@ -238,7 +240,7 @@ TABLE = (
     *rows("dense", dense_cells(), default=1, full=2),
     *rows("deferred weight gradients", deferred_weight_gradient_cells(), default=1),
     *rows("distributed optimizer instances", optimizer_instance_cells()),
-    *rows("adapters", adapter_cells(), full=3, saved_bytes_per_token=40),
+    *rows("adapters", adapter_cells(), default=1, full=3, saved_bytes_per_token=40),
     *rows("norms", norm_cells(), full=2),
     *rows("attention kinds", attention_kind_cells(), full=2),
     *rows("latent", LATENT_CELLS, default=1),

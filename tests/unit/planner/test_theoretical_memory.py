@@ -292,6 +292,21 @@ def test_experts_beside_adapters_have_no_gradients() -> None:
     assert size.experts == (0,)
 
 
+def test_quantized_weights_take_half_a_byte_and_their_scales() -> None:
+    widths = f"{ADAPTER_SMALL} --hidden-size 128 --ffn-hidden-size 256"
+    quantized_flags = "--lora-base-quantization nf4 --no-lora-double-quantization"
+    configs = [
+        with_known_vocabulary(resolve_arguments(f"{widths} {more}".split(), 1).config) for more in (quantized_flags, "")
+    ]
+    (quantized,), (plain,) = (model_size(config).weight_bytes for config in configs)
+    in_linears = 3 * (4 * 128 * 128 + 2 * 128 * 256)
+    assert plain - quantized == in_linears * 2 - (in_linears // 2 + in_linears // 64 * 4)
+    of_state, more = (theoretical_memory(config).weights_and_optimizer for config in configs)
+    assert more - of_state == plain - quantized
+    ours, theirs = (predict(Plan.of(config), NATIVE, H100).stages[0].weights for config in configs)
+    assert theirs - ours == plain - quantized
+
+
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 12, "moe_layer_freq": "([0]+[1])"}
 SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
 

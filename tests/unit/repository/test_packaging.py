@@ -57,7 +57,7 @@ def test_all_is_every_extra_but_those_with_a_service_or_a_device() -> None:
     metadata = project_metadata()
     (everything,) = map(Requirement, metadata["optional-dependencies"]["all"])
     assert everything.name == metadata["name"]
-    others = {"all", "dev", "docs", "gpu", "kernels", "loggers", "object-storage"}
+    others = {"all", "dev", "docs", "gpu", "kernels", "loggers", "object-storage", "qlora"}
     assert everything.extras | others == set(metadata["optional-dependencies"])
     pinned = {requirement.name: requirement.specifier for requirement in pinned_requirements("dev")}
     for extra in everything.extras:
@@ -83,6 +83,7 @@ def test_nothing_imported_at_run_time_is_undeclared() -> None:
     declared = {Requirement(text).name for text in project_metadata()["dependencies"]}
     for extra in (
         "gpu",
+        "qlora",
         "kernels",
         "tokenizers-extra",
         "preprocessing",

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 import pretrain_gpt
-from megatron.core.errors import TrainingError
+from megatron.core import registry
+from megatron.core.errors import ConfigurationError, TrainingError
+from megatron.training import register_callback
 from megatron.training.callbacks.callback import Callback, Callbacks
+from megatron.training.callbacks.configured import registered_callbacks
 from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
 from megatron.training.loggers.log_lines import StepReport
 from megatron.training.preflight import prepare_data_or_exit
-from megatron.training.pretrain import pretrain
+from megatron.training.pretraining import pretrain_from_config
 from tests.harness.distributed import run_distributed
 from tests.unit.config.command_lines import MINIMAL
 
@@ -62,8 +67,8 @@ def run_with(callbacks: list[Callback], *words: str) -> int:
     config = parse_arguments_or_exit([*MINIMAL, *words], launch.world_size, launch.rank)
     tokenizer = prepare_data_or_exit(config, launch, pretrain_gpt.provide_datasets)
     own = (pretrain_gpt.provide_model, pretrain_gpt.provide_datasets, pretrain_gpt.forward_step)
-    with patch("megatron.training.pretrain.shut_down"):  # the process group is the test's
-        return pretrain(config, launch, tokenizer, *own, callbacks=callbacks)
+    with patch("megatron.training.pretraining.shut_down"):  # the process group is the test's
+        return pretrain_from_config(config, launch, tokenizer, *own, callbacks=callbacks)
 
 
 def watched_run(folder: str) -> list[tuple[str, int]]:
@@ -113,3 +118,12 @@ def test_a_callback_that_fails_ends_the_run() -> None:
 
 def test_several_callbacks_are_called_at_every_moment() -> None:
     assert [name for name, value in vars(Callbacks).items() if inspect.isfunction(value)][1:] == MOMENTS
+
+
+def test_a_registered_function_must_return_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_callback("watching", Watching)
+    register_callback("wrong", lambda: "x")  # type: ignore[arg-type, return-value]
+    assert [type(callback) for callback in registered_callbacks(("watching", "watching"))] == [Watching, Watching]
+    with pytest.raises(ConfigurationError, match="callback wrong is str, not a subclass of"):
+        registered_callbacks(("wrong",))

@@ -127,6 +127,7 @@ class Loop:
             step_timers=Timers(),
             action_clock=lambda actions: None,
             log_interval=LogInterval(config.logging.log_interval, config.train_iters, config.train_iters),
+            last_iteration=config.train_iters,
         )
         monkeypatch.setattr(training, "TrainingStep", self.make_step)
         for module in (training, callback):

@@ -27,8 +27,9 @@ _UNSUPPORTED_OUTPUTS = ("output_attentions", "output_hidden_states", "output_rou
 class ParallelModel:
     """Connection of a transformers model to the worker processes that compute its forward pass.
 
-    The methods of the model that change are attributes of the instance. `release` removes them and ends the processes;
-    the model is then as it was before. The model does not need this object, which lives as long as the model.
+    The methods of the model that change are attributes of the instance. `release` removes them and ends the processes.
+    The model is then as it was before, except that another call of ``deparallelize`` does nothing. The model does not
+    need this object, which lives as long as the model.
     """
 
     def __init__(self, model: Any, pool: WorkerPool) -> None:
@@ -48,7 +49,8 @@ class ParallelModel:
             "_apply": self._apply,
             **{name: self._reader_of(value) for name, value in _MEMORY_METHODS.items()},
         }
-        self._former = {name: vars(model)[name] for name in methods if name in vars(model)}
+        former = {name: vars(model)[name] for name in methods if name in vars(model)}
+        self._former = {name: method for name, method in former.items() if method is not _stay_plain}
         for name, method in methods.items():
             setattr(model, name, _with_signature(method, getattr(model, name, None)))
         self._names = tuple(methods)
@@ -67,6 +69,7 @@ class ParallelModel:
             for name in self._names:
                 vars(model).pop(name, None)
             vars(model).update(self._former)
+            model.deparallelize = _stay_plain
             model.train(self._was_training)
             self.pool.close()
 
@@ -162,6 +165,15 @@ class ParallelModel:
             return {reply.values["device"]: reply.values[value] for reply in replies}
 
         return read
+
+
+def _stay_plain() -> None:
+    """Do nothing: the model is not parallel any more."""
+
+
+def is_parallel(model: Any) -> bool:
+    """Return whether processes compute the forward pass of a transformers model."""
+    return vars(model).get("deparallelize", _stay_plain) is not _stay_plain
 
 
 def _is_absent(device: str | int | torch.device) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import load_model_from
-from megatron.checkpoint.formats.huggingface.parallel_model import ParallelModel
+from megatron.checkpoint.formats.huggingface.hub import HubModel, fetch_model, fetch_on_every_node, find_hub_model
+from megatron.checkpoint.formats.huggingface.parallel_model import ParallelModel, is_parallel
 from megatron.checkpoint.formats.huggingface.settings import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -21,6 +24,7 @@ from megatron.checkpoint.formats.huggingface.settings import (
 )
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, LoadedModel, LoadedModelSource
 from megatron.checkpoint.formats.huggingface.worker_pool import WorkerPool, memory_of, memory_report
+from megatron.core.console import print_line
 from megatron.core.device import Device, num_cuda_devices, select_device
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -159,8 +163,9 @@ def parallelize(
     do. ``verbose`` prints the memory of each process: "simple" or True in one line, "detail" with torch's summary. The
     processes meet in a file, or at ``master_addr`` and ``master_port`` if a port is given.
 
-    ``model`` may also be a folder. With ``num_gpus`` of 2 or more, the result is then a `SpawnedModel`, otherwise the
-    native model in this process.
+    ``model`` may also be a folder, or a model of the Hugging Face Hub (``org/name`` or ``org/name@revision``), which is
+    downloaded unless it is in the Hub's cache. With ``num_gpus`` of 2 or more, the result is then a `SpawnedModel`,
+    otherwise the native model in this process.
 
     Under torchrun, or with ``state``, each process loads its shard of either kind of model, and the result is the
     native model. torchrun's process group is initialized if necessary, and with ``state`` the model is sharded over its
@@ -170,7 +175,7 @@ def parallelize(
     ``fp16`` is short for ``params_dtype="float16"``. Without either the model keeps its own precision.
 
     Raises:
-        CheckpointError: the folder is not a model folder, or a file is damaged.
+        CheckpointError: the folder is not a model folder, a file is damaged, or the Hub does not provide the model.
         ConfigurationError: the model is not supported, cannot be sharded over this number of processes, or is parallel
             already; the number differs from ``num_gpus``; or arguments contradict each other.
         MegatronError: a started process failed.
@@ -187,11 +192,14 @@ def parallelize(
     if verbose not in (None, False, True, "simple", "detail"):
         raise ConfigurationError(f'verbose={verbose!r} is not "simple", "detail", True or None')
     dtype = "float16" if fp16 else params_dtype
+    hub_model = find_hub_model(str(model)) if isinstance(model, str | Path) else None
     if state is None and not dist.is_initialized() and not dist.is_torchelastic_launched():
         master = None if master_port is None else (master_addr, master_port)
         if isinstance(model, LoadedModel):
             num_gpus = num_gpus or num_cuda_devices() or 1
         if num_gpus is not None and (num_gpus > 1 or isinstance(model, LoadedModel)):
+            if hub_model is not None:
+                model = fetch_model(hub_model, _say)
             parallel = _start_processes(model, num_gpus, dtype, master)
             if verbose:
                 replies = parallel.pool.ask({"kind": "memory", "detailed": verbose == "detail"})
@@ -205,6 +213,8 @@ def parallelize(
         _check_world_size(num_gpus, world_size)
         state = create_parallel_state(ParallelSizes(tp=world_size))
     _check_world_size(num_gpus, state.world_size)
+    if hub_model is not None:
+        model = _fetch_on_every_node(hub_model)
     native = load_hugging_face_model(model, state, device, dtype)
     if verbose:
         print(memory_report([memory_of(device, state.rank, verbose == "detail")]), flush=True)
@@ -214,7 +224,7 @@ def parallelize(
 def _start_processes(
     model: str | Path | LoadedModel, num_gpus: int, params_dtype: str | None, master: tuple[str, int] | None
 ) -> ParallelModel | SpawnedModel:
-    if "deparallelize" in getattr(model, "__dict__", ()):
+    if isinstance(model, LoadedModel) and is_parallel(model):
         raise ConfigurationError("the model is parallel already; call model.deparallelize() first")
     if 0 < (num_devices := num_cuda_devices()) < num_gpus:
         raise ConfigurationError(
@@ -226,6 +236,30 @@ def _start_processes(
     if isinstance(model, str | Path):
         return SpawnedModel(model, num_gpus, params_dtype, master)
     return ParallelModel(model, WorkerPool(model, num_gpus, params_dtype, master))
+
+
+def _fetch_on_every_node(model: HubModel) -> Path:
+    """Return the folder of a model from the Hub, which one rank of each node downloads."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return fetch_model(model, _say)
+    # Every call has its own keys.
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"parallelize/{next(_calls)}", default)  # type: ignore[attr-defined]
+    return fetch_on_every_node(
+        model,
+        lambda chosen: fetch_model(chosen, _say if dist.get_rank() == 0 else lambda line: None),
+        store,
+        rank=dist.get_rank(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=dist.get_world_size(),
+    )
+
+
+_calls = itertools.count()
+
+
+def _say(line: str) -> None:
+    print_line(line, sys.stderr)
 
 
 def _check_world_size(num_gpus: int | None, world_size: int) -> None:

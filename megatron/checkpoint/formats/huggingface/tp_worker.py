@@ -1,7 +1,8 @@
 """Worker process of a tensor-parallel model started by a plain Python program.
 
 Requests are JSON lines on standard input, sent to every rank. Every rank replies with one JSON line and the
-``num_bytes`` bytes that it names. The first reply reports that the rank is ready.
+``num_bytes`` bytes that it names. The first reply reports that the rank is ready. Lines with a ``phase`` before it say
+what the rank does.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from megatron.checkpoint.formats.huggingface.parallelize import load_hugging_face_model
 from megatron.checkpoint.formats.huggingface.worker_pool import memory_of
 from megatron.core.device import select_device
-from megatron.core.errors import InputError
+from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference import (
     BeamConfig,
     CachedForward,
@@ -51,7 +53,8 @@ def main(text: str) -> int:
     # program may hold the pipe.
     threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
     try:
-        worker = TensorParallelWorker(job)
+        worker = TensorParallelWorker(job, lambda phase: _reply(output, {"phase": phase}))
+        _reply(output, {"phase": "to compute"})
         _reply(output, {})
         for line in sys.stdin:
             try:
@@ -90,30 +93,60 @@ def _end_with(parent: int) -> None:
     os._exit(_FAILED)
 
 
+def _open_store(job: Mapping[str, Any]) -> Any:
+    """Return the store in which the ranks meet. Ranks that reach the store of another program do not disturb it.
+
+    Raises:
+        ConfigurationError: another program uses the port.
+    """
+    url = urlsplit(job["meeting"])
+    store: Any
+    if url.scheme == "file":
+        store = dist.FileStore(job["meeting"].removeprefix("file://"), job["size"])  # type: ignore[attr-defined]
+    else:
+        assert url.hostname is not None
+        assert url.port is not None
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                url.hostname, url.port, job["size"], is_master=job["rank"] == 0, wait_for_workers=False
+            )
+        except dist.DistNetworkError as error:
+            raise ConfigurationError(
+                f"master_port={url.port}: the processes cannot meet at {url.hostname}:{url.port} "
+                f"({str(error).splitlines()[0]}); use a free port, or omit it"
+            ) from error
+    return dist.PrefixStore(job["run"], store)  # type: ignore[attr-defined]
+
+
 class TensorParallelWorker:
     """This rank's shard of a model, and its answers to requests.
+
+    ``begin`` is called with the name of each phase of the start.
 
     Raises:
         InputError: the shard cannot be loaded.
     """
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, job: Mapping[str, Any], begin: Callable[[str], None]) -> None:
         rank, size = job["rank"], job["size"]
         self.rank = rank
         self.device = select_device(rank)
         self.device.make_current()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        begin(f"to meet the others at {job['meeting']}")
         dist.init_process_group(
             self.device.default_backend,
-            init_method=job["meeting"],
+            store=_open_store(job),
             rank=rank,
             world_size=size,
             device_id=self.device.torch_device if self.device.is_cuda else None,
         )
         state = create_parallel_state(ParallelSizes(tp=size))
+        begin("to load its shard")
         model = load_hugging_face_model(job["folder"], state, self.device, job["dtype"])
         self.engine = InferenceEngine(model, state)
         self.forward = CachedForward(model)
+        begin("to wait until the others have loaded theirs")
         dist.barrier()  # the folder may be removed after the first reply
 
     def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:

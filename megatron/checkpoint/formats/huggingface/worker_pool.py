@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import IO, Any
 
 from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
 from megatron.checkpoint.formats.huggingface.source import LoadedModel, LoadedModelSource
+from megatron.core.console import SIGN_OF_LIFE_S, format_duration, print_line
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError, MegatronError
 
@@ -28,6 +30,7 @@ _WORKER = f"{__package__}.tp_worker"
 _TIME_TO_END_S = 10.0
 _TIME_TO_DIE_S = 1.0
 _LOOK_EVERY_S = 0.05
+_STARTING = "to import torch"
 ENDED = "the model's processes have ended; call parallelize again"
 
 
@@ -59,6 +62,7 @@ class WorkerPool:
         master: tuple[str, int] | None = None,
     ) -> None:
         self._replies: dict[int, Reply] = {}
+        self._phases = [_STARTING] * num_processes
         self._is_waiting = False
         self._workers: list[subprocess.Popen[bytes]] = []
         with tempfile.TemporaryDirectory(prefix="parallelize-") as place:
@@ -69,6 +73,7 @@ class WorkerPool:
                 write_hugging_face(LoadedModelSource(model), folder)
             meeting = f"file://{place}/meeting" if master is None else f"tcp://{master[0]}:{master[1]}"
             job = {"folder": str(folder), "meeting": meeting, "size": num_processes, "dtype": params_dtype}
+            job["run"] = uuid.uuid4().hex
             try:
                 for rank in range(num_processes):
                     self._workers.append(_start(job | {"rank": rank, "parent": os.getpid()}))
@@ -122,10 +127,15 @@ class WorkerPool:
             raise
 
     def _collect(self) -> list[Reply]:
-        """Wait until every rank has replied, or a process has failed."""
+        """Wait until every rank has replied, or a process has failed; say every 10 s for what."""
         ranks = {_pipe(worker.stdout).fileno(): rank for rank, worker in enumerate(self._workers)}
+        since = time.monotonic()
+        told = since
         while len(self._replies) < len(ranks):
-            ready, _, _ = select.select(list(ranks), [], [])
+            ready, _, _ = select.select(list(ranks), [], [], max(told + SIGN_OF_LIFE_S - time.monotonic(), 0.0))
+            if not ready:
+                told = time.monotonic()
+                print_line(f"parallelize: {self._describe_wait(told - since)}", sys.stderr)
             ended = []
             for output in ready:
                 read = os.read(output, 1 << 20)
@@ -147,17 +157,31 @@ class WorkerPool:
         return replies
 
     def _take_reply(self, rank: int, unread: bytearray) -> bool:
-        """Move a whole reply from the bytes that a rank has written to the replies."""
-        end = unread.find(b"\n") + 1
-        if end == 0:
-            return False
-        values = json.loads(unread[:end])
+        """Move a whole reply from the bytes that a rank has written to the replies, and note what it starts to do."""
+        while True:
+            end = unread.find(b"\n") + 1
+            if end == 0:
+                return False
+            values = json.loads(unread[:end])
+            if "phase" not in values:
+                break
+            self._phases[rank] = values["phase"]
+            del unread[:end]
         whole = end + values["num_bytes"]
         if len(unread) < whole:
             return False
         self._replies[rank] = Reply(values, bytes(unread[end:whole]))
         del unread[:whole]
         return True
+
+    def _describe_wait(self, seconds: float) -> str:
+        """Return what the processes that have not replied do, and for how long this program has waited for them."""
+        waited = [
+            f"{self._name(rank)} (pid {worker.pid}) {self._phases[rank]}"
+            for rank, worker in enumerate(self._workers)
+            if rank not in self._replies
+        ]
+        return f"waiting for {', '.join(waited)}; {format_duration(seconds)}"
 
     def _describe_failure(self, rank: int, failure: str) -> str:
         """Describe a rank's failure, or its cause: a killed process, whose end may be seen after the failure."""
@@ -202,7 +226,11 @@ def _start(job: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         f"sys.path.insert(0, {str(_PROJECT)!r}); from {_WORKER} import main; sys.exit(main(sys.argv[1]))"
     )
     command = [sys.executable, "-c", program, json.dumps(job)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    environment = dict(os.environ)
+    if sys.platform == "linux":
+        # All processes are on this node. By default gloo looks up its name for every group, which can take minutes.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
 def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -146,7 +146,7 @@ class SourceCheckpoint:
         if tensor.name in self.streams:
             return tensor.data.copy_(self.streams[tensor.name]).nbytes
         num_bytes = 0
-        with torch.no_grad():
+        with torch.no_grad(), tensor.opened():
             for shard in tensor.shards:
                 values = self.source.read(tensor.name, shard.global_box)
                 tensor.data[shard.local_box.slices].copy_(values)

@@ -10,18 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron.checkpoint import BACKEND_FILE, COMMON_FILE, METADATA_FILE, CheckpointSource, is_torch_dist, new_iteration
 from megatron.checkpoint.formats.megatron.arguments import TRUE_VOCAB_SIZE, plain_arguments
@@ -56,6 +47,9 @@ from megatron.core.object_store import local_copy
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box, split_box
 from megatron.core.tokenizers import TOKENIZER_FOLDER
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 @dataclass(frozen=True)
@@ -177,6 +171,17 @@ def build_metadata(written: Sequence[WrittenEntry]) -> Metadata:
     Raises:
         CheckpointError: chunks of a tensor are missing, or have different shapes or dtypes.
     """
+    # Imported here, because it takes half a second of processor time, and most runs do not write this format.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     described: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for entry in written:

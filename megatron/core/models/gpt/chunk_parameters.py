@@ -32,7 +32,8 @@ class ChunkParameter:
     between the embeddings and the output layer. ``is_expert`` means that it is replicated over the expert-data-parallel
     group instead of the data-parallel group. ``reads`` and ``writes`` are the numbers of elements that a matrix reads
     and writes on this rank per token of the tensor-parallel group, 0 for other parameters. ``name`` is the parameter's
-    name within its layer, or in the model if it is outside of the layers.
+    name within its layer, or in the model if it is outside of the layers. ``quantized_bytes`` are the bytes of its
+    codes and scales if it is quantized.
     """
 
     size: int
@@ -46,6 +47,11 @@ class ChunkParameter:
     reads: int = field(default=0, compare=False)
     writes: int = field(default=0, compare=False)
     name: str = field(default="", compare=False)
+    quantized_bytes: int | None = None
+
+    def num_bytes(self, element: int) -> int:
+        """Return the bytes of its values; ``element`` is the number of bytes of the model's dtype."""
+        return self.size * element if self.quantized_bytes is None else self.quantized_bytes
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _LayerParameters:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import is_orthogonalized
     from megatron.core.parallel_state import ExpertGroups, describe_parallel_state
-    from megatron.core.sharding import spec_of
+    from megatron.core.sharding import held_of, quantized_of, spec_of
     from megatron.core.tensor_parallel import RngStreams
 
     sizes = model.parallel_sizes
@@ -177,6 +183,9 @@ def _build(model: GPTConfig, contents: StageContents) -> _LayerParameters:
                 is_expert=spec.is_expert,
                 reads=reads,
                 writes=writes,
+                quantized_bytes=None
+                if quantized_of(parameter) is None
+                else sum(held.nbytes for _, held in held_of(parameter)),
             )
         (front if name.startswith("embedding.") else back).append((described, labels[id(parameter)]))
     return _LayerParameters(

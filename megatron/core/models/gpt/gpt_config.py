@@ -80,6 +80,9 @@ class GPTConfig(DecoderConfig, in_args=True):
     """Soft-cap the output logits at this value with tanh."""
     embedding_init_method_std: float | None = flag(None, role="run", bounds=NOT_NEGATIVE, in_args=False)
     """Standard deviation of initial word and position embeddings; by default --init-method-std."""
+    loss: str = flag("cross_entropy", choices=("cross_entropy",), registry="loss", role="recipe", in_args=False)
+    """Loss per token in training: the cross-entropy, or one that a script registered. Evaluation reports the
+    cross-entropy."""
     z_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, in_args=False)
     """Coefficient of the z-loss of output logits, the mean squared log-sum-exp, added to the trained loss. For routers:
     --moe-z-loss-coeff."""
@@ -164,7 +167,8 @@ _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
 
 def flags_without_argument(model: GPTConfig) -> list[str]:
     """Return the flags, as typed, of settings that the ``args`` in Megatron's files cannot describe."""
-    specs = (spec for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY and spec.options.cli)
+    all_specs = (spec for spec in field_specs(GPTConfig) if spec.options.cli)
+    specs = (spec for spec in all_specs if spec.options.role in IDENTITY or spec.options.registry is not None)
     held: Collection[str] = ()
     if model.mla.multi_latent_attention:
         held = _OF_LATENT

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.core.collectives import all_reduce
+from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import gradient_uses_of, set_gradient_uses
@@ -22,10 +24,12 @@ from megatron.core.ops import CAUSAL, AttentionPattern, DropoutKeys, DropoutSamp
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
+from megatron.core.registry import find_registered
 from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel import (
     ColumnShardedLinear,
     InputRegion,
+    LossInputs,
     RngStreams,
     VocabShardedEmbedding,
     embedding_lookup,
@@ -33,7 +37,6 @@ from megatron.core.tensor_parallel import (
     make_parameter,
     replicated_spec,
     tensor_parallel_linear,
-    vocab_parallel_losses_and_normalizers,
     vocab_sharded_cross_entropy,
 )
 from megatron.core.transformer import (
@@ -50,6 +53,7 @@ from megatron.core.transformer import (
     further_losses,
     keys_of_rank,
     mtp_targets,
+    quantize_base,
     require_keys,
     yarn_frequencies,
 )
@@ -220,6 +224,9 @@ class GPTModel(Model):
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
         experts = experts or ExpertGroups.like_dense(tp, self.cp)
         made = free_storage if fills_later else _keep_memory
+        if config.lora_base_quantization is not None:
+            # At most one layer is ever in full precision.
+            made = partial(quantize_base, config=config)
         made(self)
         self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp, experts, made)
         self.mtp: MultiTokenPrediction | None = None
@@ -361,11 +368,30 @@ class GPTModel(Model):
         """
         logits = self._logits(hidden, self._logits_memory)
         vocab_size, coefficient = self.config.vocab_size, self.config.z_loss_coeff
-        if losses is None or not coefficient:
+        is_own = self.config.loss != "cross_entropy"
+        if losses is None or not (coefficient or is_own):
             return vocab_sharded_cross_entropy(logits, labels.t(), vocab_size, self.tp).t()
-        per_token, log_normalizers = vocab_parallel_losses_and_normalizers(logits, labels.t(), vocab_size, self.tp)
-        losses.append(logit_z_loss(log_normalizers.t()[:num_own], loss_mask, coefficient, self.cp))
+        inputs = LossInputs(logits, labels.t(), vocab_size, self.tp)
+        per_token = self._registered_loss(inputs) if is_own else inputs.cross_entropy()
+        if coefficient:
+            losses.append(logit_z_loss(inputs.log_normalizers().t()[:num_own], loss_mask, coefficient, self.cp))
         return per_token.t()
+
+    def _registered_loss(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of every token by the registered function. Shapes: ``-> [s, b]``.
+
+        Raises:
+            ConfigurationError: the function returns anything but a loss per token.
+        """
+        name = self.config.loss
+        per_token = find_registered("loss", name).value(inputs)
+        if not isinstance(per_token, torch.Tensor) or per_token.shape != inputs.labels.shape:
+            found = list(per_token.shape) if isinstance(per_token, torch.Tensor) else type(per_token).__name__
+            raise ConfigurationError(
+                f"--loss {name} returned {found}; a loss per token of shape {list(inputs.labels.shape)}, [s, b], is "
+                "expected"
+            )
+        return per_token
 
     def _dropout(self, samples: DropoutSamples | None, first: torch.Tensor) -> DropoutKeys | None:
         """Return the dropout keys of a chunk whose first input is ``first: [s, b, …]``, or None without dropout."""

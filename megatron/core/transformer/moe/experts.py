@@ -30,7 +30,7 @@ from megatron.core.ops import (
 )
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
-from megatron.core.sharding import Box, ParamSpec, Shard
+from megatron.core.sharding import Box, ParamSpec, Shard, quantized_of
 from megatron.core.tensor_parallel import make_parameter, saved_as_inputs
 from megatron.core.transformer import DecoderConfig, activation_of
 
@@ -46,11 +46,14 @@ class _GroupedLinear(torch.autograd.Function):
         adds_bias: bool,
         library: str,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        # A quantized weight is dequantized again in the backward pass.
+        ctx.quantized = quantized_of(weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.quantized is None else None)
         ctx.counts, ctx.product_library = counts, library
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
+        weight = weight if ctx.quantized is None else ctx.quantized.dense()
         output = grouped_product(x, weight, counts, library)
         if bias is not None and adds_bias:
             for group, of_group in zip(output.split_with_sizes(counts), bias):
@@ -63,6 +66,8 @@ class _GroupedLinear(torch.autograd.Function):
         counts, library = ctx.counts, ctx.product_library
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         grad = grad.contiguous()
+        if ctx.quantized is not None and needs_x_grad:
+            weight = ctx.quantized.dense()
         x_grad = grouped_product(grad, weight.transpose(1, 2), counts, library) if needs_x_grad else None
         weight_grad = None
         if needs_weight_grad and ctx.main_grad is not None:

@@ -276,8 +276,8 @@ class AllGatherDispatcher(TokenDispatcher):
         """Return the weighted sum of the outputs of each token's experts."""
         meanwhile()
         group = self.groups.model
-        x, weights = (gather_from_sequence_parallel_region(tensor, group) for tensor in (x, routing.weights))
-        targets = gather_from_sequence_parallel_region(routing.indices, group) - self.groups.rank * self.num_local
+        x, weights = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (x, routing.weights))
+        targets = gather_from_sequence_parallel_region(routing.indices, group=group) - self.groups.rank * self.num_local
         targets = targets.masked_fill((targets < 0) | (targets >= self.num_local), self.num_local)
         ordered = sort_choices(targets, self.num_local)
         counts = RowCounts(ordered.counts.tolist(), ordered.counts)

@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel.sharded_layers import ColumnShardedLinear, Ro
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import Fragment, fragments, named_values, reassemble, tensor_parallel_group
 
-MAPPINGS: dict[str, Callable[[torch.Tensor, Group], torch.Tensor]] = {
-    "reduce": lambda tensor, tp: mappings.reduce_from_tensor_model_parallel_region(tensor.contiguous(), tp),
+MAPPINGS: dict[str, Callable[..., torch.Tensor]] = {
+    "reduce": lambda tensor, group: mappings.reduce_from_tensor_model_parallel_region(tensor.contiguous(), group),
     "copy": mappings.copy_to_tensor_model_parallel_region,
     "scatter": mappings.scatter_to_tensor_model_parallel_region,
     "gather": mappings.gather_from_tensor_model_parallel_region,
@@ -44,7 +44,7 @@ def forward_and_backward() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         x = values(tp.rank, (6, 2, 9), seed=1).requires_grad_()
         # A transposed view, but where the sum is written in place: no collective may take its memory for the tensor.
         entering = x.clone() if name == "reduce" else x.transpose(0, 2).contiguous().transpose(0, 2)
-        output = mapping(entering, tp)
+        output = mapping(entering, group=tp)
         output.backward(values(tp.rank, tuple(output.shape), seed=2))
         assert x.grad is not None
         results[name] = (output.detach().clone(), x.grad)

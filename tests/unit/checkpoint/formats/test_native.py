@@ -77,6 +77,28 @@ def test_what_a_run_saves_without_its_random_streams(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_lost_file_of_random_streams_matters_only_to_a_run(tmp_path: Path) -> None:
+    tensors = {"model.w": torch.ones(3), "rng.pp0.dp0.cp0.tp0.a": torch.zeros(64)}
+    folder = write_native(MemorySource(tensors), tmp_path, 7, max_file_bytes=100)
+    index = read_index(folder)
+    (name,) = {shard.file for shard in index.tensors["rng.pp0.dp0.cp0.tp0.a"].shards}
+    (folder / name).unlink()
+    for with_streams in (False, True):
+        with pytest.raises(DamagedCheckpointError, match=name):
+            NativeSource(folder, with_random_streams=with_streams)
+        source = NativeSource(folder, with_random_streams=with_streams, needs_streams=False)
+        assert list(source.tensors) == ["model.w"]
+        assert source.lost_streams == (
+            f"WARNING: {folder} lacks {name}, or it is damaged; it holds only random number streams, which are not "
+            "needed here"
+        )
+        source.close()
+    (weights,) = {shard.file for shard in index.tensors["model.w"].shards}
+    (folder / weights).unlink()
+    with pytest.raises(DamagedCheckpointError, match=weights):
+        NativeSource(folder, needs_streams=False)
+
+
 def test_the_writer_reads_each_tensor_once_and_says_where_it_lies(tmp_path: Path) -> None:
     source = MemorySource(sample_tensors())
     folder = write_native(source, tmp_path, "release", max_file_bytes=100)

@@ -11,14 +11,22 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core import registry
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer import inner_optimizer
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer, examine_rule, is_decayed
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import GroupOverride, OptimizerConfig, parse_override
+from megatron.core.optimizer.optimizer_config import (
+    GroupOverride,
+    OptimizerConfig,
+    parse_optimizer_args,
+    parse_override,
+    state_bytes,
+)
 from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards
+from megatron.training import register_optimizer
 from tests.unit.core.optimizer.test_optimizer import assert_same_parameters, build, oracle, train_step
 
 
@@ -329,3 +337,65 @@ def test_a_rule_that_is_not_elementwise_needs_whole_parameters(use: Any) -> None
         build(torch.bfloat16, optimizer=name, use_precision_aware_optimizer=True)
     with pytest.raises(ConfigurationError, match="a rank has only a shard of"):
         build(torch.float32, optimizer=name, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+
+
+class Halving(torch.optim.Optimizer):
+    """Halve the weights, and count in a tensor of half their number."""
+
+    def __init__(self, params: Any, lr: float, power: int = 1, betas: tuple[float, ...] = ()) -> None:
+        super().__init__(params, {"lr": lr, "power": power, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5 ** group["power"])
+                self.state[parameter]["seen"] = torch.zeros(parameter.numel() // 2)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_optimizer("halving", Halving)
+    register_optimizer("declared", Halving, state_bytes=6)
+    register_optimizer("nothing", lambda params, lr: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_registered_optimizer_gets_its_arguments(registered: None) -> None:
+    config = OptimizerConfig(optimizer="halving", optimizer_args=("power=3", "betas=(0.5,0.9)"))
+    weights = torch.ones(4)
+    inner = InnerOptimizer(config, [([weights], 1.0)])
+    weights.grad = torch.ones(4)
+    inner.step([weights], 1.0)
+    assert weights.tolist() == [0.125] * 4
+    assert inner.rule.defaults["betas"] == (0.5, 0.9)
+    assert inner.names_of_state(weights) == ["seen"]
+
+
+def test_the_state_of_a_registered_optimizer_is_measured_or_declared(registered: None) -> None:
+    assert state_bytes(OptimizerConfig(optimizer="halving")) == 2
+    assert state_bytes(OptimizerConfig(optimizer="halving", params_dtype="bfloat16")) == 4 + 2
+    assert state_bytes(OptimizerConfig(optimizer="declared")) == 6
+    with pytest.raises(ConfigurationError, match="--optimizer nothing: the trial step that measures its state fails"):
+        state_bytes(OptimizerConfig(optimizer="nothing"))
+    with pytest.raises(ConfigurationError, match="the registered function returned NoneType, not a"):
+        examine_rule(OptimizerConfig(optimizer="nothing"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("eps",), "eps is not NAME=VALUE"),
+        (("lr=1",), r"lr is set by the run \(--lr, --weight-decay\)"),
+        (("a=1", "a=2"), "a is repeated"),
+    ],
+)
+def test_arguments_of_an_optimizer_that_cannot_be_read_are_rejected(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_optimizer_args(words)
+    assert parse_optimizer_args(("a=1e-3", "b=None", "c=text", "d=(1,2)")) == {
+        "a": 1e-3,
+        "b": None,
+        "c": "text",
+        "d": (1, 2),
+    }

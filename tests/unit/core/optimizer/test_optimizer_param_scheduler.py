@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.formats.megatron.common_state import schedule_state, stored_schedule
+from megatron.core import registry
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
@@ -21,6 +22,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     reconcile_schedules,
     weight_decay,
 )
+from megatron.training import register_lr_schedule
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
@@ -265,3 +267,29 @@ def test_the_optimizer_has_the_values_of_a_loaded_schedule() -> None:
     first.step(40)
     OptimizerParamScheduler(recorder, config).load_state_dict(first.state_dict())
     assert [rate for rate, _ in recorder.values] == pytest.approx([1.0, 0.6])
+
+
+def test_a_registered_schedule_has_the_remaining_fraction_of_the_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_lr_schedule("square", lambda elapsed: (1.0 - elapsed) ** 2)
+    config = ScheduleConfig(max_lr=1.0, min_lr=0.2, lr_warmup_steps=10, lr_decay_steps=110, lr_decay_style="square")
+    rates = [learning_rate(config, num_samples) for num_samples in (0, 5, 10, 60, 110, 200)]
+    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.4, 0.2, 0.2])
+    decaying = ScheduleConfig(
+        max_lr=1.0, lr_decay_steps=100, wsd_decay_steps=50, lr_decay_style="WSD", lr_wsd_decay_style="square"
+    )
+    assert [learning_rate(decaying, num_samples) for num_samples in (25, 75)] == pytest.approx([1.0, 0.25])
+    with pytest.raises(ConfigurationError, match="learning-rate schedule square is already registered"):
+        register_lr_schedule("square", lambda elapsed: 0.0)
+    with pytest.raises(ConfigurationError, match="learning-rate schedule cosine is built in"):
+        register_lr_schedule("cosine", lambda elapsed: 0.0)
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    with pytest.raises(ConfigurationError, match="square is unknown; possible values: constant, inverse"):
+        ScheduleConfig(max_lr=1.0, lr_decay_style="square")
+
+
+def test_a_registered_schedule_without_a_finite_value_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_lr_schedule("endless", lambda elapsed: float("inf"))
+    with pytest.raises(ConfigurationError, match="schedule endless: its value at 0"):
+        learning_rate(ScheduleConfig(max_lr=1.0, lr_decay_steps=100, lr_decay_style="endless"), 50)

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_config import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import spec_of
+from megatron.core.sharding import held_of, quantized_of, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -105,3 +105,74 @@ def test_names_and_what_is_wrong_with_them() -> None:
         ValueError, match=r"the adapter of linear_fc1 already covers gate_proj up_proj; omit one of them$"
     ):
         adapted_parts(("up_proj", "linear_fc1", "gate_proj"), is_gated=True)
+
+
+WHOLE_BLOCKS: dict[str, Any] = {"hidden_size": 128, "kv_channels": 32, "ffn_hidden_size": 192}
+WHOLE_BLOCKS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def test_quantized_base_weights_give_the_gradients_of_their_dequantized_values() -> None:
+    model = make_model(**WHOLE_BLOCKS, lora_base_quantization="nf4")
+    dense = make_model(**WHOLE_BLOCKS)
+    own, theirs = ({spec_of(p).name: p for p in each.parameters()} for each in (model, dense))
+    assert own.keys() == theirs.keys()
+    linears = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+    quantized = {name for name, parameter in own.items() if quantized_of(parameter) is not None}
+    assert quantized == {name for name in own if name.endswith(linears)}
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            storage = quantized_of(own[name])
+            if storage is not None:
+                error = (storage.dense() - parameter).norm() / parameter.norm()
+                assert 0.05 < error < 0.15  # That of NormalFloat for normal weights.
+                parameter.copy_(storage.dense())
+            elif name.endswith("lora_B"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+                own[name].copy_(parameter)
+            else:
+                assert torch.equal(parameter, own[name])
+    tokens = torch.arange(16)[None]
+    losses = [each(tokens, tokens, labels=tokens).sum() for each in (model, dense)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for name, parameter in theirs.items():
+        grad = own[name].grad
+        assert (parameter.grad is None) == (grad is None) == ("lora" not in name)
+        if grad is not None:
+            assert torch.allclose(grad, parameter.grad)
+            assert grad.any()
+    assert all(own[name].untyped_storage().nbytes() == 0 for name in quantized)
+
+
+def test_quantized_base_weights_train_as_well_as_unquantized_ones() -> None:
+    tokens = torch.randint(52, (4, 17), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(4, 16)
+    losses = []
+    for kind in (None, "nf4"):
+        model = make_model(**WHOLE_BLOCKS, lora_base_quantization=kind, params_dtype="float32")
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+        of_kind = []
+        for _ in range(40):
+            loss = model(tokens[:, :-1], positions, labels=tokens[:, 1:]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            of_kind.append(loss.item())
+        losses.append(of_kind)
+    plain, quantized = losses
+    assert plain[-1] < 0.65 * plain[0]
+    assert quantized[0] != plain[0]
+    assert quantized == pytest.approx(plain, rel=0.05)
+
+
+def test_experts_are_quantized_and_routers_are_not() -> None:
+    fields = {"num_experts": 2, "moe_ffn_hidden_size": 64, "lora_target_modules": ("linear_qkv",), "swiglu": False}
+    model = make_model(**WHOLE_BLOCKS | fields, lora_base_quantization="fp4", lora_double_quantization=False)
+    for name, parameter in model.named_parameters():
+        is_linear = name.endswith(("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"))
+        assert (quantized_of(parameter) is not None) == is_linear
+        if ".experts." in name and is_linear:
+            shapes = {spec.name.rpartition(".")[2]: tuple(values.shape) for spec, values in held_of(parameter)}
+            rows, columns = parameter.shape[1:]
+            assert shapes == {"codes": (2, rows, columns // 2), "absmax": (2, rows, columns // 64)}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
-from megatron.training import pretrain
+from megatron.training import pretraining
 from megatron.training.callbacks import layer_statistics
 from megatron.training.callbacks.periodic_evals import SampleTexts, TaskScores
 from megatron.training.fault_tolerance import rendezvous, watchdog
@@ -299,14 +299,14 @@ def test_an_error_that_was_read_from_what_was_given_up_ends_no_run(
     def fail(config: object) -> None:
         raise error
 
-    monkeypatch.setattr(pretrain, "check_packages", fail)
+    monkeypatch.setattr(pretraining, "check_packages", fail)
     flight, links = FlightRecorder(), GroupLinks()
     links.are_made(flight)
     member = RendezvousMember(None, None, links, None)  # type: ignore[arg-type]
 
     def attempt() -> int:
-        program = pretrain.Program(LaunchEnvironment(), None, None, None, None, (), 0.0)  # type: ignore[arg-type]
-        return pretrain._pretrain_once(None, program, member)  # type: ignore[arg-type]
+        program = pretraining.Program(LaunchEnvironment(), None, None, None, None, (), 0.0)  # type: ignore[arg-type]
+        return pretraining._pretrain_once(None, program, member)  # type: ignore[arg-type]
 
     assert attempt() == (2 if isinstance(error, ConfigurationError) else 1)
     flight.give_up()

@@ -92,6 +92,46 @@ def test_a_process_ends_soon_after_its_launcher(how: str, shell: list[str]) -> N
         time.sleep(0.02)
 
 
+TWO_RANKS = (
+    "import os, subprocess, sys\n"
+    f"run = {{'TORCHELASTIC_RUN_ID': '{RUN_ID}', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': '1', 'WORLD_SIZE': '2'}}\n"
+    "for port in ('1', '1', '2'):\n"
+    "    environment = os.environ | run | {'MASTER_PORT': port}\n"
+    "    words = sys.argv[1:] if port == '1' else [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+    "    process = subprocess.Popen(words, env=environment, start_new_session=True)\n"
+    "    print(process.pid, flush=True)\n"
+    "sys.stdin.read()\n"
+)
+
+
+def test_a_stopped_process_is_killed_by_another_one_of_its_run() -> None:
+    """The kernel's signal and the process's own watch do not reach it. Other runs on the node are left alone."""
+    follow = FOLLOW.replace("print('rank', os.getpid(), flush=True)", "print('rank', flush=True)")
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", TWO_RANKS, sys.executable, "-c", follow, "answers"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert launcher.stdout is not None
+    lines = [launcher.stdout.readline().strip() for _ in range(5)]
+    *ranks, other = (int(line) for line in lines if line != "rank")
+    try:
+        os.kill(ranks[1], signal.SIGSTOP)
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + 15.0
+        while any(map(is_alive, ranks)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert is_alive(other)
+    finally:
+        for pid in (*ranks, other):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_a_process_that_torchrun_did_not_start_has_no_launcher() -> None:
     assert find_launcher("") is None
 

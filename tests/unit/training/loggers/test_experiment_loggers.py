@@ -17,10 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
+from megatron.core import registry
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import as_path
-from megatron.training.loggers.experiment_loggers import check_packages, check_services
+from megatron.training import register_logger
+from megatron.training.loggers.experiment_loggers import RunLogger, check_packages, check_services, open_loggers
 from megatron.training.loggers.metrics import MetricsWriter
 from tests.harness.object_faults import empty_memory_store
 from tests.unit.training.loggers.test_profiling import FLAGS
@@ -146,8 +148,8 @@ def test_figures_that_a_logger_gets_without_tensorboard_are_not_said_to_have_no_
     flags = ("--log-timers-to-tensorboard", "--tensorboard-queue-size", "5")
     queue = "--tensorboard-queue-size 5 has no effect without --tensorboard-dir DIR"
     timers = (
-        "--log-timers-to-tensorboard has no effect without --tensorboard-dir DIR, --wandb-project NAME or "
-        "--mlflow-experiment NAME"
+        "--log-timers-to-tensorboard has no effect without --tensorboard-dir DIR, --wandb-project NAME, "
+        "--mlflow-experiment NAME or --loggers NAME"
     )
     for more, said in (
         ((), {queue, timers}),
@@ -347,3 +349,27 @@ def test_an_mlflow_server_that_speaks_another_protocol_is_rejected(mlflow: list[
     with pytest.raises(ConfigurationError, match=r"does not answer as an HTTP server .*nonnumeric port"):
         check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", "http://localhost:port"))
     assert mlflow == []
+
+
+def test_registered_loggers_are_made_with_the_configuration_in_the_order_of_the_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+
+    class Keeping(RunLogger):
+        def __init__(self, config: RunConfig) -> None:
+            self.config = config
+
+    register_logger("keeping", Keeping)
+    register_logger("wrong", lambda config: [])  # type: ignore[arg-type, return-value]
+    config = resolve_arguments([*FLAGS, "--loggers", "keeping", "keeping"], 1).config
+    first, second = open_loggers(config, 0)
+    assert isinstance(first, Keeping)
+    assert (first.config, first.name, second.name) == (config, "keeping", "keeping")
+    first.scalars({"lm loss": 1.0}, 1)
+    config = resolve_arguments([*FLAGS, "--loggers", "wrong"], 1).config
+    with pytest.raises(ConfigurationError, match="logger wrong is list, not a subclass of"):
+        open_loggers(config, 0)
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    with pytest.raises(ConfigurationError, match="--loggers keeping: possible values are none; a script that registe"):
+        resolve_arguments([*FLAGS, "--loggers", "keeping"], 1)

@@ -44,7 +44,7 @@ def test_a_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_that_are_not_finite_are_null_within_others_too(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     config: Any = SimpleNamespace(
-        logging=SimpleNamespace(tensorboard_dir=None, wandb_project="", mlflow_experiment=""),
+        logging=SimpleNamespace(tensorboard_dir=None, wandb_project="", mlflow_experiment="", loggers=()),
         world_size=1,
         metrics_jsonl=str(path),
         checkpoint=SimpleNamespace(save=str(tmp_path)),

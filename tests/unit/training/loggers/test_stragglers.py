@@ -120,7 +120,7 @@ def gathers_of_a_run(level: int) -> list[int]:
     words = ["--train-iters", "5", "--log-interval", "2", "--eval-iters", "0", "--timing-log-level", str(level)]
     with (
         patch.object(Timers, "gather", counted),
-        patch("megatron.training.pretrain.shut_down"),  # the process group is the test's
+        patch("megatron.training.pretraining.shut_down"),  # the process group is the test's
     ):
         assert pretrain_gpt.main([*MINIMAL, *words]) == 0
     return of_iterations

@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron import parallelize
+from megatron.checkpoint.formats.huggingface import worker_pool
 from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY
 from tests.unit.checkpoint.formats.huggingface.tiny_models import (
@@ -137,8 +140,7 @@ def pair() -> Iterator[tuple[Any, Any]]:
     theirs, ours = make_model("neo"), make_model("neo")
     assert parallelize(ours, num_gpus=2) is ours
     yield theirs, ours
-    if "deparallelize" in vars(ours):
-        ours.deparallelize()
+    ours.deparallelize()
 
 
 def prompts(batch: int = 2, length: int = 9, padding: int = 0, side: str = "left") -> dict[str, torch.Tensor]:
@@ -209,6 +211,34 @@ def test_loss_and_logits_are_those_of_the_plain_model(pair: tuple[Any, Any], pad
     for kept in (1, 3, torch.tensor([2, 5])):
         theirs, ours = (model(**inputs, logits_to_keep=kept).logits for model in pair)
         assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
+
+
+def test_left_padding_gives_the_loss_of_the_fused_kernels_of_transformers() -> None:
+    """The first token after the padding is predicted from a padded position, which attends to nothing."""
+    for kind in ("gpt2", "llama31", "gpt_oss"):  # GPT-Neo has no fused kernel in transformers
+        theirs, ours = make_model(kind), make_model(kind)
+        assert kind == "gpt_oss" or theirs.config._attn_implementation == "sdpa"
+        parallelize(ours, num_gpus=1)
+        ids = tokens_of(kind, 2, 9)
+        mask = torch.ones_like(ids)
+        mask[1, :3] = 0
+        for labels in (ids, ids.masked_fill(mask == 0, -100)):
+            with torch.no_grad():
+                expected, found = (model(ids, attention_mask=mask, labels=labels) for model in (theirs, ours))
+            assert abs(expected.loss.item() - found.loss.item()) < 1e-5, kind
+            assert torch.allclose(expected.logits, found.logits, rtol=0, atol=1e-4)
+        ours.deparallelize()
+
+
+def test_eager_attention_of_transformers_predicts_padding_otherwise(pair: tuple[Any, Any]) -> None:
+    inputs = prompts(padding=3)
+    first = inputs["attention_mask"].bool().clone()
+    first[1, 3] = False  # predicted from padding
+    labels = inputs["input_ids"].masked_fill(~first, -100)
+    theirs, ours = (model(**inputs, labels=labels) for model in pair)
+    assert abs(theirs.loss.item() - ours.loss.item()) < 1e-5
+    real = inputs["attention_mask"].bool()
+    assert torch.allclose(theirs.logits[real], ours.logits[real], rtol=0, atol=1e-4)
 
 
 def test_positions_are_the_given_ones(pair: tuple[Any, Any]) -> None:
@@ -291,7 +321,9 @@ def test_the_plain_model_comes_back(pair: tuple[Any, Any]) -> None:
     assert set(vars(ours)) > set(vars(theirs))
     ours.deparallelize()
     assert all_end(pids)
-    assert set(vars(ours)) == set(vars(theirs))
+    assert set(vars(ours)) == {*vars(theirs), "deparallelize"}
+    ours.deparallelize()  # nothing more to do
+    assert set(vars(ours)) == {*vars(theirs), "deparallelize"}
     assert ours.forward.__func__ is type(theirs).forward
     assert torch.equal(ours.generate(**prompts(), **BEAMS), theirs.generate(**prompts(), **BEAMS))
     ours(**prompts(), labels=prompts()["input_ids"]).loss.backward()
@@ -319,6 +351,33 @@ def test_the_processes_end_with_the_last_reference() -> None:
     del ours
     gc.collect()
     assert all_end(pids)
+
+
+def test_a_port_in_use_is_named_and_its_user_is_not_disturbed() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"^master_port={port}: the processes cannot meet at 127"):
+            parallelize(make_model("gpt2"), num_gpus=2, master_port=port)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    before = store.num_keys()
+    with pytest.raises(ConfigurationError, match=rf"^master_port={store.port}: "):
+        parallelize(make_model("gpt2"), num_gpus=2, master_port=store.port)
+    assert store.num_keys() - before <= 1, "the other program's keys are its own"
+
+
+def test_waiting_for_a_process_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(worker_pool, "SIGN_OF_LIFE_S", 0.3)
+    ours = parallelize(make_model("gpt2"), num_gpus=1)
+    pid = workers_of(ours)[0]
+    said = capsys.readouterr().err
+    assert f"parallelize: waiting for process 0 of 1 (pid {pid}) to import torch; 0s\n" in said
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.6, os.kill, (pid, signal.SIGCONT)).start()
+    ours(tokens_of("gpt2", 1, 4))
+    assert f"parallelize: waiting for process 0 of 1 (pid {pid}) to compute; 0s\n" in capsys.readouterr().err
+    ours.deparallelize()
 
 
 WAITS = """

@@ -72,6 +72,23 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     return results
 
 
+def parallelize_cached(cache: str) -> tuple[int, int]:
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE = cache
+    return parallelize("org/name").tp.size, parallelize("org/name@main").tp.size
+
+
+def test_ranks_load_a_model_of_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    repository = tmp_path / "models--org--name"
+    save_model("llama31", repository / "snapshots" / ("a" * 40))
+    (repository / "snapshots" / ("a" * 40) / "vocab.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    assert run_distributed(2, parallelize_cached, str(tmp_path)) == [(2, 2), (2, 2)]
+
+
 def compute(kind: str, folder: Path, num_tokens: int) -> tuple[torch.Tensor, list[int]]:
     """Return our logits ``[b, s, v]`` and greedy tokens, on as many ranks as there are."""
     model = parallelize(folder)

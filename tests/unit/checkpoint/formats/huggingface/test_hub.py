@@ -22,11 +22,12 @@ from megatron.checkpoint.formats.huggingface.hub import (
     hub_origin,
 )
 from megatron.checkpoint.formats.huggingface.model_record import HUB, MODEL_RECORD, decode_record
+from megatron.checkpoint.formats.huggingface.parallelize import parallelize
 from megatron.checkpoint.formats.native import NativeSource
 from megatron.cli import convert, evaluate, inspect_checkpoint, text_generation_cli
 from megatron.cli.generation_arguments import model_request
 from megatron.cli.serve import build_parser, model_name
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.serving import open_checkpoint
 from megatron.training import LaunchEnvironment
 from tests.harness.hub_server import Hub, serve_hub
@@ -107,6 +108,23 @@ def test_only_settings_and_safetensors_are_downloaded_and_once(hub: Hub, model: 
     assert fetched("org/name") == (folder, [f"org/name: revision {commit}, from the cache"])
     assert fetched(f"org/name@{commit}")[0] == folder
     assert hub.requests == []
+
+
+def test_parallelize_takes_names_of_the_hub(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"^org/name is neither a folder here nor a model at "):
+        parallelize("org/name", num_gpus=2)
+    commit = hub.add("org/name", model, "main")
+    assert parallelize("org/name").config.num_layers == 3
+    said = capsys.readouterr().err.splitlines()
+    assert {f"org/name: downloading it from {hub.url}", f"org/name: revision {commit}"} <= set(said)
+    with pytest.raises(ConfigurationError, match="are not divisible by tensor-parallel size 5"):
+        parallelize(f"org/name@{commit}", num_gpus=5)
+    assert capsys.readouterr().err == f"org/name: revision {commit}, from the cache\n"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"needs the package huggingface_hub, which is not installed; run pip"):
+        parallelize("org/name", num_gpus=2)
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, model: Path, tmp_path: Path) -> None:

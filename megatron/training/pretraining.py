@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.checkpoint import TrainState
 from megatron.config import RunConfig
@@ -22,6 +23,7 @@ from megatron.core.datasets import (
     recorded_history,
 )
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
+from megatron.core.registry import registered_scripts
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.autotune import choose_library, choose_num_threads, choose_tp_overlap
@@ -93,7 +95,7 @@ from megatron.training.training_step import ForwardStep
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Arguments of `pretrain` except the configuration."""
+    """Arguments of `pretrain_from_config` except the configuration."""
 
     launch: LaunchEnvironment
     tokenizer: Tokenizer
@@ -115,14 +117,34 @@ class Program:
             self.log(text)
 
 
+@dataclass(eq=False)
+class HeldModel:
+    """Model, optimizer and progress that stay in memory between the trainings of one process.
+
+    A training stops after ``last_iteration``. ``model_record`` is the record of the Hugging Face folder that the model
+    came from. ``saved_to`` are the folders that earlier trainings saved to.
+    """
+
+    parts: ModelAndOptimizer
+    train_state: TrainState
+    last_iteration: int = 0
+    model_record: Mapping[str, Any] | None = None
+    saved_to: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True, eq=False)
 class RunSetup:
-    """Configuration, process groups and arguments of a run whose processes are connected."""
+    """Configuration, process groups and arguments of a run whose processes are connected.
+
+    A run continues from ``held`` if it is not None, and otherwise builds a model and loads a checkpoint if there is
+    one.
+    """
 
     config: RunConfig
     runtime: Runtime
     program: Program
     continuation: ResumeState | None = None
+    held: HeldModel | None = None
 
     def source(
         self,
@@ -142,7 +164,7 @@ class RunSetup:
         return BatchSource(dataset, *place, shift=shift, tells_data_sets=True)
 
 
-def pretrain(
+def pretrain_from_config(
     config: RunConfig,
     launch: LaunchEnvironment,
     tokenizer: Tokenizer,
@@ -174,6 +196,26 @@ def pretrain(
         return train_with_restarts(config, launch, kept, lambda member: _pretrain_once(config, program, member))
     except MegatronError as error:
         return refuse_in_run(reasons_of(error), launch, status=2 if isinstance(error, InputError) else 1)
+
+
+def train_held(config: RunConfig, runtime: Runtime, program: Program, held: HeldModel) -> None:
+    """Train a model that is in memory as configured, from its progress to the configured end; collective.
+
+    ``held.train_state`` is the progress when this returns or raises, unless an exception interrupted a step.
+
+    Raises:
+        MegatronError: the input cannot be used, or the run failed.
+    """
+    _check_offload(config, program)
+    check_packages(config)
+    if program.launch.rank == 0:
+        check_services(config)
+    if not program.is_brief:
+        log_arguments(config, program.log)
+    # A process that runs alone may be stopped in a debugger, and blocks no other process.
+    is_watched = config.world_size > 1 or config.initialization.hang_timeout_seconds is not None
+    with _watching(config, runtime) if is_watched else nullcontext():
+        _run(RunSetup(config, runtime, program, held=held))
 
 
 def _pretrain_once(config: RunConfig, program: Program, member: RendezvousMember | None) -> int:
@@ -254,12 +296,19 @@ def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: Rend
     continuation = None
     if member is not None:
         config, continuation = find_continuation(config, runtime, program.launch, member)
-    config = choose_num_threads(config, runtime, program.launch, program.log)
-    config = choose_library(config, runtime, program.log_detail)
-    config = choose_tp_overlap(config, runtime, program.log)
-    config = with_transformer_impl(config, runtime, program.log)
+    config = choose_implementations(config, runtime, program.launch, program.log, program.log_detail)
     program.log_detail(describe_initialized(config, program.start_time))
     return RunSetup(config, runtime, program, continuation)
+
+
+def choose_implementations(
+    config: RunConfig, runtime: Runtime, launch: LaunchEnvironment, log: Log, log_detail: Log
+) -> RunConfig:
+    """Choose the number of CPU threads and the implementations that are selected by measuring; collective."""
+    config = choose_num_threads(config, runtime, launch, log)
+    config = choose_library(config, runtime, log_detail)
+    config = choose_tp_overlap(config, runtime, log)
+    return with_transformer_impl(config, runtime, log)
 
 
 def _run(setup: RunSetup) -> None:
@@ -276,6 +325,8 @@ def _run(setup: RunSetup) -> None:
                     is_done = _train_and_evaluate(setup, run, datasets)
                 if not is_done:
                     run = _go_back(setup, run, datasets)
+                    if setup.held is not None:
+                        setup.held.train_state = run.train_state
             run.checkpoints.check_last()
         except TrainingError:
             # Every rank gets here, so a checkpoint in progress can be finished.
@@ -305,6 +356,7 @@ def _set_up(setup: RunSetup, profiling: Profiling, kept_open: ExitStack) -> tupl
         guard = _make_guard(setup, parts, checkpoints, datasets.train, train_state)
     if clock is not None:
         stragglers = Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration)
+    last_iteration = config.train_iters if setup.held is None else setup.held.last_iteration
     recorder = ScheduleRecorder(config, runtime)
     callbacks = configured_callbacks(
         config,
@@ -335,10 +387,11 @@ def _set_up(setup: RunSetup, profiling: Profiling, kept_open: ExitStack) -> tupl
         step_timers=profiling.timers(timers),
         action_clock=recorder.action_clock(profiling.action_clock),
         log_interval=LogInterval(
-            config.logging.log_interval, config.train_iters - train_state.iteration, config.train_iters
+            config.logging.log_interval, last_iteration - train_state.iteration, config.train_iters
         ),
         guard=guard,
         show_progress=live.show,
+        last_iteration=last_iteration,
     )
     return run, datasets
 
@@ -354,6 +407,8 @@ def _make_timers(config: RunConfig, runtime: Runtime, clock: PartsClock | None) 
 
 def _build_model(setup: RunSetup, timers: Timers) -> ModelAndOptimizer:
     config, runtime, program = setup.config, setup.runtime, setup.program
+    if setup.held is not None:
+        return setup.held.parts
     program.log_detail(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
         parts = build_model_and_optimizer(config, runtime, program.model_provider, program.log)
@@ -377,7 +432,10 @@ def _resume(
         # This process may continue after a restart: its thread must not write into a folder that is being repaired.
         kept_open.callback(saver.wait_for_thread)
     with timers("load-checkpoint"):
-        train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
+        if setup.held is not None:
+            train_state = _continue_held(setup.held, checkpoints)
+        else:
+            train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
     runtime.flight.iteration = train_state.iteration
     if runtime.is_reporter and config.checkpoint.save is not None:
         record = RunRecord(config, program.launch, train_state.iteration, program.log)
@@ -385,6 +443,15 @@ def _resume(
     program.log_detail(timers.report(runtime.state, ["load-checkpoint"]))
     program.log_detail(format_datetime("after model, optimizer, and learning rate scheduler are built"))
     return checkpoints, train_state
+
+
+def _continue_held(held: HeldModel, checkpoints: RunCheckpoints) -> TrainState:
+    """Continue from a model in memory; its earlier checkpoints in the same folder count as those of this run."""
+    save = checkpoints.config.checkpoint.save
+    checkpoints.go_on(held.model_record, save in held.saved_to)
+    if save is not None:
+        held.saved_to.add(save)
+    return held.train_state
 
 
 def _build_datasets(setup: RunSetup, train_state: TrainState, timers: Timers, live: LiveLine) -> DatasetSplits:
@@ -423,10 +490,13 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
                 return False
         is_evaluated = is_evaluation_due(config, train_state.iteration)
     if stop_reason is not None:
+        if setup.held is not None:
+            return True  # the program does not end here
         run.log(stop_reason)
         save = config.checkpoint.save
         if config.logging.brief_log and save is not None and train_state.iteration < config.train_iters:
-            run.log(f" > to continue: megatron train --continue {save}")
+            script = "".join(f" --script {path}" for path in registered_scripts()[:1])
+            run.log(f" > to continue: megatron train --continue {save}{script}")
         return True
     sets, record = run.evaluation_sets, run.evaluations
     left = {"validation": () if is_evaluated else sets.validation, "test": sets.test}
@@ -449,7 +519,7 @@ def _train_finished(run: TrainingRun) -> None:
 
 
 def _go_back(setup: RunSetup, run: TrainingRun, datasets: DatasetSplits) -> TrainingRun:
-    """Return the run rolled back to its newest checkpoint known to train, with the samples skipped since."""
+    """Return the run rolled back to its newest validated checkpoint, with the samples skipped since."""
     config, runtime = setup.config, setup.runtime
     train_state = run.checkpoints.go_back()
     assert train_state is not None, "the guard has seen that there is such a checkpoint"

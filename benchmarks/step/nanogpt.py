@@ -1,0 +1,287 @@
+"""Measure iterations of a small model on CPU: this project, nanoGPT (or a plain torch model), and their floor.
+
+    python benchmarks/step/nanogpt.py --nanogpt PATH --output benchmarks/results/nanogpt_cpu_DATE
+
+PATH is a checkout of nanoGPT. Its ``model.py`` is trained in nanoGPT's loop: batch, forward, backward, clipping, AdamW.
+Without it a plain torch model of the same shape takes its place, and is named so. The floor is the same GEMMs,
+attention and optimizer update alone, with the faster of torch's two GEMM libraries. Contestants run alternately, each
+time in a fresh process. A time is the mean of ten iterations; the first 50 iterations are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_HERE = Path(__file__).resolve().parent
+_ROOT = _HERE.parents[1]
+_GROUP, _NUM_WARMUP = 10, 50
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its batch; float32, no dropout, no biases, as in nanoGPT's recipe for a CPU."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    seq_length: int
+    batch_size: int
+    vocab_size: int
+    iterations: int
+
+    @property
+    def name(self) -> str:
+        """Return the sizes on one line."""
+        return (
+            f"{self.num_layers} layers × {self.hidden_size}, {self.num_heads} heads, {self.seq_length} positions, "
+            f"batch {self.batch_size}, vocabulary {self.vocab_size}"
+        )
+
+
+SHAPES = {
+    "nanogpt-cpu": Shape(4, 128, 4, 64, 12, 65, 450),
+    "6x384": Shape(6, 384, 6, 256, 16, 65, 70),
+    "12x768": Shape(12, 768, 12, 512, 2, 65, 70),
+}
+
+
+def train_ours(shape: Shape) -> list[float]:
+    """Return the milliseconds per iteration that `pretrain_gpt.py` logs, one number per ten iterations."""
+    flags = [
+        *("--num-layers", shape.num_layers, "--hidden-size", shape.hidden_size),
+        *("--num-attention-heads", shape.num_heads, "--seq-length", shape.seq_length),
+        *("--max-position-embeddings", shape.seq_length, "--micro-batch-size", shape.batch_size),
+        *("--global-batch-size", shape.batch_size, "--mock-data", "--tokenizer-type", "NullTokenizer"),
+        *("--vocab-size", shape.vocab_size - 1, "--make-vocab-size-divisible-by", 1),
+        *("--disable-bias-linear", "--hidden-dropout", 0, "--attention-dropout", 0),
+        *("--lr", 1e-3, "--min-lr", 1e-4, "--lr-warmup-iters", 10, "--lr-decay-iters", 2000, "--adam-beta2", 0.99),
+        *("--weight-decay", 0.1, "--clip-grad", 1.0, "--train-iters", shape.iterations, "--log-interval", _GROUP),
+        *("--eval-interval", 1_000_000, "--eval-iters", 0),
+    ]
+    command = [sys.executable, str(_ROOT / "pretrain_gpt.py"), *map(str, flags)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=_ROOT)
+    return [float(found) for found in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", done.stdout)]
+
+
+def train_other(shape: Shape, nanogpt: Path | None) -> list[float]:
+    """Return the milliseconds per iteration of nanoGPT's loop, one number per ten iterations."""
+    import torch
+
+    torch.manual_seed(1)
+    tokens = torch.randint(0, shape.vocab_size, (100_000,))
+    model, optimizer = _plain_model(shape) if nanogpt is None else _nanogpt_model(shape, nanogpt)
+
+    def iterate() -> None:
+        starts = torch.randint(len(tokens) - shape.seq_length, (shape.batch_size,))
+        x = torch.stack([tokens[i : i + shape.seq_length] for i in starts])
+        y = torch.stack([tokens[i + 1 : i + 1 + shape.seq_length] for i in starts])
+        _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return _timed(iterate, shape.iterations)
+
+
+def _timed(iterate: Callable[[], None], iterations: int) -> list[float]:
+    times = []
+    for _ in range(iterations // _GROUP):
+        start = time.perf_counter()
+        for _ in range(_GROUP):
+            iterate()
+        times.append((time.perf_counter() - start) * 1e3 / _GROUP)
+    return times
+
+
+def _nanogpt_model(shape: Shape, folder: Path) -> tuple[Any, Any]:
+    sys.path.insert(0, str(folder))
+    from model import GPT, GPTConfig  # type: ignore[import-not-found]
+
+    config = GPTConfig(
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        n_embd=shape.hidden_size,
+        block_size=shape.seq_length,
+        bias=False,
+        vocab_size=shape.vocab_size,
+        dropout=0.0,
+    )
+    model = GPT(config)
+    return model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+
+
+def _plain_model(shape: Shape) -> tuple[Any, Any]:
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            width = shape.hidden_size
+            self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+            self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+            self.fc1, self.fc2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            b, s, h = x.shape
+            qkv = self.qkv(self.norms[0](x)).view(b, s, 3, shape.num_heads, h // shape.num_heads)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.proj(context.transpose(1, 2).reshape(b, s, h))
+            output: torch.Tensor = x + self.fc2(F.gelu(self.fc1(self.norms[1](x))))
+            return output
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+            self.positions = nn.Embedding(shape.seq_length, shape.hidden_size)
+            self.layers = nn.Sequential(*(Layer() for _ in range(shape.num_layers)))
+            self.norm = nn.LayerNorm(shape.hidden_size, bias=False)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+            logits = self.norm(self.layers(hidden)) @ self.tokens.weight.t()
+            return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    model = Model()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+def train_floor(shape: Shape) -> list[float]:
+    """Return the milliseconds of the GEMMs, attention and the update alone, one number per ten repetitions."""
+    import torch
+    import torch.nn.functional as F
+
+    rows, h = shape.seq_length * shape.batch_size, shape.hidden_size
+    sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.num_layers + [(h, shape.vocab_size)]
+    layers = [(torch.randn(rows, i), torch.randn(o, i), torch.randn(rows, o), torch.empty(o, i)) for i, o in sizes]
+    heads = (shape.batch_size, shape.num_heads, shape.seq_length, h // shape.num_heads)
+    qkv = [torch.randn(heads, requires_grad=True) for _ in range(3)]
+    context_grad = torch.randn(heads)
+    parameter = torch.nn.Parameter(torch.randn(sum(i * o for i, o in sizes)))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+
+    def multiply(linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        for x, weight, grad, weight_grad in layers:
+            linear(x, weight)
+            linear(grad, weight.t())
+            torch.mm(grad.t(), x, out=weight_grad)
+
+    def onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return output
+
+    with torch.no_grad():
+        chosen = min((F.linear, onednn), key=lambda linear: min(_timed(lambda: multiply(linear), 100)))
+
+    def iterate() -> None:
+        with torch.no_grad():
+            multiply(chosen)
+        for _ in range(shape.num_layers):
+            F.scaled_dot_product_attention(*qkv, is_causal=True).backward(context_grad)
+        optimizer.step()
+
+    return _timed(iterate, shape.iterations)
+
+
+def _measure(role: str, shape: str, threads: int, nanogpt: Path | None) -> list[float]:
+    """Run a contestant in a fresh process, and return its times after the warm-up."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "times.json"
+        command = [sys.executable, __file__, "--role", role, "--shapes", shape, "--output", str(output)]
+        command += [] if nanogpt is None else ["--nanogpt", str(nanogpt)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        times: list[float] = json.loads(output.read_text(encoding="utf-8"))
+    return times[_NUM_WARMUP // _GROUP :]
+
+
+def _markdown(result: dict[str, Any]) -> str:
+    lines = [f"# Iterations of small models on {result['machine']}, {result['date']}", ""]
+    lines += [
+        f"torch {result['torch']}, {result['threads']} threads, float32, no dropout, no biases. Milliseconds per",
+        f"iteration: median [quartiles] of means of ten iterations, in {result['rounds']} alternating rounds. Load",
+        f"average {result['load_average']}.",
+        "",
+        "| model | ours | " + result["other"] + " | floor | other ÷ ours | ours ÷ floor |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, times in result["times"].items():
+        middle = {role: statistics.median(values) for role, values in times.items()}
+        cells = []
+        for role in ("ours", "other", "floor"):
+            low, _, high = statistics.quantiles(times[role], n=4, method="inclusive")
+            cells.append(f"{middle[role]:.1f} [{low:.1f}–{high:.1f}]")
+        ratios = (middle["other"] / middle["ours"], middle["ours"] / middle["floor"])
+        lines.append("| " + " | ".join([SHAPES[name].name, *cells, *(f"{ratio:.2f}" for ratio in ratios)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--nanogpt", type=Path, metavar="PATH", help="a checkout of nanoGPT; default: a plain torch model"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="writes PATH.json and PATH.md")
+    parser.add_argument("--role", choices=("ours", "other", "floor"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role is not None:
+        shape = SHAPES[options.shapes[0]]
+        train = {
+            "ours": train_ours,
+            "other": lambda shape: train_other(shape, options.nanogpt),
+            "floor": train_floor,
+        }[options.role]
+        options.output.write_text(json.dumps(train(shape)), encoding="utf-8")
+        return
+    sys.path.insert(0, str(_ROOT / "benchmarks"))
+    import torch
+    from machine import describe_machine
+
+    times: dict[str, dict[str, list[float]]] = {name: {"ours": [], "other": [], "floor": []} for name in options.shapes}
+    for number in range(options.rounds):
+        for name, of_shape in times.items():
+            for role, values in of_shape.items():
+                values += _measure(role, name, options.threads, options.nanogpt)
+                print(f"round {number + 1}, {name}, {role}: {statistics.median(values):.1f} ms", flush=True)
+    result = {
+        "machine": describe_machine(),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "load_average": ", ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "other": "plain torch model" if options.nanogpt is None else "nanoGPT",
+        "times": times,
+    }
+    options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = _markdown(result)
+    options.output.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

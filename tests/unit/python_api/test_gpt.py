@@ -1,0 +1,351 @@
+"""The Python API in one process: equal to pretrain_gpt.py, continued, interrupted, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron import GPT
+from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.data.input_files import cut_text
+from megatron.training.callbacks import Callback
+from tests.harness.byte_vocabulary import write_vocabulary
+from tests.harness.forked_training import fork_training
+
+MODEL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "hidden_dropout": 0.1,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 50,
+}
+TRAINING: dict[str, Any] = {
+    "lr": 1e-2,
+    "min_lr": 1e-3,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 1,
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+}
+TEXTS = ["the quick brown fox jumps over the lazy dog. " * 8] * 4
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write token files, and return their prefix."""
+    prefix = tmp_path_factory.mktemp("data") / "tokens"
+    documents = np.random.default_rng(0).integers(0, 50, (30, 40))
+    with IndexedDatasetBuilder(prefix, "<u2") as builder:
+        for document in documents:
+            builder.add_document(document)
+        builder.finalize()
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def reference(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the losses of pretrain_gpt.py."""
+    return command_line_losses(tokens, tmp_path_factory.mktemp("reference") / "metrics.jsonl")
+
+
+def command_line_losses(tokens: Path, metrics: Path, *words: str) -> list[float]:
+    flags = [word for name, value in {**MODEL, **TRAINING}.items() for word in (f"--{name.replace('_', '-')}", value)]
+    data = ["--data-path", tokens, "--split", "1,0,0", "--eval-iters", "0", "--train-iters", "6"]
+    return fork_training([*map(str, flags), *map(str, data), "--metrics-jsonl", str(metrics), *words]).check().losses()
+
+
+def byte_model(folder: Path, **flags: Any) -> GPT:
+    vocabulary, merges = write_vocabulary(folder)
+    settings = {name: value for name, value in MODEL.items() if name not in ("tokenizer_type", "vocab_size")}
+    return GPT.build({**settings, "vocab_file": vocabulary, "merge_file": merges, "seq_length": 32}, **flags)
+
+
+def test_fit_has_the_losses_of_the_command_line_also_in_several_calls(tokens: Path, reference: list[float]) -> None:
+    assert GPT.build(**MODEL).fit(tokens, 6, **TRAINING).losses == reference
+
+    model = GPT.build(**MODEL)
+    # The model is built again with the optimizer's flags, with the same weights and random numbers.
+    model.generate([1, 2, 3], 4)
+    first = model.fit(tokens, 2, train_iters=6, **TRAINING)
+    model.generate([1, 2, 3], 4)
+    model.evaluate(tokens)
+    second, third = model.fit(steps=1), model.fit()
+    assert first.losses + second.losses + third.losses == reference == model.history.losses
+    assert (first.iterations, second.iterations, third.iterations) == ([1, 2], [3], [4, 5, 6])
+    assert first.learning_rates == model.history.learning_rates[:2] != [first.learning_rates[0]] * 2
+    with pytest.raises(ConfigurationError, match="all 6 iterations of train_iters are done; pass steps"):
+        model.fit()
+    assert model.fit(steps=2).iterations == [7, 8]
+
+
+def test_a_saved_model_continues_on_the_command_line_and_in_python(
+    tokens: Path, reference: list[float], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    model = GPT.build(**MODEL)
+    model.fit(tokens, 3, train_iters=6, **TRAINING)
+    model.save(folder)
+    assert command_line_losses(tokens, tmp_path / "metrics.jsonl", "--load", str(folder)) == reference[3:]
+
+    loaded = GPT.load(folder)
+    assert loaded.iteration == 3
+    assert torch.equal(loaded.logits([1, 2, 3]), model.logits([1, 2, 3]))
+    assert loaded.fit(tokens).losses == reference[3:]
+
+    # The first loss does not depend on the optimizer, whose state is kept if it fits.
+    changed = GPT.load(folder)
+    losses = changed.fit(tokens, 3, clip_grad=0.01, lr=0.02).losses
+    assert losses[0] == reference[3]
+    assert losses != reference[3:]
+    assert GPT.load(folder).fit(tokens, 3, optimizer="sgd").losses[0] == reference[3]
+
+
+def test_fit_saves_checkpoints_that_the_command_line_continues(
+    tokens: Path, reference: list[float], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    model = GPT.build(**MODEL)
+    model.fit(tokens, 2, train_iters=6, save=str(folder), **TRAINING)
+    model.fit(steps=2)
+    assert sorted(path.name for path in folder.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+    assert command_line_losses(tokens, tmp_path / "metrics.jsonl", "--load", str(folder)) == reference[4:]
+
+
+def test_texts_are_learned_and_a_hugging_face_model_has_the_same_logits(tmp_path: Path) -> None:
+    model = byte_model(tmp_path, hidden_dropout=0.0)
+    before = model.evaluate(TEXTS)
+    history = model.fit(TEXTS, steps=20, lr=1e-2, global_batch_size=4)
+    after = model.evaluate(TEXTS)
+    assert after < before - 1.0
+    assert history.losses[-1] < history.losses[0] - 1.0
+    assert model.fit(steps=1).iterations == [21]
+
+    text = "the quick"
+    logits, loss = model.logits(text), model.loss(text)
+    rows = torch.tensor([list(model.tokenizer.tokenize(text))])
+    assert logits.shape == (1, rows.shape[1], 257)
+    expected = torch.nn.functional.cross_entropy(logits[0, :-1].float(), rows[0, 1:])
+    torch.testing.assert_close(loss, expected)
+
+    greedy = model.generate(text, 4, temperature=0)
+    assert greedy.startswith(text)
+    assert model.generate([text, "lazy"], 4, greedy=True)[0] == greedy
+    assert model.generate(rows[0].tolist(), 4, temperature=0)[: rows.shape[1]] == rows[0].tolist()
+    assert model.generate(text, 4, seed=1) == model.generate(text, 4, seed=1)
+    assert model.generate(text, 4, num_beams=2).startswith(text)
+
+    model.to_hf(tmp_path / "hf")
+    assert not list(tmp_path.glob(".hf*"))
+    assert torch.equal(GPT.load(tmp_path / "hf").logits(text), logits)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(rows).logits, logits, rtol=1e-4, atol=1e-4)
+    # A converted checkpoint has no optimizer state.
+    assert GPT.load(tmp_path / "hf").fit(TEXTS, steps=1, lr=1e-3).iterations == [1]
+
+
+def test_every_kind_of_data_is_the_same_data(tokens: Path, tmp_path: Path) -> None:
+    documents = np.random.default_rng(0).integers(0, 50, (30, 40))
+    kinds: list[object] = [tokens, str(tokens), tokens.parent, documents, torch.tensor(documents), list(documents)]
+    losses = [GPT.build(**MODEL).fit(data, 2, **TRAINING).losses for data in kinds]
+    assert losses == [losses[0]] * len(kinds)
+    kept = GPT.build(**MODEL)
+    kept.fit(documents, 1, data_cache_path=str(tmp_path / "cache"), **{**TRAINING, "lr_warmup_iters": 0})
+    assert list((tmp_path / "cache").glob("tokens-*.bin"))
+
+
+def test_text_files_are_the_same_data_as_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    texts = list(cut_text(TEXTS[0]))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    kinds: list[object] = [texts, tmp_path / "a.txt", tmp_path / "a.jsonl"]
+    losses = [byte_model(tmp_path).fit(data, 1, lr=1e-3).losses for data in kinds]
+    assert losses == [losses[0]] * 3
+    evaluated = [byte_model(tmp_path).evaluate(data) for data in kinds]
+    assert evaluated == [evaluated[0]] * 3
+
+
+class Rows:
+    """A data set of a caller."""
+
+    def __init__(self, as_dict: bool) -> None:
+        self._rows = np.random.default_rng(0).integers(0, 50, (6, 17))
+        self._as_dict = as_dict
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._rows[index]
+        return {"tokens": row[:-1], "labels": torch.tensor(row[1:])} if self._as_dict else torch.tensor(row)
+
+
+def test_a_data_set_is_read_in_epochs() -> None:
+    losses = []
+    for as_dict in (False, True):
+        model = GPT.build(**{**MODEL, "hidden_dropout": 0.0})
+        rows = Rows(as_dict)
+        alone = float(np.mean([float(model.loss(rows._rows[index])) for index in range(6)]))
+        assert model.evaluate(rows) == pytest.approx(alone, abs=1e-5)
+        losses.append(model.fit(rows, 4, **TRAINING).losses)
+        assert model.config.data.dataloader_type == "cyclic"
+        model.fit([[1, 2, 3] * 20], 1)
+        assert model.config.data.dataloader_type == "single"
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+
+
+class Interrupt(Callback):
+    """Press Ctrl-C in the second iteration."""
+
+    def before_step(self, run: Any) -> None:
+        if run.train_state.iteration == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_finishes_the_step_and_the_model_continues(tokens: Path, reference: list[float]) -> None:
+    model = GPT.build(**MODEL)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(tokens, 6, callbacks=[Interrupt()], **TRAINING)
+    assert model.iteration == 2
+    assert model.history.losses == reference[:2]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert model.fit(steps=4).losses == reference[2:]
+
+
+class Fail(Callback):
+    """Raise an error of the caller after the first iteration."""
+
+    def after_step(self, run: Any, report: Any) -> None:
+        raise ZeroDivisionError
+
+
+def test_an_exception_leaves_a_usable_model(tokens: Path, reference: list[float]) -> None:
+    model = GPT.build(**MODEL)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(tokens, 6, callbacks=[Fail()], train_iters=6, **TRAINING)
+    assert model.iteration == 1
+    assert model.fit().losses == reference[1:]
+
+
+def test_two_models_are_independent(tokens: Path, reference: list[float]) -> None:
+    first, second = GPT.build(**MODEL), GPT.build(**MODEL)
+    assert first.fit(tokens, 2, train_iters=6, **TRAINING).losses == reference[:2]
+    assert second.fit(tokens, 6, **TRAINING).losses == reference
+    assert first.fit().losses == reference[2:]
+
+
+def test_a_model_is_built_from_each_kind_of_configuration(tmp_path: Path) -> None:
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in MODEL.items())
+    file = tmp_path / "model.toml"
+    file.write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in MODEL.items()))
+    models = [GPT.build(words), GPT.build(file), GPT.build(MODEL), GPT.build(**MODEL)]
+    models.append(GPT.build(models[0].config))
+    models.append(GPT.build(models[0].config.model, tokenizer_type="NullTokenizer", vocab_size=50))
+    assert len({str(model) for model in models}) == 1
+    assert str(models[0]) == "GPT(num_layers=2, hidden_size=16, vocab_size=51, iteration=0)"
+    for model in models[1:]:
+        assert torch.equal(model.logits([1, 2, 3]), models[0].logits([1, 2, 3]))
+    overridden = GPT.build(f"{words} --swiglu", num_layers=1, swiglu=False)
+    assert (overridden.config.model.num_layers, overridden.config.model.swiglu) == (1, False)
+    names = [name for name, _ in models[0].named_parameters()]
+    assert len(names) == len(set(names)) == len(list(models[0].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_layer": 2}, "GPT.build: unknown key num_layer; did you mean num_layers?"),
+        ({"config": "gpt2-345"}, "'gpt2-345' is neither a preset, a .toml or .yaml file, nor flags; did you mean"),
+        ({"config": 3}, "GPT.build: config has the type int; pass a preset name"),
+        ({"hidden_size": "wide"}, "--hidden-size wide: an integer is expected"),
+        ({"swiglu": 1}, "GPT.build: swiglu = 1: true or false is expected"),
+        ({"explain": True}, "GPT.build: explain belongs on the command line; omit it"),
+        ({"tokenizer": "nothing"}, "tokenizer='nothing' is neither a folder with tokenizer.json"),
+    ],
+)
+def test_a_wrong_model_is_one_error(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        GPT.build(**{**MODEL, **arguments})
+    assert message in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.fixture(scope="module")
+def untrained() -> GPT:
+    return GPT.build(**MODEL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"data": 3, "steps": 1}, ConfigurationError, "GPT.fit: data has the type int; pass a prefix of token files"),
+        ({"data": "missing", "steps": 1}, ConfigurationError, "GPT.fit: there is no data missing; pass a prefix"),
+        ({"data": [1, "a"], "steps": 1}, ConfigurationError, "GPT.fit: the list of data contains int, str; pass"),
+        ({"data": np.zeros((2, 2)), "steps": 1}, ConfigurationError, "the dtype float64; pass integers of the shape"),
+        ({"data": [[1, 2, 77] * 40], "steps": 1}, DataError, "contains token id 77, but the vocabulary has 51 ids"),
+        ({"data": [["a"]], "steps": 1}, ConfigurationError, "dtype <U1; pass integers"),
+        ({"steps": 0}, ConfigurationError, "GPT.fit: steps is 0; pass a whole number of 1 or more"),
+        ({"data": [[1] * 40]}, ConfigurationError, "GPT.fit: the number of iterations is missing; pass steps"),
+        ({"steps": 1}, ConfigurationError, "--data-path"),
+        ({"steps": 1, "load": "x"}, ConfigurationError, "GPT.load(folder) loads a checkpoint"),
+        ({"data": [[1] * 40], "steps": 1, "lrr": 1}, ConfigurationError, "GPT.fit: unknown key lrr; did you mean lr?"),
+        ({"data": [[1] * 40], "steps": 1, "mock_data": True}, ConfigurationError, "data and mock_data both name data"),
+        ({"data": [[1] * 40], "steps": 1, "num_layers": 3}, ConfigurationError, "num_layers is 2 in this model and"),
+        ({"data": [[1] * 40], "steps": 1, "vocab_size": 60}, ConfigurationError, "vocab_size is 50 in this model and"),
+        ({"data": [[1] * 40], "steps": 1, "seed": 3}, ConfigurationError, "seed is 1234 in this model and cannot"),
+        ({"data": [[1] * 40], "steps": 2, "train_samples": 1}, ConfigurationError, "pass 1 steps or fewer, or more"),
+    ],
+)
+def test_a_wrong_training_changes_nothing(
+    untrained: GPT, arguments: dict[str, Any], error: type[InputError], message: str
+) -> None:
+    settings = untrained._settings
+    with pytest.raises(error) as caught:
+        untrained.fit(**{"lr": 1e-3, **arguments})
+    assert message in str(caught.value)
+    assert (untrained.iteration, untrained._settings) == (0, settings)
+
+
+def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
+    with pytest.raises(ConfigurationError, match="unknown argument topk; did you mean top_k"):
+        untrained.generate([1], topk=3)
+    with pytest.raises(ConfigurationError, match="temperature is 'hot'; pass a number"):
+        untrained.generate([1], temperature="hot")
+    with pytest.raises(ConfigurationError, match="pass a whole number of 1 or more"):
+        untrained.generate([1], 1.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="the prompt is neither a text nor token ids"):
+        untrained.generate([1, "a"])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="outside the model's vocabulary"):
+        untrained.logits([99])
+    with pytest.raises(InputError, match="pass integers"):
+        untrained.loss(torch.tensor([0.5, 1.5]))
+    with pytest.raises(InputError, match="a last token is outside the model's vocabulary"):
+        untrained.loss([1, 99])
+    with pytest.raises(InputError, match="1 tokens have no next token"):
+        untrained.loss([1])
+    with pytest.raises(InputError, match="does not exist; pass the folder that a run saved to"):
+        GPT.load("missing")
+
+
+def test_importing_the_class_name_waits_for_torch() -> None:
+    code = "import sys, megatron; assert 'torch' not in sys.modules; megatron.GPT; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
