@@ -38,7 +38,7 @@ from megatron.core.pipeline_parallel.executor import (
     run_schedule,
 )
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, StagePlace
+from megatron.core.pipeline_parallel.schedule_actions import SCHEDULES, StagePlace
 from megatron.core.pipeline_parallel.timeline import Timeline
 from tests.harness.distributed import run_distributed
 

@@ -174,7 +174,7 @@ def _message(values: list[Any], times: int) -> dict[str, Any]:
 
 def simulate_schedule(name: str, num_chunks: int) -> dict[str, Any]:
     """Build and simulate a schedule for 64 stages and 1,024 micro-batches."""
-    from megatron.core.pipeline_parallel.schedules import build_schedule
+    from megatron.core.pipeline_parallel.schedule_actions import build_schedule
     from megatron.core.pipeline_parallel.simulator import simulate
 
     start = time.perf_counter()

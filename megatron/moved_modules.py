@@ -27,7 +27,7 @@ MOVED: Mapping[str, str] = {
     "megatron.core.kernels.attention_pattern": "megatron.core.ops.attention_pattern",
     "megatron.core.kernels.dropout_keys": "megatron.core.ops.dropout",
     "megatron.core.models.data_parallel": "megatron.core.models.model",
-    "megatron.core.pipeline_parallel.action": "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.pipeline_parallel.action": "megatron.core.pipeline_parallel.schedule_actions",
     "megatron.core.transformer.residual_norm": "megatron.core.transformer.norm",
     "megatron.interop.checkpoint_source": "megatron.checkpoint.checkpoint_source",
     "megatron.interop.huggingface.decoder_parts.rotary_decoder": f"{_HUGGING_FACE}.decoder_layers",

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.parallel_config import ParallelConfig, ParallelSizes  # noqa: E402
 from megatron.core.parallel_state import ExpertGroups, ParallelState, describe_parallel_state  # noqa: E402
-from megatron.core.pipeline_parallel.schedules import build_schedule  # noqa: E402
+from megatron.core.pipeline_parallel.schedule_actions import build_schedule  # noqa: E402
 from megatron.core.pipeline_parallel.simulator import Durations, simulate  # noqa: E402
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout  # noqa: E402
 from megatron.core.sharding import Box, ParamSpec, spec_of  # noqa: E402

@@ -1,9 +1,12 @@
-"""Outputs of a layer: hidden states and auxiliary losses, such as the load-balancing losses of a router."""
+"""Outputs of a layer: hidden states and auxiliary losses, such as the load-balancing losses of a router.
+
+`MoEAuxLossAutoScaler` is megatron-core's way to train auxiliary losses, for modules that return tensors only.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -32,3 +35,30 @@ class LayerOutput(NamedTuple):
 
     hidden: torch.Tensor
     losses: tuple[AuxiliaryLoss, ...] = ()
+
+
+class MoEAuxLossAutoScaler(torch.autograd.Function):
+    """Return the output unchanged, and start a backward pass from an auxiliary loss when the output gets a gradient.
+
+    The gradient of the loss is the process-wide loss scale, which `set_loss_scale` sets.
+    """
+
+    main_loss_backward_scale: ClassVar[torch.Tensor | None] = None
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:
+        """Return ``output`` and remember ``aux_loss`` for the backward pass."""
+        ctx.save_for_backward(aux_loss)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of the output and of the auxiliary loss."""
+        (aux_loss,) = ctx.saved_tensors
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        return grad_output, torch.ones_like(aux_loss) if scale is None else torch.ones_like(aux_loss) * scale
+
+    @staticmethod
+    def set_loss_scale(scale: torch.Tensor) -> None:
+        """Set the scale of the gradients of all auxiliary losses."""
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale

@@ -57,7 +57,7 @@ from megatron.core.pipeline_parallel import (
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
-from megatron.core.transformer import MLP, DecoderConfig, GraphedLayers, Norm, describe_attention, normalize
+from megatron.core.transformer import DecoderConfig, FeedForward, GraphedLayers, Norm, describe_attention, normalize
 from megatron.core.transformer.moe import ExpertLoads, loads_of
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
@@ -78,7 +78,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
     """
     modules = [module for chunk in chunks for module in chunk.modules()]
     norms = [module for module in modules if isinstance(module, Norm) and module.module is None]
-    mlps = [module for module in modules if isinstance(module, MLP)]
+    mlps = [module for module in modules if isinstance(module, FeedForward)]
     start_time = time.perf_counter()
     try:
         compiled_norm = torch.compile(normalize, dynamic=False)
@@ -106,7 +106,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
 
 
 def _first_calls(
-    norms: Sequence[Norm], mlps: Sequence[MLP], config: RunConfig
+    norms: Sequence[Norm], mlps: Sequence[FeedForward], config: RunConfig
 ) -> Iterator[tuple[Callable[[torch.Tensor], Any], tuple[int, ...], torch.Tensor]]:
     """Yield one call per kind: the function, the shape of its input, and a weight with its dtype and device."""
     model, tp = config.model, config.model.tensor_model_parallel_size

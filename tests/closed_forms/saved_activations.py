@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_config import ELEMENT_BYTES
-from megatron.core.pipeline_parallel.schedules import most_in_flight
+from megatron.core.pipeline_parallel.schedule_actions import most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.planner.plan import LayerKind, Plan, layer_kinds

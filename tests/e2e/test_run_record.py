@@ -22,7 +22,7 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.printed_config import format_config
 from megatron.core.errors import ConfigurationError, StorageError
 from megatron.core.object_store import as_path
-from megatron.core.pipeline_parallel.schedules import Pass
+from megatron.core.pipeline_parallel.schedule_actions import Pass
 from megatron.core.pipeline_parallel.timeline import read_timeline
 from megatron.plotting.run_status import read_status
 from megatron.training.initialize import LaunchEnvironment

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, spec_of
-from megatron.core.transformer.moe.moe_layer import loads_of
+from megatron.core.transformer.moe.expert_layer import loads_of
 from tests.golden.test_model_golden import model_settings
 from tests.golden.test_optimizer_golden import optimizer_config
 from tests.golden.test_training_golden import FLAGS as DENSE_FLAGS

@@ -30,8 +30,8 @@ from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.timers import Timers
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import Routing, TopKRouter
+from megatron.core.transformer.moe.expert_layer import ExpertLayer
+from megatron.core.transformer.moe.expert_router import ExpertRouter, Routing
 from megatron.core.transformer.moe.routing import TokenRows
 from megatron.core.weight_prefetch import alloc_storage
 from megatron.training.batch_source import BatchSource
@@ -46,7 +46,7 @@ from tests.golden.test_moe_golden import FOLDER, TOLERANCE, moe_settings, refere
 from tests.harness.closeness import assert_tensors_close
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, make_model
-from tests.unit.core.transformer.moe.test_moe_layer import plain_twin
+from tests.unit.core.transformer.moe.test_expert_layer import plain_twin
 
 NUM_STEPS, BATCH = 10, 2
 RECIPE = (
@@ -161,7 +161,7 @@ def watch(parts: ModelAndOptimizer, seen: Seen, num_layers: int) -> list[Any]:
         places = positions_of(cp.rank, cp.size, logits.shape[1] * cp.size)
         seen.logits.append((places.numpy(), logits.numpy().copy()))
 
-    def see_routes(layer: int, module: TopKRouter, inputs: tuple[torch.Tensor, TokenRows], output: Routing) -> None:
+    def see_routes(layer: int, module: ExpertRouter, inputs: tuple[torch.Tensor, TokenRows], output: Routing) -> None:
         rows = inputs[1]
         numbers = rows.positions(module.groups.cp, torch.device("cpu")).tolist()
         seen.routes |= {(layer, number): experts for number, experts in zip(numbers, output.indices.tolist())}
@@ -170,7 +170,7 @@ def watch(parts: ModelAndOptimizer, seen: Seen, num_layers: int) -> list[Any]:
         if chunk.output_layer is not None:
             handles.append(chunk.output_layer.register_forward_hook(functools.partial(see_logits, chunk.cp, chunk.tp)))
         for name, module in chunk.named_modules():
-            if isinstance(module, MoELayer) and not name.startswith("mtp."):
+            if isinstance(module, ExpertLayer) and not name.startswith("mtp."):
                 layer = int(name.split(".")[name.split(".").index("layers") + 1])
                 handles.append(module.router.register_forward_hook(functools.partial(see_routes, layer)))
     return handles
@@ -233,13 +233,13 @@ def routes_of_twin(name: str) -> Routes:
     load_global_weights(model, lambda spec: reference_tensor(reference, "w", spec))
     routes: Routes = {}
 
-    def see(layer: int, module: TopKRouter, inputs: tuple[torch.Tensor, TokenRows]) -> None:
+    def see(layer: int, module: ExpertRouter, inputs: tuple[torch.Tensor, TokenRows]) -> None:
         logits = F.linear(inputs[0], module.weight, module.bias).detach().numpy()
         for number, row in enumerate(logits):
             routes[layer, number] = plain_twin(row, None, module.config.moe)[0]
 
     for layer, block in model.decoder.layers.items():
-        if isinstance(block.mlp, MoELayer):
+        if isinstance(block.mlp, ExpertLayer):
             block.mlp.router.register_forward_pre_hook(functools.partial(see, int(layer)))
     with torch.no_grad():
         model(torch.from_numpy(reference["tokens"]), torch.from_numpy(reference["position_ids"]))

@@ -12,7 +12,7 @@ from megatron.core.collectives import all_to_all_first_dim
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.decoder_config import MoEConfig
-from megatron.core.transformer.moe import router, token_dispatcher
+from megatron.core.transformer.moe import expert_dispatch, expert_router
 from megatron.core.transformer.moe.routing import choose_experts
 
 
@@ -36,8 +36,8 @@ def balanced_experts() -> Iterator[None]:
         return gathered if tensor.is_floating_point() else tensor.repeat(group.size, 1)
 
     with (
-        patch.object(router, "choose_experts", choose_evenly),
-        patch.object(token_dispatcher, "all_to_all_first_dim", exchange_alike),
-        patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gather_alike),
+        patch.object(expert_router, "choose_experts", choose_evenly),
+        patch.object(expert_dispatch, "all_to_all_first_dim", exchange_alike),
+        patch.object(expert_dispatch, "gather_from_sequence_parallel_region", gather_alike),
     ):
         yield

@@ -11,7 +11,7 @@ from megatron.config.run_config import RunConfig
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 from megatron.training.initialize import Runtime
 
 COEFFICIENT = 0.7
@@ -21,7 +21,7 @@ def penalize(model: Model) -> Model:
     """Add the loss, and a metric that is no loss, to every feed-forward of a chunk."""
     model.auxiliary_loss_names = ("output square", "output size")
     for module in model.modules():
-        if isinstance(module, MLP):
+        if isinstance(module, FeedForward):
             module.register_forward_hook(_add_losses)
     return model
 

@@ -183,11 +183,11 @@ import torch
 from megatron.core.config_base import with_fields
 from megatron.core.ops import triton_support
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 config = with_fields(parse_arguments([*flags, "--mish"]).model, num_experts=None)
 assert config.activation == "mish"
 triton_support._DEVICE = "cpu"
-mlp = MLP(config, single_rank_group(), "cpu")
+mlp = FeedForward(config, single_rank_group(), "cpu")
 for parameter in mlp.parameters():
     torch.nn.init.normal_(parameter)
 first, second = mlp.linear_fc1, mlp.linear_fc2
@@ -225,7 +225,7 @@ assert weight.tolist() == [0.5, -1.5, 3.0], weight
 torch.testing.assert_close(optimizer.state_of(weight, "exp_avg"), torch.tensor([0.2, -0.2, 0.0]))
 """,
     "pipeline_schedule": """
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedule_actions import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 assert parse_arguments([*flags, "--pipeline-schedule", "gpipe"]).model.pipeline_schedule == "gpipe"
 timeline = simulate(build_schedule("gpipe", 3, 8))

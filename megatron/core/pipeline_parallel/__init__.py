@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SendQueue,
         create_pipeline_links,
     )
-    from megatron.core.pipeline_parallel.schedules import (
+    from megatron.core.pipeline_parallel.schedule_actions import (
         SCHEDULES,
         Action,
         Pass,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         schedule_problems,
         with_deferred_grads,
     )
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.pipeline_parallel.simulator import Durations, ScheduleError, simulate
     from megatron.core.pipeline_parallel.stage_layout import (
         StageContents,
@@ -57,10 +58,11 @@ __getattr__ = lazy_exports(
             "gather_timeline run_schedule"
         ),
         "p2p_communication": "MessageOrders PipelineLinks ReceiveQueue SendQueue create_pipeline_links",
-        "schedules": (
+        "schedule_actions": (
             "Action Pass SCHEDULES StagePlace build_schedule default_schedule first_actions forward_only "
             "most_in_flight most_passes_in_flight schedule_problems with_deferred_grads"
         ),
+        "schedules": "get_forward_backward_func",
         "simulator": "Durations ScheduleError simulate",
         "stage_layout": "StageContents StageLayout layout_problems mtp_modules_per_stage plan_stage_layout",
         "timeline": "Event RankTimeline Timeline read_timeline write_timeline",

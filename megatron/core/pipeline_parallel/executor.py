@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     SendQueue,
     Transfer,
 )
-from megatron.core.pipeline_parallel.schedules import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.schedule_actions import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
@@ -133,7 +133,8 @@ class ModelChunk:
 class PipelineConnection:
     """This rank's position in the pipeline, and its connection to its neighbors.
 
-    ``message_shape`` and ``dtype`` describe the messages; a gradient has the shape and dtype of its activation.
+    ``message_shape`` and ``dtype`` describe the messages; a gradient has the shape and dtype of its activation. If this
+    rank sends activations of another shape than it receives, ``gradient_shape`` is the shape of those.
     ``orders`` is set if the ranks follow one order of all messages; without it receives are posted ahead. Without
     ``overlaps_sends`` each send blocks, which requires ``orders``.
     """
@@ -144,6 +145,7 @@ class PipelineConnection:
     dtype: torch.dtype
     orders: MessageOrders | None = None
     overlaps_sends: bool = True
+    gradient_shape: MessageShape | None = None
 
     def order_of(self, actions_of: Callable[[int], Sequence[Action]]) -> Sequence[Transfer] | None:
         """Return this rank's part of the order of all messages, given each rank's actions; None without an order."""
@@ -258,8 +260,9 @@ class _Run:
     ) -> ReceiveQueue | LocalQueue:
         if link is None:
             return LocalQueue()
+        shape = connection.gradient_shape if is_gradient else None
         expected = [
-            connection.message_shape(action.microbatch)
+            (shape or connection.message_shape)(action.microbatch)
             for action in self.actions
             if (action.kind is not Pass.FORWARD) == is_gradient and self.place.receives(action.kind, action.chunk)
         ]

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.flight_recorder import Channel, Entry, PendingWork
-from megatron.core.pipeline_parallel.schedules import RECEIVES_AHEAD, Action, Pass, StagePlace
+from megatron.core.pipeline_parallel.schedule_actions import RECEIVES_AHEAD, Action, Pass, StagePlace
 from megatron.core.pipeline_parallel.simulator import MessageRules, simulate
 from megatron.core.process_group import Group
+from megatron.core.process_state import resolve_group
 
 
 class Transfer(Enum):
@@ -77,8 +79,8 @@ class MessageOrders:
 class Link:
     """Link between two ranks of ``pipeline`` in one direction.
 
-    ``handle`` is a communicator in which neither rank has another link, or None if the world has no processes.
-    ``flight`` records its messages on both ends, if the pipeline's communications are recorded.
+    ``handle`` is a communicator in which neither rank has another link with this ``tag``, or None if the world has no
+    processes. ``flight`` records its messages on both ends, if the pipeline's communications are recorded.
     """
 
     sender: int
@@ -86,17 +88,18 @@ class Link:
     handle: dist.ProcessGroup | None
     pipeline: Group
     flight: Channel | None = None
+    tag: int = 0
 
     def send(self, tensor: torch.Tensor) -> PendingWork:
         """Start sending a contiguous tensor; this rank must be the sender."""
         entry = None if self.flight is None else self.flight.begin("send", tensor, tensor.nbytes)
-        work = dist.isend(tensor, dst=self.receiver, group=self.handle)
+        work = dist.isend(tensor, dst=self.receiver, group=self.handle, tag=self.tag)
         return self._under_way(work, entry)
 
     def receive(self, buffer: torch.Tensor) -> PendingWork:
         """Start receiving into a tensor; this rank must be the receiver."""
         entry = None if self.flight is None else self.flight.begin("receive", buffer, buffer.nbytes)
-        work = dist.irecv(buffer, src=self.sender, group=self.handle)
+        work = dist.irecv(buffer, src=self.sender, group=self.handle, tag=self.tag)
         return self._under_way(work, entry)
 
     def _under_way(self, work: PendingWork | None, entry: Entry | None) -> PendingWork:
@@ -172,6 +175,26 @@ def create_pipeline_links(
         gradients_in=links.get((True, own)),
         gradients_out=links.get((True, previous)),
     )
+
+
+def shared_links(pp: Group, *, wraps_around: bool = False) -> PipelineLinks:
+    """Return this rank's links over the pipeline's own communicator, without creating any.
+
+    Tags distinguish activations from gradients. NCCL ignores tags, so there all ranks need one order of messages.
+    """
+    previous, own, following = (pp.ranks[(pp.rank + step) % pp.size] for step in (-1, 0, 1))
+    has_previous, has_next = wraps_around or not pp.is_first, wraps_around or not pp.is_last
+    return PipelineLinks(
+        activations_in=Link(previous, own, pp.handle, pp) if has_previous else None,
+        activations_out=Link(own, following, pp.handle, pp) if has_next else None,
+        gradients_in=Link(following, own, pp.handle, pp, tag=1) if has_next else None,
+        gradients_out=Link(own, previous, pp.handle, pp, tag=1) if has_previous else None,
+    )
+
+
+def message_device(pp: Group) -> torch.device:
+    """Return the device of messages over the pipeline's own communicator: CUDA with NCCL, otherwise the CPU."""
+    return torch.device("cuda" if pp.handle is not None and "nccl" in dist.get_backend(pp.handle) else "cpu")
 
 
 def _connect(link: Link, rank: int, device: torch.device | None) -> None:
@@ -274,3 +297,199 @@ class LocalQueue:
 
     def finish(self) -> None:
         """Do nothing: no message is in flight."""
+
+
+Tensors = torch.Tensor | list[torch.Tensor | None] | None
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+
+
+def is_single_shape(x: object) -> bool:
+    """Return whether ``x`` is one shape, not a list of shapes."""
+    return isinstance(x, torch.Size) or (isinstance(x, (list, tuple)) and all(isinstance(size, int) for size in x))
+
+
+class P2PCommunicator:
+    """megatron-core's sends and receives between neighboring stages, for schedules of one's own.
+
+    ``pp_group`` is the pipeline, and ``config`` has ``pipeline_dtype`` and ``variable_seq_lengths``. A method with
+    several shapes takes and returns lists. Received tensors require a gradient. All methods wait for their messages,
+    except with ``overlap_p2p_comm``, where they also return the works to wait for, by name.
+
+    Each stage must receive what its neighbor sends, in the same order. Two stages that exchange messages in both
+    directions use one method for both.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup | Group, config: Any) -> None:
+        self.pp = resolve_group(pp_group, "pp")
+        self.pp_group, self.config = self.pp.handle, config
+        self.next_rank = self.pp.ranks[(self.pp.rank + 1) % self.pp.size]
+        self.prev_rank = self.pp.ranks[(self.pp.rank - 1) % self.pp.size]
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+
+    def recv_forward(self, tensor_shapes: Shapes, is_first_stage: bool) -> Tensors:
+        """Receive the previous stage's output; None on the first stage."""
+        return self._each(
+            tensor_shapes, lambda shape, _: None if is_first_stage else self._exchange(receive_prev=shape)[0]
+        )
+
+    def recv_backward(self, tensor_shapes: Shapes, is_last_stage: bool) -> Tensors:
+        """Receive the gradient of this stage's output; None on the last stage."""
+        return self._each(
+            tensor_shapes, lambda shape, _: None if is_last_stage else self._exchange(receive_next=shape)[1]
+        )
+
+    def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
+        """Send this stage's output to the next stage, unless this is the last."""
+        for tensor in output_tensors if isinstance(output_tensors, list) else [output_tensors]:
+            if tensor is not None and not is_last_stage:
+                self._exchange(to_next=tensor)
+
+    def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
+        """Send the gradient of this stage's input to the previous stage, unless this is the first."""
+        for tensor in input_tensor_grads if isinstance(input_tensor_grads, list) else [input_tensor_grads]:
+            if tensor is not None and not is_first_stage:
+                self._exchange(to_prev=tensor)
+
+    def send_forward_recv_backward(
+        self, output_tensors: Tensors, tensor_shapes: Shapes, is_last_stage: bool
+    ) -> Tensors:
+        """Send this stage's output and receive the output's gradient; None on the last stage."""
+        return self._each(
+            tensor_shapes,
+            lambda shape, tensor: None if is_last_stage else self._exchange(to_next=tensor, receive_next=shape)[1],
+            output_tensors,
+        )
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Tensors, tensor_shapes: Shapes, is_first_stage: bool
+    ) -> Tensors:
+        """Send the gradient of this stage's input and receive the next input; None on the first stage."""
+        return self._each(
+            tensor_shapes,
+            lambda shape, tensor: None if is_first_stage else self._exchange(to_prev=tensor, receive_prev=shape)[0],
+            input_tensor_grads,
+        )
+
+    def send_forward_recv_forward(
+        self,
+        output_tensor: torch.Tensor | None,
+        recv_prev: bool,
+        tensor_shape: Sequence[int],
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Send this stage's output to the next stage while receiving the previous stage's."""
+        received, _, works = self._exchange(
+            to_next=output_tensor, receive_prev=tensor_shape if recv_prev else None, waits=not overlap_p2p_comm
+        )
+        return (received, works) if overlap_p2p_comm else received
+
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: torch.Tensor | None,
+        recv_next: bool,
+        tensor_shape: Sequence[int],
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Send the gradient of this stage's input to the previous stage while receiving that of its output."""
+        _, received, works = self._exchange(
+            to_prev=input_tensor_grad, receive_next=tensor_shape if recv_next else None, waits=not overlap_p2p_comm
+        )
+        return (received, works) if overlap_p2p_comm else received
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: torch.Tensor | None,
+        input_tensor_grad: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Sequence[int],
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Send to both neighbors and receive from both; return the input and the gradient of the output."""
+        received, gradient, _ = self._exchange(
+            to_next=output_tensor,
+            to_prev=input_tensor_grad,
+            receive_prev=tensor_shape if recv_prev else None,
+            receive_next=tensor_shape if recv_next else None,
+        )
+        return received, gradient
+
+    def _each(
+        self,
+        shapes: Shapes,
+        exchange: Callable[[Any, torch.Tensor | None], torch.Tensor | None],
+        tensors: Tensors = None,
+    ) -> Tensors:
+        """Exchange one tensor per shape; a single shape has a single tensor."""
+        if is_single_shape(shapes):
+            return exchange(shapes, tensors[0] if isinstance(tensors, list) else tensors)
+        if not isinstance(tensors, list):
+            tensors = [tensors] * len(shapes)
+        return [exchange(shape, tensor) for shape, tensor in zip(shapes, tensors, strict=True)]
+
+    def _exchange(
+        self,
+        *,
+        to_next: torch.Tensor | None = None,
+        to_prev: torch.Tensor | None = None,
+        receive_prev: Sequence[int] | None = None,
+        receive_next: Sequence[int] | None = None,
+        waits: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, PendingWork]]:
+        """Send to and receive from both neighbors, and return the two received tensors and the pending works."""
+        dtype = self.config.pipeline_dtype
+        if dtype is None and (receive_prev is not None or receive_next is not None):
+            raise RuntimeError("pipeline_dtype is None; set it to the dtype of the tensors between stages")
+        device = message_device(self.pp)
+        if self.config.variable_seq_lengths:
+            receive_prev, receive_next = self._exchange_shapes(to_next, to_prev, receive_prev, receive_next, device)
+        received = [
+            None if shape is None else torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=True)
+            for shape in (receive_prev, receive_next)
+        ]
+        works = self._start(to_next, to_prev, *received)
+        if waits:
+            for work in works.values():
+                work.wait()
+            works = {}
+        return received[0], received[1], works
+
+    def _exchange_shapes(
+        self,
+        to_next: torch.Tensor | None,
+        to_prev: torch.Tensor | None,
+        receive_prev: Sequence[int] | None,
+        receive_next: Sequence[int] | None,
+        device: torch.device,
+    ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+        """Exchange the shapes of the tensors that are about to be exchanged; they have three dims."""
+        sent = [None if each is None else torch.tensor(each.shape, device=device) for each in (to_next, to_prev)]
+        received = [
+            None if each is None else torch.empty(3, dtype=torch.int64, device=device)
+            for each in (receive_prev, receive_next)
+        ]
+        for work in self._start(*sent, *received).values():
+            work.wait()
+        of_prev, of_next = (None if each is None else each.tolist() for each in received)
+        return of_prev, of_next
+
+    def _start(
+        self,
+        to_next: torch.Tensor | None,
+        to_prev: torch.Tensor | None,
+        from_prev: torch.Tensor | None,
+        from_next: torch.Tensor | None,
+    ) -> dict[str, PendingWork]:
+        """Start sends and receives together, and return their works by name."""
+        names, operations = [], []
+        for name, operation, tensor, peer in (
+            ("recv_prev", dist.irecv, from_prev, self.prev_rank),
+            ("send_next", dist.isend, to_next, self.next_rank),
+            ("recv_next", dist.irecv, from_next, self.next_rank),
+            ("send_prev", dist.isend, to_prev, self.prev_rank),
+        ):
+            if tensor is not None:
+                names.append(name)
+                operations.append(dist.P2POp(operation, tensor.detach().contiguous(), peer, group=self.pp_group))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        # NCCL coalesces all of them in one work.
+        return dict(zip(names, works * len(names) if len(works) == 1 else works))

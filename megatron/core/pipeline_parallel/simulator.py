@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from megatron.core.errors import MegatronError
-from megatron.core.pipeline_parallel.schedules import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.schedule_actions import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.errors import DataError
-from megatron.core.pipeline_parallel.schedules import Action, Pass
+from megatron.core.pipeline_parallel.schedule_actions import Action, Pass
 
 
 class Event(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         adapted_parts,
         plain_names,
     )
-    from megatron.core.transformer.mlp import MLP, activation_of
+    from megatron.core.transformer.mlp import MLP, FeedForward, MLPSubmodules, activation_of, megatron_activation
     from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear
     from megatron.core.transformer.multi_token_prediction import (
         MTPLayer,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from megatron.core.transformer.norm import Norm, normalize
     from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
@@ -63,11 +64,12 @@ __getattr__ = lazy_exports(
         "lora_targets": (
             "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
         ),
-        "mlp": "MLP activation_of",
+        "mlp": "FeedForward MLP MLPSubmodules activation_of megatron_activation",
         "multi_latent_attention": "LatentAttention ReplicatedLinear",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm normalize",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",
+        "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (
             "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "

@@ -33,8 +33,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import GroupedLinear, MoELayer, expert_shards, grouped_linear
+from megatron.core.transformer.mlp import FeedForward
+from megatron.core.transformer.moe import ExpertLayer, GroupedLinear, expert_shards, grouped_linear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
@@ -140,14 +140,14 @@ def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: Adapte
     for linear, parts in config.adapted_parts.items():
         if linear in ("linear_qkv", "linear_proj"):
             _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
-        elif not isinstance(layer.mlp, MoELayer):
-            _adapt_linear(layer.mlp, MLP, linear, parts, layer.layer_number, config, options)
+        elif not isinstance(layer.mlp, ExpertLayer):
+            _adapt_linear(layer.mlp, FeedForward, linear, parts, layer.layer_number, config, options)
         else:
             _adapt_experts(layer.mlp, linear, parts, layer.layer_number, options)
             width = config.moe.moe_shared_expert_intermediate_size
             if width is not None:
                 shared, own = layer.mlp.shared_experts, replace(config, ffn_hidden_size=width)
-                _adapt_linear(shared, MLP, linear, parts, layer.layer_number, own, options)
+                _adapt_linear(shared, FeedForward, linear, parts, layer.layer_number, own, options)
 
 
 def _adapt_linear(
@@ -183,7 +183,7 @@ def _adapt_linear(
 
 
 def _adapt_experts(
-    layer: MoELayer, linear: str, parts: tuple[str, ...], layer_number: int, options: AdapterOptions
+    layer: ExpertLayer, linear: str, parts: tuple[str, ...], layer_number: int, options: AdapterOptions
 ) -> None:
     module = getattr(layer.experts, linear)
     whole_rows, is_whole = spec_of(module.weight).global_shape[1], WHOLE in parts

@@ -1,9 +1,11 @@
-"""The feed-forward layer (MLP), plain or gated."""
+"""The feed-forward layer (MLP), plain or gated, and megatron-core's layer of the same function (`MLP`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from megatron.core.process_group import Group
 from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -24,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     """Feed-forward layer ``h -> ffn -> h`` with the configured activation.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
@@ -95,3 +99,110 @@ def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tenso
 def _gated_by(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return activation(gate) * up
+
+
+@dataclass
+class MLPSubmodules:
+    """Classes or specifications of the linear layers of `MLP`."""
+
+    linear_fc1: ModuleSpec | type | None = None
+    linear_fc2: ModuleSpec | type | None = None
+    activation_func: ModuleSpec | type | None = None
+
+
+class MLP(nn.Module):
+    """Feed-forward layer ``h -> ffn -> h`` with megatron-core's arguments and return values.
+
+    ``is_expert`` uses the group of expert tensor parallelism, and needs ``ffn_hidden_size``. A gated layer's first
+    linear layer has the gate in the first half of each rank's output.
+
+    Shapes: ``[..., h] -> [..., h]``, and ``[h]`` of the bias that the caller adds.
+
+    Raises:
+        ValueError: an expert has no ``ffn_hidden_size``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: Any = None,
+    ) -> None:
+        super().__init__()
+        if ffn_hidden_size is None:
+            if is_expert:
+                raise ValueError("an expert's MLP needs ffn_hidden_size; pass config.moe_ffn_hidden_size")
+            ffn_hidden_size = config.ffn_hidden_size
+        assert ffn_hidden_size is not None
+        assert submodules.linear_fc1 is not None
+        assert submodules.linear_fc2 is not None
+        self.config = config
+        self.input_size = config.hidden_size if input_size is None else input_size
+        common = {"config": config, "skip_bias_add": True, "is_expert": is_expert, "tp_group": tp_group}
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            self.input_size,
+            ffn_hidden_size * (2 if config.gated_linear_unit else 1),
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear,
+            stride=2 if config.gated_linear_unit else 1,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        self.activation_func = megatron_activation(config)
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            ffn_hidden_size,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output and its bias; with ``per_token_scale`` the scaled output, with the bias added.
+
+        Shapes: ``per_token_scale: [...]``, without the last dim.
+        """
+        inner, bias = self.linear_fc1(hidden_states)
+        inner = self.activation_func(inner if bias is None else inner + bias)
+        if per_token_scale is not None:
+            inner = (inner * per_token_scale.unsqueeze(-1)).to(inner.dtype)
+        output, bias = self.linear_fc2(inner)
+        if per_token_scale is not None and bias is not None:
+            output, bias = output + (bias * per_token_scale.unsqueeze(-1)).to(output.dtype), None
+        return output, bias
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed in the backward pass."""
+
+
+def megatron_activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function between the two linear layers; the gate is in the first half of its input.
+
+    Megatron's fused bias and GELU (``config.bias_activation_fusion``) has the tanh form.
+
+    Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``.
+    """
+    function, limit = config.activation_func, config.activation_func_clamp_value
+    if config.bias_activation_fusion and function is F.gelu:
+        function = ACTIVATIONS["gelu_tanh"]
+    if not config.gated_linear_unit:
+        return function
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        gate, linear = x.chunk(2, dim=-1)
+        if limit is not None:
+            gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+        result: torch.Tensor = function(gate) * (linear + config.glu_linear_offset)
+        return result
+
+    return gated

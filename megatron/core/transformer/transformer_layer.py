@@ -21,8 +21,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import MoELayer
+from megatron.core.transformer.mlp import FeedForward
+from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
 from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -91,10 +91,10 @@ def make_feed_forward(
     device: torch.device | str,
     experts: ExpertGroups | None = None,
 ) -> nn.Module:
-    """Return the configured feed-forward module, called like `MLP`; it returns a `LayerOutput`."""
+    """Return the configured feed-forward module, called like `FeedForward`; it returns a `LayerOutput`."""
     if config.moe_layers[config.kind_of(layer_number)]:
-        return MoELayer(config, experts or ExpertGroups.like_dense(tp, None), device)
-    return MLP(config, tp, device)
+        return ExpertLayer(config, experts or ExpertGroups.like_dense(tp, None), device)
+    return FeedForward(config, tp, device)
 
 
 class TransformerLayer(nn.Module):
@@ -130,7 +130,7 @@ class TransformerLayer(nn.Module):
         self.is_parallel = config.use_parallel_residual
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
         self.recomputes_norms = "layernorm" in config.recomputed_modules
-        self.recomputes_mlp = ("moe" if isinstance(self.mlp, MoELayer) else "mlp") in config.recomputed_modules
+        self.recomputes_mlp = ("moe" if isinstance(self.mlp, ExpertLayer) else "mlp") in config.recomputed_modules
         self.adapters: tuple[LowRankAdapter, ...] = ()
 
     def forward(
@@ -187,14 +187,14 @@ class TransformerLayer(nn.Module):
     ) -> LayerOutput:
         """Run the feed-forward layer; recomputation uses the same dropout keys."""
         self._hand_keys(dropout)
-        takes_mask = isinstance(self.mlp, MoELayer) and padding_mask is not None
+        takes_mask = isinstance(self.mlp, ExpertLayer) and padding_mask is not None
         output: LayerOutput = self.mlp(normalized, padding_mask) if takes_mask else self.mlp(normalized)
         return output
 
     def _hand_keys(self, dropout: DropoutKeys | None) -> None:
         for adapter in self.adapters:
             adapter.keys = dropout
-        if isinstance(self.mlp, MoELayer) and self.mlp.config.routes_at_random:
+        if isinstance(self.mlp, ExpertLayer) and self.mlp.config.routes_at_random:
             self.mlp.router.keys, self.mlp.router.layer_number = dropout, self.layer_number
 
     def _recomputed(

@@ -287,7 +287,7 @@ _PASSED_OVER = (
     str(_PROJECT / "megatron/core/host_memory.py"),
     str(_PROJECT / "megatron/core/weight_prefetch.py"),
 )
-_GROUPED_LINEAR = "moe/experts.py"
+_GROUPED_LINEAR = "moe/grouped_experts.py"
 """End of the path of the file with the experts' linear layers."""
 _VIEWS = frozenset(
     (

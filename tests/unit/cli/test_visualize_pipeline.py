@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedule_actions import build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, ScheduleError, simulate
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline, write_timeline
 from megatron.plotting.run_folder import planned_timeline

@@ -13,7 +13,7 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.models.fp8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.schedules import Action, Pass
+from megatron.core.pipeline_parallel.schedule_actions import Action, Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.memory import NOTHING, ModelPieces, chunk_memory, fullest_moment, in_sequence
 from megatron.planner.plan import Plan

@@ -18,7 +18,7 @@ from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tensor_parallel.sharded_layers import make_parameter, replicated_spec
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.norm import Norm
 from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import stage_state
@@ -81,7 +81,7 @@ def add_parameter(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], size: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("kind", "in_layer", "in_model"),
-    [(SelfAttention, 1, 0), (MLP, 1, 0), (Norm, 2, 1), (GPTModel, 0, 1)],
+    [(SelfAttention, 1, 0), (FeedForward, 1, 0), (Norm, 2, 1), (GPTModel, 0, 1)],
     ids=["attention", "feed-forward", "norm", "model"],
 )
 def test_a_new_parameter_is_counted(

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, Pass, build_schedule
+from megatron.core.pipeline_parallel.schedule_actions import SCHEDULES, Action, Pass, build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import IMPLEMENTATIONS, MEGATRON_TE, NATIVE

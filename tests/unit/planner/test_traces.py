@@ -31,7 +31,7 @@ from megatron.core.models.gpt import chunk_parameters
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.sharded_layers import make_parameter, replicated_spec
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 from megatron.cli.planner_arguments import read_planned_run
 from megatron.planner import memory
 from megatron.planner import trace_store
@@ -64,7 +64,7 @@ for name, (flags, world_size) in cases.items():
     closed = sum(saved_bytes(plan.model, plan.seq_length, plan.micro_batch_size, 1).values())
     results["saved"][name] = [trace.memory.kept, closed]
 
-build, forward = MLP.__init__, MLP.forward
+build, forward = FeedForward.__init__, FeedForward.forward
 
 def build_with_gate(self, config, tp, device, *args, **kwargs):
     build(self, config, tp, device, *args, **kwargs)
@@ -76,7 +76,7 @@ def forward_with_gate(self, x):
     output = forward(self, x)
     return LayerOutput(output.hidden * torch.sigmoid(F.linear(x, self.gate)), output.losses)
 
-MLP.__init__, MLP.forward = build_with_gate, forward_with_gate
+FeedForward.__init__, FeedForward.forward = build_with_gate, forward_with_gate
 chunk_parameters._built.clear()
 store = trace_store.TraceStore(folder / "gated")
 results["gated"], results["gated plan"] = explained(), planned()

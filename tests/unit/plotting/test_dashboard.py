@@ -21,7 +21,7 @@ from megatron.cli.dashboard import main
 from megatron.cli.plot import main as plot_main
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, write_index
 from megatron.core.flight_recorder import Communication
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedule_actions import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline
 from megatron.plotting import run_folder

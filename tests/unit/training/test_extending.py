@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTConfig, flags_without_argument
 from megatron.core.process_group import single_rank_group
 from megatron.core.registry import registered_names, registered_scripts
 from megatron.core.tensor_parallel import LossInputs, initialize_parameter
-from megatron.core.transformer import MLP, Norm, SelfAttention
+from megatron.core.transformer import FeedForward, Norm, SelfAttention
 from megatron.core.transformer.transformer_layer import make_attention
 from megatron.training import (
     extending,
@@ -157,7 +157,7 @@ def test_a_gated_activation_is_counted_and_computed_like_swiglu() -> None:
     x = torch.randn(4, 2, 32)
     results = []
     for config in configs:
-        mlp = MLP(config, ALONE, "cpu")
+        mlp = FeedForward(config, ALONE, "cpu")
         for parameter in mlp.parameters():
             initialize_parameter(parameter, seed=3)
         results.append(mlp(x).hidden)

@@ -14,7 +14,7 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.norm import Norm
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_model_and_optimizer, compile_regions
@@ -64,7 +64,7 @@ def test_norms_and_activations_are_compiled_once(monkeypatch: pytest.MonkeyPatch
     lines: list[str] = []
     modules = set_up(lines.append)
     assert {m.compute for m in modules if isinstance(m, Norm)} == {compiled[0]}
-    assert {m.activation for m in modules if isinstance(m, MLP)} == {compiled[1]}
+    assert {m.activation for m in modules if isinstance(m, FeedForward)} == {compiled[1]}
     assert [line.split(" in ")[0] for line in lines if "--compile" in line] == [" > compiled norms and activations"]
 
 

@@ -225,10 +225,8 @@ def _balancing_losses(
     groups: ExpertGroups,
     tally: ExpertTokenCounts,
 ) -> Iterator[AuxiliaryLoss]:
-    scores = expert_scores(logits, config.moe_router_score_function)
-    if config.moe_router_score_function == "sigmoid":
-        scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
-    chosen = torch.zeros_like(scores).scatter_(1, scores.detach().topk(config.moe_router_topk, dim=1).indices, 1.0)
+    topk, num_experts = config.moe_router_topk, logits.shape[1]
+    scores, chosen = counted_scores(logits, topk, config.moe_router_score_function)
     if local_padding_mask is not None:
         scores, chosen = (each.masked_fill(local_padding_mask.unsqueeze(1), 0.0) for each in (scores, chosen))
     # Per sequence; the micro-batch's totals are the sums over its sequences.
@@ -243,41 +241,59 @@ def _balancing_losses(
     for kind, coefficient in config.moe_aux_losses.items():
         if kind == "seq_aux_loss" and lengths is None:
             length = rows.num_tokens // batch_size
-            loss_sum = _mean_product(sums, counts, length, length * cp_size, config) / batch_size * num_tokens
+            loss_sum = mean_product(sums, counts, length, length * cp_size, topk, num_experts) / batch_size * num_tokens
         elif kind == "seq_aux_loss":
             assert lengths is not None
             of_sequences = (
-                _mean_product(of_scores, of_choices, length / cp_size, length, config) * length / cp_size
+                mean_product(of_scores, of_choices, length / cp_size, length, topk, num_experts) * length / cp_size
                 for of_scores, of_choices, length in zip(sums, counts, lengths.clamp(min=1.0))
             )
             loss_sum = torch.stack(list(of_sequences)).sum()
         elif kind == "aux_loss":
             whole = num_tokens * cp_size
-            loss_sum = _mean_product(sums.sum(dim=0), counts.sum(dim=0), num_tokens, whole, config) * num_tokens
+            loss_sum = (
+                mean_product(sums.sum(dim=0), counts.sum(dim=0), num_tokens, whole, topk, num_experts) * num_tokens
+            )
         else:
             assert kind == "global_aux_loss", kind
             so_far = tally.add_to_global_batch(counts.sum(dim=0), groups.dp)
             whole = num_tokens * cp_size * groups.dp.size
             if lengths is not None:
                 whole = so_far.sum() / config.moe_router_topk
-            loss_sum = _mean_product(sums.sum(dim=0), so_far, num_tokens, whole, config) * num_tokens
+            loss_sum = mean_product(sums.sum(dim=0), so_far, num_tokens, whole, topk, num_experts) * num_tokens
         yield _loss(LOSS_NAMES[kind], loss_sum, num_tokens, coefficient)
 
 
-def _mean_product(
+def counted_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores that a balancing loss counts, which sum to 1 per token, and 1 for each of the top-k choices.
+
+    Shapes: ``[n, experts] -> [n, experts]``, twice.
+    """
+    scores = expert_scores(logits, score_function)
+    if score_function == "sigmoid":
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+    return scores, torch.zeros_like(scores).scatter_(1, scores.detach().topk(topk, dim=1).indices, 1.0)
+
+
+def mean_product(
     sums: torch.Tensor,
     counts: torch.Tensor,
     num_scores: int | torch.Tensor,
     num_counted: int | torch.Tensor,
-    config: MoEConfig,
+    topk: int,
+    num_experts: int,
 ) -> torch.Tensor:
-    """Return the number of experts x the sum over experts of mean score x fraction of choices; 1 for balanced load."""
-    assert config.num_experts is not None
-    divisor = config.moe_router_topk * num_scores * num_counted
+    """Return the number of experts x the sum over experts of mean score x fraction of choices; 1 for balanced load.
+
+    ``sums`` are over ``num_scores`` tokens, and ``counts`` over ``num_counted``.
+
+    Shapes: ``sums, counts: [..., experts] -> []``.
+    """
+    divisor = topk * num_scores * num_counted
     if isinstance(divisor, torch.Tensor):
         # A micro-batch may consist of padding only; its sums are 0.
         divisor = divisor.masked_fill(divisor == 0.0, 1.0)
-    return (sums * counts).sum() * (config.num_experts / divisor)
+    return (sums * counts).sum() * (num_experts / divisor)
 
 
 def _over_tp(total: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:

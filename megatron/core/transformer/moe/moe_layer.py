@@ -1,151 +1,192 @@
-"""The MoE layer: each token is routed to its top-k experts, and every token to the shared expert, if there is one."""
+"""megatron-core's MoE layer, made of a router, a token dispatcher and experts, which specifications choose."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from functools import partial
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.layer_output import LayerOutput
-from megatron.core.ops import RowCounts
-from megatron.core.parallel_state import ExpertGroups, ParallelState
-from megatron.core.precision import dtype_from_name
-from megatron.core.process_group import Group
-from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
-from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer import MLP, DecoderConfig
-from megatron.core.transformer.moe.experts import GroupedExperts
-from megatron.core.transformer.moe.load_balancing import ExpertLoads
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_state import resolve_group
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.routing import TokenRows, expert_capacity
-from megatron.core.transformer.moe.token_dispatcher import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    Experts,
-    TokenDispatcher,
-    gather_copies,
-)
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, MoETokenDispatcher
 
 
-class SharedExperts(MLP):
-    """The shared expert: a dense feed-forward layer that every token passes, with an optional gate.
+@dataclass
+class MoESubmodules:
+    """Classes or specifications of the parts of an MoE layer; there may be no shared experts."""
 
-    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    experts: ModuleSpec | type | None = None
+    shared_experts: ModuleSpec | type | None = None
+    router: Any = TopKRouter
+
+
+class BaseMoELayer(ABC, nn.Module):
+    """An MoE layer's groups and the numbers of this rank's experts.
+
+    Raises:
+        AssertionError: the experts cannot be distributed evenly.
     """
 
-    def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
-        width = config.moe.moe_shared_expert_intermediate_size
-        assert width is not None
-        super().__init__(dataclasses.replace(config, ffn_hidden_size=width), tp, device)
-        self.gate_weight: nn.Parameter | None = None
-        if config.moe.moe_shared_expert_gate:
-            shape = (1, config.hidden_size)
-            spec = replicated_spec("gate_weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
-            self.gate_weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
-
-    def forward(self, x: torch.Tensor) -> LayerOutput:
-        output = super().forward(x).hidden
-        return LayerOutput(output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid())
-
-
-class MoELayer(nn.Module):
-    """Route each token to its top-k experts, and sum their weighted outputs and the shared expert's output.
-
-    Each tensor-parallel rank routes a part of the tokens, with or without sequence parallelism.
-
-    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
-    """
-
-    def __init__(self, config: DecoderConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
         super().__init__()
-        assert config.moe.num_experts is not None
-        self.config, self.groups = config, groups
-        self.router = TopKRouter(config, groups, device)
-        self.experts = GroupedExperts(config, groups, device)
-        has_shared = config.moe.moe_shared_expert_intermediate_size is not None
-        self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
-        self.recomputes_shared = "shared_experts" in config.recomputed_modules
-        kind = AllGatherDispatcher if config.moe.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
-        self.dispatch: TokenDispatcher = kind(config.moe.num_experts, groups)
+        assert config.num_moe_experts is not None
+        self.config, self.layer_number = config, layer_number
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        self.ep_group, self.attn_tp_group = groups.ep, groups.tp
+        ep = resolve_group(groups.ep, "ep")
+        assert config.num_moe_experts % ep.size == 0, (
+            f"num_moe_experts {config.num_moe_experts} is not divisible by the expert-parallel size {ep.size}"
+        )
+        self.num_local_experts = config.num_moe_experts // ep.size
+        first = ep.rank * self.num_local_experts
+        self.local_expert_indices = list(range(first, first + self.num_local_experts))
+        self.use_shared_expert = config.moe_shared_expert_intermediate_size is not None
+        self.shared_expert_overlap = config.moe_shared_expert_overlap
+        self.router: Any = None
+        self.experts: Any = None
+        self.shared_experts: Any = None
+        self.token_dispatcher: MoETokenDispatcher
 
-    def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> LayerOutput:
-        """Return the sum of the experts' outputs, and the router's auxiliary losses.
+    @abstractmethod
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """Return the layer's output."""
 
-        Padding, where ``padding_mask`` is True, is not routed, uses no capacity, and is excluded from losses and
-        counts. It still passes the shared expert.
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the layer's number, from 1, under which auxiliary losses are tracked."""
+        self.layer_number = layer_number
+        self.router.set_layer_number(layer_number)
 
-        Shapes: ``padding_mask: [b, s]`` of the whole sequences.
-        """
-        tp, is_cut = self.groups.tp, self.config.sequence_parallel
-        flat, batch_size = x.reshape(-1, x.shape[-1]), x.shape[1]
-        if is_cut or tp.size == 1:
-            rows = TokenRows(len(flat), len(flat) * tp.size, batch_size, tp.rank * len(flat), padding_mask)
-            own = flat
-        else:
-            num_rows = -(-len(flat) // tp.size)
-            rows = TokenRows(num_rows, len(flat), batch_size, tp.rank * num_rows, padding_mask)
-            num_empty = num_rows * tp.size - len(flat)
-            whole = F.pad(flat, (0, 0, 0, num_empty)) if num_empty else flat
-            own = scatter_to_sequence_parallel_region(whole, tp)
-        routing = self.router(own, rows)
-        shared: list[torch.Tensor] = []
 
-        def meanwhile() -> None:
-            if self.shared_experts is not None:
-                with torch.set_grad_enabled(grad_enabled):
-                    is_again = self.recomputes_shared and self.training
-                    shared.append((recompute(self.shared_experts, x) if is_again else self.shared_experts(x)).hidden)
+class MoELayer(BaseMoELayer):
+    """Route each token to its top-k experts, and sum their weighted outputs and the shared experts' output.
 
-        grad_enabled = torch.is_grad_enabled()
-        overlaps = self.config.moe.moe_shared_expert_overlap
-        output = self.dispatch(own, routing, self._run_experts(rows), meanwhile if overlaps else _nothing)
-        if not overlaps:
-            meanwhile()
-        if not (is_cut or tp.size == 1):
-            output = gather_copies(output, tp)[: len(flat)]
-        output = output.view_as(x)
-        return LayerOutput(output + shared[0] if shared else output, routing.losses)
+    With tensor parallelism each rank's tokens are a part of the sequence (sequence parallelism).
 
-    def _run_experts(self, rows: TokenRows) -> Experts:
-        """Return the function that runs the experts; with padding, each expert gets the maximum number of rows."""
-        if not self.config.moe.moe_pad_expert_input_to_capacity:
-            experts: Experts = self.experts
-            return experts
-        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config.moe)
-        assert capacity is not None
-        return partial(self._run_padded, self.groups.model.size * min(capacity, rows.num_rows))
+    Shapes: ``[s, b, h] -> [s, b, h]``, and None: the layer has no bias of its own.
 
-    def _run_padded(self, most: int, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
-        times = counts.on_device
-        assert times is not None
-        # Offset of each expert's rows in the padded tensor relative to the packed tensor.
-        moved = most * torch.arange(len(counts), device=rows.device) + times - times.cumsum(0)
-        places = torch.arange(len(rows), device=rows.device) + moved.repeat_interleave(times, output_size=len(rows))
-        padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
-        filled = RowCounts([most] * len(counts), torch.full_like(times, most))
-        output: torch.Tensor = self.experts(padded, filled).index_select(0, places)
+    Raises:
+        ValueError: ``config.moe_token_dispatcher_type`` is unknown; at forward, training with tensor parallelism but
+            without sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(config, layer_number, groups)
+        assert submodules is not None, "an MoE layer needs submodules; take them from get_gpt_layer_local_spec"
+        assert submodules.experts is not None, "the submodules have no experts"
+        self.submodules = submodules
+        self.moe_layer_recompute = config.moe_layer_recompute or (
+            config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+        )
+        self.router = submodules.router(config=config, pg_collection=groups)
+        if layer_number is not None:
+            self.router.set_layer_number(layer_number)
+        kind = config.moe_token_dispatcher_type
+        if kind not in DISPATCHERS:
+            raise ValueError(f"Unsupported token dispatcher type: {kind}; use one of {', '.join(DISPATCHERS)}")
+        self.token_dispatcher = DISPATCHERS[kind](self.num_local_experts, self.local_expert_indices, config, groups)
+        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        if self.use_shared_expert:
+            assert submodules.shared_experts is not None, "the submodules have no shared_experts"
+            self.shared_experts = build_module(
+                submodules.shared_experts, config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
+            )
+            if self.shared_expert_overlap:
+                self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def route(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights and the routing map of the tokens."""
+        probs, routing_map = self.router(hidden_states, padding_mask)
+        return probs, routing_map
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows to dispatch, their weights, and the layer's input, which the shared experts process."""
+        rows, weights = self.token_dispatcher.dispatch_preprocess(hidden_states, routing_map, probs)
+        return rows, weights, hidden_states
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the rows to the ranks of their experts."""
+        return self.token_dispatcher.token_dispatch(hidden_states, probs)
+
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return the shared experts' output; None without them, or if the dispatcher runs them."""
+        if self.shared_experts is None or self.shared_expert_overlap:
+            return None
+        output: torch.Tensor = self.shared_experts(hidden_states)
         return output
 
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run this rank's experts, and return their outputs in the order in which they are sent back."""
+        rows, counts, weights = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        output, bias = self.experts(rows, counts, weights)
+        assert bias is None, "the experts add their biases"
+        return self.token_dispatcher.combine_preprocess(output), bias
 
-def _nothing() -> None:
-    """Do nothing while tokens are in transit."""
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Send the outputs back, and return the sum of each token's outputs."""
+        return self.token_dispatcher.combine_postprocess(self.token_dispatcher.token_combine(output))
 
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Add the shared experts' output."""
+        return output if shared_expert_output is None else output + shared_expert_output
 
-def loads_of(models: Sequence[nn.Module], config: DecoderConfig, state: ParallelState) -> ExpertLoads | None:
-    """Return the load counter of a model's experts, of which this rank has a part; None without MoE layers."""
-    numbers = range(config.num_layers + config.mtp.mtp_depth)
-    layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
-    if not layers:
-        return None
-    routers = {
-        int(name.split(".")[name.split(".").index("layers") + 1])
-        + (config.num_layers if "mtp" in name.split(".") else 0): module.router
-        for model in models
-        for name, module in model.named_modules()
-        if isinstance(module, MoELayer)
-    }
-    return ExpertLoads(dict(routers), layers, config.moe, state)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Return the sum of the experts' outputs, and no bias.
+
+        Padding, where ``padding_mask`` is True, is excluded from auxiliary losses and counts.
+
+        Shapes: ``hidden_states: [s, b, h]``, ``padding_mask: [b, s]``.
+        """
+        assert intermediate_tensors is None, "CUDA graphs of a part of the layer are not supported"
+        if self.training and resolve_group(self.attn_tp_group).size > 1 and not self.config.sequence_parallel:
+            raise ValueError(
+                "sequence_parallel is False with tensor parallelism in training; set it to True, because each rank "
+                "must route its own tokens"
+            )
+        if padding_mask is not None:
+            padding_mask = padding_mask.transpose(0, 1).bool()
+
+        def compute(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            shared = self.shared_experts_compute(x)
+            probs, routing_map = self.route(x, mask)
+            rows, weights, _ = self.preprocess(x, probs, routing_map)
+            output, _ = self.routed_experts_compute(*self.dispatch(rows, weights))
+            return self.postprocess(self.combine(output), shared)
+
+        if self.moe_layer_recompute:
+            output: torch.Tensor = checkpoint(compute, False, hidden_states, padding_mask)
+        else:
+            output = compute(hidden_states, padding_mask)
+        return output, None
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Do nothing: weight gradients are computed in the backward pass."""

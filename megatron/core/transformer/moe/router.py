@@ -1,128 +1,283 @@
-"""The router: expert scores from hidden states, top-k choices, capacity and auxiliary losses."""
+"""megatron-core's routers, which return weights and routing maps and attach auxiliary losses to the weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.collectives import all_gather_first_dim
-from megatron.core.layer_output import AuxiliaryLoss
-from megatron.core.ops import DropoutKeys
-from megatron.core.parallel_state import ExpertGroups
-from megatron.core.precision import dtype_from_name
-from megatron.core.sharding import ParamSpec, full_shards
-from megatron.core.tensor_parallel import make_parameter, replicated_spec
-from megatron.core.transformer import DecoderConfig, require_keys
-from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTokenCounts, router_losses
-from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
+from megatron.core.layer_output import MoEAuxLossAutoScaler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.load_balancing import LOSS_NAMES, Z_LOSS
+from megatron.core.transformer.moe.moe_utils import (
+    apply_random_logits,
+    apply_router_token_dropping,
+    compute_routing_scores_for_aux_loss,
+    get_default_pg_collection,
+    get_tokens_per_expert_and_token_count,
+    router_gating_linear,
+    save_to_aux_losses_tracker,
+    sinkhorn,
+    switch_load_balancing_loss_func,
+    topk_routing_with_score_function,
+    z_loss_func,
+)
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-@dataclass(frozen=True, eq=False)
-class Routing:
-    """The experts of each token and their weights; a dropped choice has the index ``num_experts`` and the weight 0.
+class Router(ABC, nn.Module):
+    """A linear layer from hidden states to a logit per expert, and the choice of experts, which a subclass defines."""
 
-    The weights have the dtype of the hidden states, or the dtype of the scores if --moe-router-dtype is given.
-
-    Shapes: ``indices, weights: [n, k]``.
-    """
-
-    indices: torch.Tensor
-    weights: torch.Tensor
-    losses: tuple[AuxiliaryLoss, ...]
-
-
-class TopKRouter(BiasedRouter):
-    """Choose the experts of each token and count the choices; in training also compute the auxiliary losses.
-
-    The weight is replicated. Each rank has the gradient of its own tokens. Scores are computed in at least float32. The
-    expert bias has no gradient: it is updated after each step.
-
-    With random routing in training, ``keys`` and ``layer_number`` determine the random numbers, and their gradient is
-    passed to the logits (straight-through).
-    """
-
-    def __init__(self, config: DecoderConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__()
-        assert config.moe.num_experts is not None
-        self.config, self.groups, self.num_experts = config, groups, config.moe.num_experts
-        self.tally = ExpertTokenCounts()
-        self.keys: DropoutKeys | None = None
-        self.layer_number = 0
-        dtype = dtype_from_name(config.params_dtype)
-        self.product_dtype = dtype if config.moe.moe_router_dtype is None else _DTYPES[config.moe.moe_router_dtype]
-        self.product_dtype = torch.promote_types(self.product_dtype, dtype)
-        shape = (self.num_experts, config.hidden_size)
-        spec = replicated_spec("weight", shape, groups.tp, partial_gradient=True, std=config.init_method_std)
-        self.weight = make_parameter(shape, spec, dtype, device)
+        assert config.num_moe_experts is not None
+        self.config = config
+        self.num_experts = config.num_moe_experts
+        self.layer_number: int | None = None
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        self.tp_group, self.cp_group, self.tp_cp_group = groups.tp, groups.cp, groups.tp_cp
+        self.tp_dp_cp_group = groups.tp_dp_cp
+        self.calculate_per_token_loss = config.calculate_per_token_loss
+        self.weight = nn.Parameter(torch.empty((self.num_experts, config.hidden_size), dtype=torch.float32))
         self.bias: nn.Parameter | None = None
         if config.add_bias_linear:
-            # Initialized like the weight, as in Megatron.
-            of_bias = replicated_spec("bias", shape[:1], groups.tp, partial_gradient=True, std=config.init_method_std)
-            self.bias = make_parameter(shape[:1], of_bias, dtype, device)
-        self.expert_bias = None
-        if config.moe.moe_router_enable_expert_bias:
-            copies = ParamSpec(
-                "expert_bias",
-                shape[:1],
-                full_shards(shape[:1]),
-                replicated_axes=("tp",) if groups.tp.size > 1 else (),
-                replica_index=groups.tp.rank,
-                num_replicas=groups.tp.size,
-            )
-            self.expert_bias = make_parameter(shape[:1], copies, torch.promote_types(dtype, torch.float32), device)
-            self.expert_bias.requires_grad_(False)
+            self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=torch.float32))
+        self.reset_parameters()
 
-    def forward(self, x: torch.Tensor, rows: TokenRows) -> Routing:
-        """Return the choices of this rank's rows; empty rows and padding have none.
+    def reset_parameters(self) -> None:
+        """Fill the weight and the bias from ``config.init_method``, and convert them to ``config.params_dtype``."""
+        for parameter in (self.weight, self.bias):
+            if parameter is None:
+                continue
+            if self.config.perform_initialization:
+                assert self.config.init_method is not None
+                self.config.init_method(parameter)
+            parameter.data = parameter.data.to(self.config.params_dtype)
+            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
 
-        Shapes: ``x: [n, h]``.
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the logits, in ``config.moe_router_dtype`` if it is set. Shapes: ``[..., h] -> [..., experts]``."""
+        for parameter in (self.weight, self.bias):
+            if parameter is not None and parameter.device != input.device:
+                parameter.data = parameter.data.to(input.device)
+        dtype = _DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
+        return router_gating_linear(input, self.weight, self.bias, dtype)
 
-        Raises:
-            ConfigurationError: random routing is configured, and ``keys`` is None.
+    @abstractmethod
+    def routing(self, logits: torch.Tensor) -> Any:
+        """Return the weights and the routing map of the logits."""
+
+    @abstractmethod
+    def forward(self, input: torch.Tensor) -> Any:
+        """Return the weights and the routing map of hidden states."""
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the layer's number, from 1, under which auxiliary losses are tracked."""
+        self.layer_number = layer_number
+
+
+class TopKRouter(Router):
+    """Send each token to the ``config.moe_router_topk`` experts with the best scores.
+
+    In training, backward passes through the weights also start from the auxiliary losses of the configuration, which
+    are tracked for the log. With an expert bias ``local_tokens_per_expert`` counts the choices until the bias is
+    updated.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config, pg_collection)
+        self.topk = config.moe_router_topk
+        self.routing_type = config.moe_router_load_balancing_type
+        self.score_function = config.moe_router_score_function
+        self.enable_expert_bias = config.moe_router_enable_expert_bias
+        self.local_tokens_per_expert: torch.Tensor | None = None
+        self.expert_bias: torch.Tensor | None = None
+        self.global_tokens_per_expert: torch.Tensor | None = None
+        self.ga_steps: torch.Tensor | None = None
+        if self.enable_expert_bias:
+            zeros = torch.zeros(self.num_experts, dtype=torch.float32)
+            del self.local_tokens_per_expert, self.expert_bias
+            self.register_buffer("local_tokens_per_expert", zeros, persistent=False)
+            self.register_buffer("expert_bias", zeros.clone())
+        if self.get_aux_loss_coeff("global_aux_loss") > 0:
+            del self.global_tokens_per_expert, self.ga_steps
+            self.register_buffer("global_tokens_per_expert", torch.zeros(self.num_experts), persistent=False)
+            self.register_buffer("ga_steps", torch.tensor(0.0), persistent=False)
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Return the coefficient of an auxiliary loss, such as ``seq_aux_loss``; 0 if it is not configured."""
+        kinds, coefficients = self.routing_type, self.config.moe_aux_loss_coeff
+        if isinstance(kinds, str):
+            assert not isinstance(coefficients, list), f"one routing type has {coefficients} as moe_aux_loss_coeff"
+            return coefficients if kinds == aux_loss_type else 0.0
+        assert isinstance(coefficients, list), "moe_aux_loss_coeff must be a list, as moe_router_load_balancing_type is"
+        return dict(zip(kinds, coefficients)).get(aux_loss_type, 0.0)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Return whether a load-balancing loss has a coefficient above 0."""
+        return any(self.get_aux_loss_coeff(kind) > 0 for kind in LOSS_NAMES)
+
+    def sinkhorn_load_balancing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and routing map; in training the choices are balanced by Sinkhorn's algorithm.
+
+        Shapes: ``[n, experts] -> [n, experts]``, twice.
         """
-        dtype = self.product_dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(x[: rows.num_real].to(dtype), self.weight.to(dtype), bias)
-        logits = logits.to(torch.promote_types(dtype, torch.float32))
-        if self.config.routes_at_random and self.training:
-            tokens = slice(rows.first, rows.first + rows.num_real)
-            drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
-            logits = drawn + (logits - logits.detach())
-        indices, weights = choose_experts(logits, self.config.moe, self.expert_bias)
-        local_padding_mask = rows.local_padding_mask(self.groups.cp, x.device)
-        if local_padding_mask is not None:
-            indices = indices.masked_fill(local_padding_mask.unsqueeze(1), self.num_experts)
-            weights = weights.masked_fill(local_padding_mask.unsqueeze(1), 0.0)
-        num_empty = rows.num_rows - rows.num_real
-        if num_empty:
-            indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
-            weights = F.pad(weights, (0, 0, 0, num_empty))
-        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config.moe)
-        if capacity is not None:
-            is_kept = self._kept(indices, weights, rows, capacity)
-            indices, weights = indices.masked_fill(~is_kept, self.num_experts), weights * is_kept
-        losses: tuple[AuxiliaryLoss, ...] = ()
-        if self.training and torch.is_grad_enabled():
-            self.tally.add(indices[: rows.num_real], self.num_experts, local_padding_mask)
-            losses = router_losses(logits, rows, local_padding_mask, self.config.moe, self.groups, self.tally)
-        if self.config.moe.moe_router_dtype is None:
-            weights = weights.to(x.dtype)
-        return Routing(indices, weights, losses)
+        assert self.config.moe_aux_loss_coeff == 0, "Sinkhorn routing does not support auxiliary losses"
+        scores = logits.sigmoid() if self.topk == 1 else logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+        with torch.no_grad():
+            ranked = sinkhorn(logits.float()) if self.training else scores
+            indices = ranked.topk(self.topk, dim=1).indices
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+        return scores * routing_map, routing_map
 
-    @torch.no_grad()
-    def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:
-        """Return which choices of this rank fit the capacity, which applies to the whole micro-batch."""
-        positions = F.pad(rows.positions(self.groups.cp, indices.device), (0, rows.num_rows - rows.num_real), value=-1)
-        for group in (self.groups.tp, self.groups.cp):
-            indices, weights, positions = (
-                all_gather_first_dim(tensor, group) for tensor in (indices, weights, positions)
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, from which backward passes in training also start the router's z-loss.
+
+        Shapes: ``logits: [n, experts]``, ``padding_mask: [n]``.
+        """
+        if self.config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        coefficient = self.config.moe_z_loss_coeff / self.tp_cp_group.size()
+        loss = z_loss_func(logits, coefficient, padding_mask)
+        num_tokens = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
+        self._track(Z_LOSS, loss / coefficient if coefficient else loss)
+        return self._attach(logits, loss, num_tokens)
+
+    def apply_input_jitter(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the input times uniform noise within ``config.moe_input_jitter_eps`` of 1, if it is set."""
+        eps = self.config.moe_input_jitter_eps
+        return input if eps is None else input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: torch.Tensor,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        aux_loss_name: str,
+        reduce_group: Any,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Track a loss without its coefficient, and return the activation with the loss attached."""
+        self._track(aux_loss_name, aux_loss / aux_loss_coeff, reduce_group, reduce_group_has_dp)
+        return self._attach(
+            activation, aux_loss, activation.shape[0] if valid_token_count is None else valid_token_count
+        )
+
+    def _track(self, name: str, loss: torch.Tensor, reduce_group: Any = None, has_dp: bool = False) -> None:
+        num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+        save_to_aux_losses_tracker(
+            name, loss, self.layer_number, num_layers, reduce_group=reduce_group, reduce_group_has_dp=has_dp
+        )
+
+    def _attach(self, activation: torch.Tensor, loss: torch.Tensor, num_tokens: int | torch.Tensor) -> torch.Tensor:
+        # The caller divides the gradients by the number of tokens.
+        loss = loss * num_tokens if self.calculate_per_token_loss else loss
+        result: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, loss)  # type: ignore[no-untyped-call]
+        return result
+
+    def _balance(
+        self,
+        kind: str,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        routing_map: torch.Tensor,
+        batch_size: int,
+        pads: bool,
+    ) -> torch.Tensor:
+        """Attach one load-balancing loss, if it has a coefficient, to the weights."""
+        coefficient = self.get_aux_loss_coeff(kind)
+        if not coefficient:
+            return probs
+        is_global, topk = kind == "global_aux_loss", self.topk
+        group = self.tp_dp_cp_group if is_global else self.tp_cp_group
+        if kind == "seq_aux_loss":
+            # The experts of each sequence are counted apart; every position has topk choices in each of them.
+            scores, routing_map = (each.reshape(len(each) // batch_size, -1) for each in (scores, routing_map))
+            topk *= batch_size
+        tokens, num_local, num_tokens = get_tokens_per_expert_and_token_count(routing_map, group, topk, pads)
+        if is_global:
+            assert self.global_tokens_per_expert is not None
+            assert self.ga_steps is not None
+            self.global_tokens_per_expert += tokens
+            self.ga_steps += 1
+            tokens = self.global_tokens_per_expert / self.ga_steps
+        loss = switch_load_balancing_loss_func(scores, tokens, num_tokens, self.topk, self.num_experts, coefficient)
+        if kind == "seq_aux_loss":
+            loss = loss / batch_size
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, LOSS_NAMES[kind], group, is_global, valid_token_count=num_local
+        )
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's weights and the routing map.
+
+        Padding, where ``padding_mask`` is True, is excluded from losses and counts.
+
+        Shapes: ``logits: [s, b, experts]``, ``padding_mask: [s, b] -> [s * b, experts]``, twice.
+        """
+        config, batch_size = self.config, logits.shape[1]
+        logits = logits.reshape(-1, self.num_experts)
+        if padding_mask is not None:
+            padding_mask = padding_mask.reshape(-1)
+        logits = self.apply_z_loss(logits, padding_mask)
+        if self.routing_type == "sinkhorn":
+            probs, routing_map = self.sinkhorn_load_balancing(logits)
+        else:
+            probs, routing_map = topk_routing_with_score_function(
+                logits,
+                self.topk,
+                use_pre_softmax=config.moe_router_pre_softmax,
+                num_groups=config.moe_router_num_groups,
+                group_topk=config.moe_router_group_topk,
+                scaling_factor=config.moe_router_topk_scaling_factor,
+                score_function=self.score_function,
+                expert_bias=self.expert_bias,
             )
-        policy = self.config.moe.moe_token_drop_policy
-        is_kept = kept_choices(indices, weights, positions, self.num_experts + 1, capacity, policy)
-        first = (self.groups.cp.rank * self.groups.tp.size + self.groups.tp.rank) * rows.num_rows
-        return is_kept[first : first + rows.num_rows]
+        if config.moe_expert_capacity_factor is not None:
+            probs, routing_map = apply_router_token_dropping(
+                probs,
+                routing_map,
+                router_topk=self.topk,
+                capacity_factor=config.moe_expert_capacity_factor,
+                drop_policy=config.moe_token_drop_policy,
+                pad_to_capacity=config.moe_pad_expert_input_to_capacity,
+            )
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            counted, scores = compute_routing_scores_for_aux_loss(
+                logits, self.topk, self.score_function, padding_mask=padding_mask
+            )
+            for kind in LOSS_NAMES:
+                probs = self._balance(kind, probs, scores, counted, batch_size, padding_mask is not None)
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            assert self.local_tokens_per_expert is not None
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1)
+            self.local_tokens_per_expert += real.sum(dim=0)
+        return probs, routing_map
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Reset the counts of the global load-balancing loss; call it after each step."""
+        if self.global_tokens_per_expert is not None and self.ga_steps is not None:
+            self.global_tokens_per_expert.zero_()
+            self.ga_steps.zero_()
+
+    def forward(
+        self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's weights and the routing map.
+
+        Shapes: ``input: [s, b, h]``, ``padding_mask: [s, b] -> [s * b, experts]``, twice.
+        """
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            # A conversion of the whole model would round the small updates away.
+            self.expert_bias.data = self.expert_bias.data.float()
+        logits = self.gating(self.apply_input_jitter(input))
+        if self.config.moe_router_force_load_balancing:
+            logits = apply_random_logits(logits)
+        return self.routing(logits, padding_mask)

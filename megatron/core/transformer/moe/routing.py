@@ -80,35 +80,60 @@ def expert_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
 def choose_experts(
     logits: torch.Tensor, config: MoEConfig, expert_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each token and their weights, as configured (`topk_experts`)."""
+    return topk_experts(
+        logits,
+        config.moe_router_topk,
+        use_pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=config.moe_router_score_function,
+        expert_bias=expert_bias,
+    )
+
+
+def topk_experts(
+    logits: torch.Tensor,
+    topk: int,
+    *,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each token and their weights, the best first.
 
     With ``expert_bias`` the choice uses score plus bias, and the weights use the score alone.
 
     Shapes: ``logits: [n, experts]``, ``expert_bias: [experts] -> [n, k]`` int64 and ``[n, k]``.
     """
-    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
-        indices = _best(logits, config)
+    if score_function == "softmax" and not use_pre_softmax:
+        indices = best_experts(logits, topk, num_groups, group_topk)
         weights = logits.gather(1, indices).softmax(dim=-1)
     else:
-        scores = expert_scores(logits, config.moe_router_score_function)
-        indices = _best(scores if expert_bias is None else scores + expert_bias, config)
+        scores = expert_scores(logits, score_function)
+        indices = best_experts(scores if expert_bias is None else scores + expert_bias, topk, num_groups, group_topk)
         weights = scores.gather(1, indices)
-        if config.moe_router_score_function == "sigmoid" and config.moe_router_topk > 1:
+        if score_function == "sigmoid" and topk > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
-    factor = config.moe_router_topk_scaling_factor
-    return indices, weights if factor is None else weights * factor
+    return indices, weights if scaling_factor is None else weights * scaling_factor
 
 
 @torch.no_grad()
-def _best(scores: torch.Tensor, config: MoEConfig) -> torch.Tensor:
-    """Return the experts with the largest scores, with group-limited routing only those of the best groups."""
-    groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk
-    if groups is not None and group_topk is not None:
-        by_group = scores.view(len(scores), groups, scores.shape[1] // groups)
-        of_group = by_group.topk(max(config.moe_router_topk // group_topk, 1), dim=-1).values.sum(dim=-1)
+def best_experts(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> torch.Tensor:
+    """Return the experts with the largest scores, with group-limited routing only those of the best groups.
+
+    Shapes: ``[n, experts] -> [n, k]`` int64.
+    """
+    if num_groups is not None and group_topk is not None:
+        by_group = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
+        of_group = by_group.topk(max(topk // group_topk, 1), dim=-1).values.sum(dim=-1)
         chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(group_topk).indices, True)
         scores = by_group.masked_fill(~chosen.unsqueeze(-1), -math.inf).view_as(scores)
-    return scores.topk(config.moe_router_topk, dim=-1).indices
+    return scores.topk(topk, dim=-1).indices
 
 
 def expert_capacity(num_tokens: int, config: MoEConfig) -> int | None:

@@ -1,321 +1,297 @@
-"""Token dispatchers: permute tokens, send them to the ranks of their experts, and combine the experts' outputs.
+"""megatron-core's token dispatchers, which send tokens to their experts and back in six steps.
 
-A token has one choice per expert, or one choice per expert and rank if experts are sharded over ranks. Choices are
-sorted by destination, so that the rows of one rank are contiguous.
+`dispatch_preprocess`, `token_dispatch` and `dispatch_postprocess` give the experts of this rank their rows, sorted by
+expert, and the rows' weights. The experts apply the weights. `combine_preprocess`, `token_combine` and
+`combine_postprocess` return the sum of each token's rows. A dispatcher keeps the routing of one micro-batch in between.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from megatron.core.collectives import (
-    all_gather_first_dim,
-    all_to_all_first_dim,
-    all_to_all_rows,
-    reduce_scatter_first_dim,
+from megatron.core.collectives import all_to_all_first_dim
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_state import resolve_group
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.ops import RowCounts
-from megatron.core.parallel_state import ExpertGroups
-from megatron.core.process_group import Group
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.router import Routing
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.expert_dispatch import all_to_all, reorder
+from megatron.core.transformer.moe.moe_utils import pad_routing_map, permute, unpermute
+
+_FP8_MULTIPLE, _BLOCKS_MULTIPLE = 16, 32
 
 
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sources: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(0, sources)
+class MoETokenDispatcher(ABC):
+    """Interface of a token dispatcher."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _rows_at(grad, slots).sum(dim=1), None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        slots: torch.Tensor,
-        choices: torch.Tensor,
-        group: Group | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, slots, choices)
-        ctx.group = group
-        total = _weighted_sum(rows, weights, slots)
-        if group is not None:
-            total = reduce_scatter_first_dim(total, group)
-        return total.to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        rows, weights, slots, choices = ctx.saved_tensors
-        if ctx.group is not None:
-            grad = all_gather_first_dim(grad.contiguous(), ctx.group)
-        weights_grad = _products_of_rows(rows, grad, slots, weights.dtype)
-        of_row = weights.reshape(-1)[choices]
-        rows_grad = grad.index_select(0, choices.div(slots.shape[1], rounding_mode="floor")).mul_(of_row.unsqueeze(-1))
-        return rows_grad, weights_grad, None, None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        sent: tuple[int, ...],
-        received: tuple[int, ...],
-        group: Group,
-        meanwhile: Callable[[], None] | None,
-    ) -> torch.Tensor:
-        ctx.splits, ctx.group = (sent, received), group
-        output, work = all_to_all_rows(rows, sent, received, group, async_op=meanwhile is not None)
-        if meanwhile is not None:
-            meanwhile()
-        if work is not None:
-            work.wait()
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent, received = ctx.splits
-        return all_to_all_rows(grad.contiguous(), received, sent, ctx.group)[0], None, None, None, None
-
-
-class _GatherCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return all_gather_first_dim(rows, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
-
-
-def _rows_at(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the rows of each token; a slot after the last row yields zeros.
-
-    Shapes: ``rows: [m, h]``, ``slots: [n, c] -> [n, c, h]``.
-    """
-    rows = _with_row_of_zeros(rows, slots)
-    return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, rows.shape[-1])
-
-
-def _with_row_of_zeros(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Append a row of zeros if there are more slots than rows."""
-    return F.pad(rows, (0, 0, 0, 1)) if len(rows) < slots.numel() else rows
-
-
-def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's rows in the dtype of the weights, which may be wider.
-
-    Wider sums process one choice at a time, so that only one row per token is converted.
-
-    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c] -> [n, h]``.
-    """
-    if weights.dtype == rows.dtype:
-        return torch.bmm(weights.unsqueeze(1), _rows_at(rows, slots)).squeeze(1)
-    rows = _with_row_of_zeros(rows, slots)
-    total = weights.new_zeros(len(slots), rows.shape[1])
-    for places, of_choice in zip(slots.unbind(1), weights.unbind(1)):
-        total.addcmul_(rows.index_select(0, places), of_choice.unsqueeze(1))
-    return total
-
-
-def _products_of_rows(rows: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the dot products of a token's rows with the token's gradient, in a dtype that may be wider.
-
-    Shapes: ``rows: [m, h]``, ``grad: [n, h]``, ``slots: [n, c] -> [n, c]``.
-    """
-    if dtype == rows.dtype:
-        return torch.bmm(_rows_at(rows, slots), grad.unsqueeze(-1)).squeeze(-1)
-    rows, wide = _with_row_of_zeros(rows, slots), grad.to(dtype)
-    products = [(wide * rows.index_select(0, places)).sum(dim=1) for places in slots.unbind(1)]
-    return torch.stack(products, dim=1)
-
-
-def take_rows(x: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return a row of ``x`` for each choice; ``slots`` has each token's result rows, ``m`` for dropped choices.
-
-    Shapes: ``x: [n, h]``, ``choices: [m]`` indices into the flattened ``slots: [n, c]`` ``-> [m, h]``.
-    """
-    sources = choices.div(slots.shape[1], rounding_mode="floor")
-    result: torch.Tensor = _TakeRows.apply(x, sources, slots)  # type: ignore[no-untyped-call]
-    return result
-
-
-def combine(
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    choices: torch.Tensor,
-    slots: torch.Tensor,
-    group: Group | None = None,
-) -> torch.Tensor:
-    """Return the weighted sum of each token's rows in their dtype: the inverse of `take_rows`.
-
-    The sum is computed in the dtype of the weights. If the ranks of a ``group`` have partial sums, a reduce-scatter
-    adds them, and each rank gets its own tokens. Backward: an all-gather in the rows' dtype.
-
-    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c]``, ``choices: [m] -> [n, h]``, with a group ``[n/size, h]``.
-    """
-    if group is not None and group.size == 1:
-        group = None
-    result: torch.Tensor = _Combine.apply(rows, weights, slots, choices, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def reorder(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Permute rows; ``inverse`` is the inverse permutation of ``order``.
-
-    Shapes: ``rows: [m, h]``, ``order, inverse: [m] -> [m, h]``.
-    """
-    result: torch.Tensor = _TakeRows.apply(rows, order, inverse.unsqueeze(1))  # type: ignore[no-untyped-call]
-    return result
-
-
-def all_to_all(
-    rows: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: Group,
-    meanwhile: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """Send each rank of the group its rows, and return the received rows in group order.
-
-    ``meanwhile`` is called while the all-to-all runs. Backward: the all-to-all in the other direction.
-
-    Shapes: ``[sum(sent), h] -> [sum(received), h]``.
-    """
-    result: torch.Tensor = _AllToAll.apply(rows, tuple(sent), tuple(received), group, meanwhile)  # type: ignore[no-untyped-call]
-    return result
-
-
-def gather_copies(rows: torch.Tensor, tp: Group) -> torch.Tensor:
-    """All-gather rows that every TP rank then uses identically.
-
-    The backward pass takes this rank's slice of the gradient, without communication.
-
-    Shapes: ``[n, h] -> [n * tp, h]``.
-    """
-    result: torch.Tensor = _GatherCopies.apply(rows, tp)  # type: ignore[no-untyped-call]
-    return result
-
-
-Experts = Callable[[torch.Tensor, RowCounts], torch.Tensor]
-"""Function that applies the experts to rows sorted by expert, given the number of rows of each expert of this rank."""
-Meanwhile = Callable[[], None]
-
-
-class TokenDispatcher(ABC):
-    """Send tokens to their experts and combine the results.
-
-    Choices with an index of ``num_experts`` or more are dropped. ``meanwhile`` is called once, during communication if
-    there is any.
-    """
-
-    def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
-        self.num_local, self.groups = num_experts // groups.size, groups
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        self.config = config
+        self.shared_experts: nn.Module | None = None
+        self.group = resolve_group(getattr(pg_collection, "tp_ep", None), "tp_ep")
+        expt_tp = resolve_group(getattr(pg_collection, "expt_tp", None), "expt_tp")
+        self.tp_size, self.tp_rank = expt_tp.size, expt_tp.rank
+        self.ep_size = self.group.size // expt_tp.size
+        self.tp_group, self.tp_ep_group = expt_tp.handle, self.group.handle
 
     @abstractmethod
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each token's experts.
+    def dispatch_preprocess(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows to send and their weights.
 
-        Shapes: ``[n, h] -> [n, h]``.
+        Shapes: ``tokens: [s, b, h]``, ``routing_map, probs: [s * b, experts]``.
         """
 
+    @abstractmethod
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange rows and weights with the other ranks."""
 
-class AllToAllDispatcher(TokenDispatcher):
-    """Send each token only to the ranks of its experts, with an all-to-all of variable sizes."""
+    @abstractmethod
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows of this rank's experts sorted by expert, their numbers per expert, and their weights.
 
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each token's experts."""
-        group, copies, num_local = self.groups.model, self.groups.tensor_size, self.num_local
-        # Order of destinations: the experts of one rank, repeated for each rank that holds a shard of them.
-        indices = routing.indices
-        first = indices.div(num_local, rounding_mode="floor") * (copies * num_local) + indices % num_local
-        targets = first.unsqueeze(-1) + num_local * torch.arange(copies, device=x.device)
-        ordered = sort_choices(targets.flatten(1), group.size * num_local)
-        by_rank = ordered.counts.view(group.size, num_local)
-        coming = all_to_all_first_dim(by_rank, group)
-        # The only synchronization of a layer: the host needs the counts to allocate memory.
-        going, arriving = torch.stack((by_rank, coming)).tolist()
-        group.ensure_not_given_up()
-        sent, received = ([sum(of_rank) for of_rank in counts] for counts in (going, arriving))
-        of_experts = RowCounts((sum(of_expert) for of_expert in zip(*arriving)), coming.sum(0))
-        choices, slots = ordered.kept(sum(sent))
-        rows = take_rows(x, choices, slots)
-        if group.size == 1:
-            meanwhile()
-            rows = experts(rows, of_experts)
-        else:
-            rows = all_to_all(rows, sent, received, group, meanwhile)
-            of_expert = torch.arange(num_local, device=x.device).repeat(group.size)
-            order = of_expert.repeat_interleave(coming.view(-1), output_size=len(rows)).argsort(stable=True)
-            inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(len(order), device=x.device)
-            rows = experts(reorder(rows, order, inverse), of_experts)
-            rows = all_to_all(reorder(rows, inverse, order), received, sent, group)
-        weights = routing.weights.repeat_interleave(copies, dim=1) if copies > 1 else routing.weights
-        return combine(rows, weights, choices, slots)
-
-
-class AllGatherDispatcher(TokenDispatcher):
-    """All-gather all tokens; each rank runs its own experts, and a reduce-scatter sums the results."""
-
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each token's experts."""
-        meanwhile()
-        group = self.groups.model
-        x, weights = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (x, routing.weights))
-        targets = gather_from_sequence_parallel_region(routing.indices, group=group) - self.groups.rank * self.num_local
-        targets = targets.masked_fill((targets < 0) | (targets >= self.num_local), self.num_local)
-        ordered = sort_choices(targets, self.num_local)
-        counts = RowCounts(ordered.counts.tolist(), ordered.counts)
-        group.ensure_not_given_up()
-        choices, slots = ordered.kept(sum(counts))
-        rows = experts(take_rows(x, choices, slots), counts)
-        return combine(rows, weights, choices, slots, group)
-
-
-@dataclass(frozen=True, eq=False)
-class OrderedChoices:
-    """Choices sorted by target, each choice's position in this order, and the number of choices per target.
-
-    Choices with an index of ``num_targets`` or more come last and are not counted.
-
-    Shapes: ``order: [n * c]``, ``places: [n, c]``, ``counts: [num_targets]``.
-    """
-
-    order: torch.Tensor
-    places: torch.Tensor
-    counts: torch.Tensor
-
-    def kept(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ``number`` choices that have targets, and all positions, with ``number`` for dropped choices.
-
-        Shapes: ``-> [number]``, ``[n, c]``.
+        Shapes: ``-> [m, h], [local experts], [m]``.
         """
-        return self.order[:number], self.places.clamp(max=number)
+
+    @abstractmethod
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the experts' outputs in the order in which they are sent back."""
+
+    @abstractmethod
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Send the outputs back."""
+
+    @abstractmethod
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's outputs. Shapes: ``-> [s, b, h]``."""
+
+    def set_shared_experts(self, shared_experts: nn.Module) -> None:
+        """Let the dispatcher run the shared experts during its communication, and add their output.
+
+        Raises:
+            AssertionError: ``config.moe_shared_expert_overlap`` is not set.
+        """
+        assert self.config.moe_shared_expert_overlap, "set_shared_experts needs moe_shared_expert_overlap"
+        self.shared_experts = shared_experts
+
+    def token_permutation(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the three steps of the dispatch (the interface before megatron-core 0.13)."""
+        return self.dispatch_postprocess(
+            *self.token_dispatch(*self.dispatch_preprocess(hidden_states, routing_map, probs))
+        )
+
+    def token_unpermutation(
+        self, hidden_states: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Run the three steps of the combination, and return no bias (the interface before megatron-core 0.13)."""
+        assert bias is None, "the experts add their biases"
+        return self.combine_postprocess(self.token_combine(self.combine_preprocess(hidden_states))), None
+
+    def _padded_map(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Return the routing map, with choices added if quantized GEMMs need multiples of rows."""
+        if not (self.config.moe_router_padding_for_quantization or self.config.moe_router_padding_for_fp8):
+            return routing_map
+        takes_blocks = self.config.fp8_recipe == "mxfp8" or bool(self.config.fp4)
+        return pad_routing_map(routing_map, _BLOCKS_MULTIPLE if takes_blocks else _FP8_MULTIPLE)
 
 
-def sort_choices(targets: torch.Tensor, num_targets: int) -> OrderedChoices:
-    """Sort choices by target without synchronizing with the device.
+class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
+    """All-gather all tokens; each rank runs its own experts, and a reduce-scatter sums the outputs."""
 
-    Shapes: ``targets: [n, c]``.
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        assert num_local_experts > 0, "a rank needs at least one expert"
+        assert len(local_expert_indices) == num_local_experts, (
+            "local_expert_indices must have num_local_experts numbers"
+        )
+        self.num_local_experts, self.local_expert_indices = num_local_experts, list(local_expert_indices)
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens ``[n, h]`` and the weights ``[n, experts]``."""
+        self.hidden_shape = hidden_states.shape
+        self.routing_map = routing_map
+        return hidden_states.reshape(-1, self.hidden_shape[-1]), probs
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather the tokens and weights of all ranks."""
+        if self.group.size > 1:
+            with torch.no_grad():
+                self.routing_map = gather_from_sequence_parallel_region(
+                    self.routing_map.to(torch.uint8), group=self.group
+                )
+                self.routing_map = self.routing_map.bool()
+            hidden_states, probs = (
+                gather_from_sequence_parallel_region(each, group=self.group) for each in (hidden_states, probs)
+            )
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Select the rows of this rank's experts."""
+        first = self.local_expert_indices[0]
+        own = slice(first, first + self.num_local_experts)
+        self.local_map = self._padded_map(self.routing_map[:, own])
+        self.global_shape = hidden_states.shape
+        rows, weights, self.sources = permute(hidden_states, self.local_map, probs[:, own])
+        assert weights is not None
+        return rows, self.local_map.sum(dim=0), weights
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Sum the rows of each token of all ranks."""
+        return unpermute(hidden_states, self.sources, self.global_shape)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, and keep this rank's tokens."""
+        if self.group.size > 1:
+            hidden_states = reduce_scatter_to_sequence_parallel_region(hidden_states, self.group)
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Restore the shape."""
+        return hidden_states.view(self.hidden_shape)
+
+
+class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
+    """Send each token only to the ranks of its experts, with an all-to-all of variable sizes.
+
+    If experts are sharded, a token is sent to all ranks of its expert.
     """
-    in_order, order = targets.reshape(-1).sort(stable=True)
-    numbers = torch.arange(max(len(order), num_targets), device=order.device)
-    places = torch.empty_like(order)
-    places[order] = numbers[: len(order)]
-    ends = torch.searchsorted(in_order, numbers[:num_targets], right=True)
-    return OrderedChoices(order, places.view_as(targets), ends.diff(prepend=ends.new_zeros(1)))
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        assert num_local_experts > 0, "a rank needs at least one expert"
+        assert len(local_expert_indices) == num_local_experts, (
+            "local_expert_indices must have num_local_experts numbers"
+        )
+        assert all(b - a == 1 for a, b in itertools.pairwise(local_expert_indices)), (
+            f"local_expert_indices {list(local_expert_indices)} must be consecutive"
+        )
+        assert config.num_moe_experts is not None
+        self.num_local_experts, self.local_expert_indices = num_local_experts, list(local_expert_indices)
+        self.num_experts = config.num_moe_experts
+        self._shared_input: torch.Tensor | None = None
+        self._shared_output: torch.Tensor | None = None
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Exchange the numbers of rows, and return those of this rank's experts.
+
+        Shapes: ``routing_map: [n, experts] -> [local experts]``.
+        """
+        counts = routing_map.sum(dim=0).view(self.ep_size, self.num_local_experts)
+        going = counts.repeat_interleave(self.tp_size, dim=0)
+        coming = all_to_all_first_dim(going, self.group)
+        # The only synchronization with the device: the host needs the numbers to allocate memory.
+        sent, received = torch.stack((going, coming)).tolist()
+        self.group.ensure_not_given_up()
+        self.input_splits, self.output_splits = ([sum(of_rank) for of_rank in each] for each in (sent, received))
+        of_expert = torch.arange(self.num_local_experts, device=coming.device).repeat(self.group.size)
+        order = of_expert.repeat_interleave(coming.view(-1), output_size=sum(self.output_splits)).argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        self.order, self.inverse = order, inverse
+        return coming.sum(dim=0)
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of each destination, and their weights."""
+        assert probs.dim() == 2, f"probs have {probs.dim()} dims; they must be [tokens, experts]"
+        assert routing_map.dim() == 2, f"routing_map has {routing_map.dim()} dims; it must be [tokens, experts]"
+        assert routing_map.dtype == torch.bool, f"routing_map has dtype {routing_map.dtype}; it must be bool"
+        self.hidden_shape = hidden_states.shape
+        self._shared_input = None if self.shared_experts is None else hidden_states
+        tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
+        routing_map = self._padded_map(routing_map)
+        self.tokens_per_expert = self.preprocess(routing_map)
+        rows, weights, self.sources = permute(tokens, routing_map, probs)
+        assert weights is not None
+        if self.tp_size > 1:
+            by_rank = torch.arange(len(rows), device=rows.device).split_with_sizes(self.input_splits[:: self.tp_size])
+            copies = torch.cat([of_rank for of_rank in by_rank for _ in range(self.tp_size)])
+            self.sources = self.sources[copies]
+            rows, weights = rows.index_select(0, copies), weights.index_select(0, copies)
+        return rows, weights
+
+    def token_dispatch(
+        self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange rows and weights, and run the shared experts meanwhile, if the dispatcher has them."""
+        splits = self.input_splits, self.output_splits
+        weights = all_to_all(permuted_probs.unsqueeze(-1), *splits, self.group).squeeze(-1)
+        if self.shared_experts is None:
+            return all_to_all(permutated_local_input_tokens, *splits, self.group), weights
+        grad_enabled = torch.is_grad_enabled()
+
+        def run_shared() -> None:
+            assert self.shared_experts is not None
+            with torch.set_grad_enabled(grad_enabled):
+                self._shared_output = self.shared_experts(self._shared_input)
+
+        if self.group.size == 1:
+            run_shared()
+            return permutated_local_input_tokens, weights
+        return all_to_all(permutated_local_input_tokens, *splits, self.group, run_shared), weights
+
+    def dispatch_postprocess(
+        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort the received rows by expert."""
+        rows = reorder(global_input_tokens, self.order, self.inverse)
+        return rows, self.tokens_per_expert, global_probs.index_select(0, self.order)
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Sort the outputs by destination."""
+        return reorder(hidden_states, self.inverse, self.order)
+
+    def token_combine(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
+        """Send the outputs back."""
+        return all_to_all(hidden_states, self.output_splits, self.input_splits, self.group)
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """Sum each token's outputs, and add the shared experts' output."""
+        shape = (self.hidden_shape[:-1].numel(), self.hidden_shape[-1])
+        output = unpermute(permutated_local_input_tokens, self.sources, shape).view(self.hidden_shape)
+        if self._shared_output is not None:
+            output, self._shared_output, self._shared_input = output + self._shared_output, None, None
+        return output
+
+
+class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """The all-to-all dispatcher: DeepEP and HybridEP kernels are not used."""
+
+
+DISPATCHERS: dict[str, type[Any]] = {
+    "allgather": MoEAllGatherTokenDispatcher,
+    "alltoall": MoEAlltoAllTokenDispatcher,
+    "flex": MoEFlexTokenDispatcher,
+}
+"""Dispatchers by their names in ``config.moe_token_dispatcher_type``."""

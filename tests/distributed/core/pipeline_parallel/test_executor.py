@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.executor import (
     run_schedule,
 )
 from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, SendQueue, create_pipeline_links
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, StagePlace
+from megatron.core.pipeline_parallel.schedule_actions import SCHEDULES, Action, StagePlace
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.sharded_layers import tensor_parallel_linear

@@ -21,8 +21,8 @@ from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.moe.router import Routing
-from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
+from megatron.core.transformer.moe.expert_dispatch import AllGatherDispatcher, AllToAllDispatcher
+from megatron.core.transformer.moe.expert_router import Routing
 from megatron.training.initialize import Runtime
 from megatron.training.training_step import agree_to_exit
 

@@ -31,7 +31,7 @@ from megatron.core.ops.gemm import (
 )
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards
-from megatron.core.transformer.moe.experts import grouped_linear
+from megatron.core.transformer.moe.grouped_experts import grouped_linear
 from megatron.training.model_setup import describe_rounded_gradients
 from tests.unit.config.command_lines import MINIMAL
 

@@ -21,7 +21,7 @@ from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
-from megatron.core.transformer.mlp import ACTIVATIONS, MLP
+from megatron.core.transformer.mlp import ACTIVATIONS, FeedForward
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
     apply_rotary,
@@ -323,7 +323,7 @@ def test_parts_are_summed_only_of_an_unchanged_gradient() -> None:
 def check_activation_of_another_kind(is_registered: bool) -> None:
     """Compare with autograd in float64, which sees the same two matmuls with the function itself between them."""
     model = make_model(single_rank_group(), openai_gelu=True, num_layers=1)
-    mlp = next(module for module in model.modules() if isinstance(module, MLP))
+    mlp = next(module for module in model.modules() if isinstance(module, FeedForward))
     mlp.activation = F.mish
     if is_registered:
         mlp.kind, ACTIVATIONS["mish"] = "mish", F.mish

@@ -11,7 +11,7 @@ import torch
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
-from megatron.core.pipeline_parallel.schedules import (
+from megatron.core.pipeline_parallel.schedule_actions import (
     Action,
     Pass,
     forward_only,

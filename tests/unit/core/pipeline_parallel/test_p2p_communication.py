@@ -19,7 +19,7 @@ from megatron.verification.communication_replay import Call, Operation, communic
 def record_use(kind: str, uses: list[Operation]) -> Callable[..., object]:
     """Note a send or a receive and complete it at once."""
 
-    def use(tensor: torch.Tensor, *, group: int, **peer: int) -> object:
+    def use(tensor: torch.Tensor, *, group: int, tag: int, **peer: int) -> object:
         (other,) = peer.values()
         uses.append((Call(kind, f"link {group}", (), tensor.nbytes, peer=other),))
         return SimpleNamespace(wait=lambda: None)

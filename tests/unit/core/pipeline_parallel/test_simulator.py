@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import DataError
-from megatron.core.pipeline_parallel.schedules import (
+from megatron.core.pipeline_parallel.schedule_actions import (
     Action,
     Pass,
     StagePlace,
@@ -140,7 +140,7 @@ def test_an_empty_timeline_has_no_bubble() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    names = ("schedules", "simulator", "stage_layout", "timeline")
+    names = ("schedule_actions", "simulator", "stage_layout", "timeline")
     program = (
         f"import sys\nfrom megatron.core.pipeline_parallel import {', '.join(names)}\nsys.exit('torch' in sys.modules)"
     )

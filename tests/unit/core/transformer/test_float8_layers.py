@@ -19,8 +19,8 @@ from megatron.core.ops.fp8_tensor import SEGMENTS_OF_128, Quantized
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.moe import experts as experts_module
-from megatron.core.transformer.moe.experts import float8_grouped_linear, grouped_linear
+from megatron.core.transformer.moe import grouped_experts as experts_module
+from megatron.core.transformer.moe.grouped_experts import float8_grouped_linear, grouped_linear
 from tests.harness.float8_products import assert_products
 from tests.harness.toy_model import load_global_weights, make_batch, make_float8_model, make_model
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import FeedForward
 from tests.harness.toy_model import make_model
 
 
@@ -44,7 +44,7 @@ def test_feed_forward_layer(settings: dict[str, Any], activation: Any) -> None:
     config = DecoderConfig(
         num_layers=1, hidden_size=12, num_attention_heads=2, ffn_hidden_size=20, params_dtype="float64", **settings
     )
-    mlp = MLP(config, single_rank_group(), "cpu")
+    mlp = FeedForward(config, single_rank_group(), "cpu")
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in mlp.parameters():

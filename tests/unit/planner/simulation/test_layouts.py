@@ -177,7 +177,7 @@ ALLOWED: dict[Wait, tuple[int, str]] = {
     ),
     ("end", "megatron/core/optimizer/optimizer.py", "value read"): (1, "--log-params-norm is logged"),
     ("end", "megatron/core/transformer/moe/load_balancing.py", "value read"): (1, "the load of experts is logged"),
-    ("forward", "megatron/core/transformer/moe/token_dispatcher.py", "tolist"): (
+    ("forward", "megatron/core/transformer/moe/expert_dispatch.py", "tolist"): (
         4,
         "two layers of experts and two micro-batches: rows come as the router says, and the host finds memory for them",
     ),

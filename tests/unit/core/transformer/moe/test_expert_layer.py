@@ -21,8 +21,8 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import MoEConfig, moe_layers
+from megatron.core.transformer.moe.expert_layer import ExpertLayer, loads_of
 from megatron.core.transformer.moe.load_balancing import LoadReport
-from megatron.core.transformer.moe.moe_layer import MoELayer, loads_of
 from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
 from tests.harness.toy_model import load_global_weights, make_model
 
@@ -134,14 +134,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make_layer(**settings: Any) -> tuple[GPTModel, MoELayer]:
+def make_layer(**settings: Any) -> tuple[GPTModel, ExpertLayer]:
     model = make_model(single_rank_group(), **(SETTINGS | settings))
     load_global_weights(model)
-    layer = next(module for module in model.modules() if isinstance(module, MoELayer))
+    layer = next(module for module in model.modules() if isinstance(module, ExpertLayer))
     return model, layer
 
 
-def by_token(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+def by_token(layer: ExpertLayer, x: torch.Tensor) -> torch.Tensor:
     """Return what each token's experts make of it, one after the other."""
     flat = x.reshape(-1, x.shape[-1])
     logits = F.linear(flat, layer.router.weight, layer.router.bias)
@@ -304,7 +304,7 @@ def test_a_dense_model_has_no_loads() -> None:
 
 def test_a_routers_bias_begins_as_its_weight_does() -> None:
     model = make_model(single_rank_group(), **(SETTINGS | {"num_experts": 400, "init_method_std": 0.5}))
-    router = next(module for module in model.modules() if isinstance(module, MoELayer)).router
+    router = next(module for module in model.modules() if isinstance(module, ExpertLayer)).router
     assert router.bias is not None
     assert router.bias.std().item() == pytest.approx(0.5, rel=0.15)
     assert router.weight.std().item() == pytest.approx(0.5, rel=0.05)

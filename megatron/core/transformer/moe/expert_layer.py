@@ -1,0 +1,151 @@
+"""The MoE layer: each token is routed to its top-k experts, and every token to the shared expert, if there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.layer_output import LayerOutput
+from megatron.core.ops import RowCounts
+from megatron.core.parallel_state import ExpertGroups, ParallelState
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer import DecoderConfig, FeedForward
+from megatron.core.transformer.moe.expert_dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Experts,
+    TokenDispatcher,
+    gather_copies,
+)
+from megatron.core.transformer.moe.expert_router import ExpertRouter
+from megatron.core.transformer.moe.grouped_experts import GroupedExperts
+from megatron.core.transformer.moe.load_balancing import ExpertLoads
+from megatron.core.transformer.moe.routing import TokenRows, expert_capacity
+
+
+class SharedExperts(FeedForward):
+    """The shared expert: a dense feed-forward layer that every token passes, with an optional gate.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
+        width = config.moe.moe_shared_expert_intermediate_size
+        assert width is not None
+        super().__init__(dataclasses.replace(config, ffn_hidden_size=width), tp, device)
+        self.gate_weight: nn.Parameter | None = None
+        if config.moe.moe_shared_expert_gate:
+            shape = (1, config.hidden_size)
+            spec = replicated_spec("gate_weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
+            self.gate_weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
+
+    def forward(self, x: torch.Tensor) -> LayerOutput:
+        output = super().forward(x).hidden
+        return LayerOutput(output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid())
+
+
+class ExpertLayer(nn.Module):
+    """Route each token to its top-k experts, and sum their weighted outputs and the shared expert's output.
+
+    Each tensor-parallel rank routes a part of the tokens, with or without sequence parallelism.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(self, config: DecoderConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+        super().__init__()
+        assert config.moe.num_experts is not None
+        self.config, self.groups = config, groups
+        self.router = ExpertRouter(config, groups, device)
+        self.experts = GroupedExperts(config, groups, device)
+        has_shared = config.moe.moe_shared_expert_intermediate_size is not None
+        self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
+        self.recomputes_shared = "shared_experts" in config.recomputed_modules
+        kind = AllGatherDispatcher if config.moe.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
+        self.dispatch: TokenDispatcher = kind(config.moe.num_experts, groups)
+
+    def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> LayerOutput:
+        """Return the sum of the experts' outputs, and the router's auxiliary losses.
+
+        Padding, where ``padding_mask`` is True, is not routed, uses no capacity, and is excluded from losses and
+        counts. It still passes the shared expert.
+
+        Shapes: ``padding_mask: [b, s]`` of the whole sequences.
+        """
+        tp, is_cut = self.groups.tp, self.config.sequence_parallel
+        flat, batch_size = x.reshape(-1, x.shape[-1]), x.shape[1]
+        if is_cut or tp.size == 1:
+            rows = TokenRows(len(flat), len(flat) * tp.size, batch_size, tp.rank * len(flat), padding_mask)
+            own = flat
+        else:
+            num_rows = -(-len(flat) // tp.size)
+            rows = TokenRows(num_rows, len(flat), batch_size, tp.rank * num_rows, padding_mask)
+            num_empty = num_rows * tp.size - len(flat)
+            whole = F.pad(flat, (0, 0, 0, num_empty)) if num_empty else flat
+            own = scatter_to_sequence_parallel_region(whole, tp)
+        routing = self.router(own, rows)
+        shared: list[torch.Tensor] = []
+
+        def meanwhile() -> None:
+            if self.shared_experts is not None:
+                with torch.set_grad_enabled(grad_enabled):
+                    is_again = self.recomputes_shared and self.training
+                    shared.append((recompute(self.shared_experts, x) if is_again else self.shared_experts(x)).hidden)
+
+        grad_enabled = torch.is_grad_enabled()
+        overlaps = self.config.moe.moe_shared_expert_overlap
+        output = self.dispatch(own, routing, self._run_experts(rows), meanwhile if overlaps else _nothing)
+        if not overlaps:
+            meanwhile()
+        if not (is_cut or tp.size == 1):
+            output = gather_copies(output, tp)[: len(flat)]
+        output = output.view_as(x)
+        return LayerOutput(output + shared[0] if shared else output, routing.losses)
+
+    def _run_experts(self, rows: TokenRows) -> Experts:
+        """Return the function that runs the experts; with padding, each expert gets the maximum number of rows."""
+        if not self.config.moe.moe_pad_expert_input_to_capacity:
+            experts: Experts = self.experts
+            return experts
+        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config.moe)
+        assert capacity is not None
+        return partial(self._run_padded, self.groups.model.size * min(capacity, rows.num_rows))
+
+    def _run_padded(self, most: int, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
+        times = counts.on_device
+        assert times is not None
+        # Offset of each expert's rows in the padded tensor relative to the packed tensor.
+        moved = most * torch.arange(len(counts), device=rows.device) + times - times.cumsum(0)
+        places = torch.arange(len(rows), device=rows.device) + moved.repeat_interleave(times, output_size=len(rows))
+        padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
+        filled = RowCounts([most] * len(counts), torch.full_like(times, most))
+        output: torch.Tensor = self.experts(padded, filled).index_select(0, places)
+        return output
+
+
+def _nothing() -> None:
+    """Do nothing while tokens are in transit."""
+
+
+def loads_of(models: Sequence[nn.Module], config: DecoderConfig, state: ParallelState) -> ExpertLoads | None:
+    """Return the load counter of a model's experts, of which this rank has a part; None without MoE layers."""
+    numbers = range(config.num_layers + config.mtp.mtp_depth)
+    layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
+    if not layers:
+        return None
+    routers = {
+        int(name.split(".")[name.split(".").index("layers") + 1])
+        + (config.num_layers if "mtp" in name.split(".") else 0): module.router
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertLayer)
+    }
+    return ExpertLoads(dict(routers), layers, config.moe, state)
