@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ from megatron.core.inference import (
     SamplingConfig,
     StopRule,
     check_request,
+    context_length,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path
@@ -82,6 +84,7 @@ _NOT_HERE = {
     "inprocess_restart": "only pretrain_gpt.py restarts its ranks",
 }
 _DEFAULT_NEW_TOKENS = 64
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
 
 
 class GPT:
@@ -318,7 +321,7 @@ class GPT:
     def generate(
         self,
         prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         *,
         num_beams: int = 1,
         length_penalty: float = 1.0,
@@ -330,7 +333,8 @@ class GPT:
 
         Args:
             prompt: a text, a list of texts, token ids, or a list of these.
-            max_new_tokens: maximum number of new tokens; the end-of-document token ends a text before.
+            max_new_tokens: maximum number of new tokens; the end-of-document token ends a text before. None: 64, or
+                the rest of the context after the longest prompt.
             num_beams: beam search with this number of beams, with ``length_penalty`` and ``early_stopping``.
             stops_at_end: False continues after the end-of-document token.
             sampling: fields of `SamplingConfig`: ``greedy``, ``temperature`` (0 is greedy), ``top_k``, ``top_p``,
@@ -343,8 +347,13 @@ class GPT:
             ConfigurationError: a sampling parameter is unknown or invalid.
             InputError: a prompt is empty or too long.
         """
-        _check_count(max_new_tokens, "GPT.generate: max_new_tokens")
+        if max_new_tokens is not None:
+            _check_count(max_new_tokens, "GPT.generate: max_new_tokens")
+        _check_count(num_beams, "GPT.generate: num_beams")
         prompts, is_text, is_one = self._prompts(prompt)
+        if max_new_tokens is None:
+            longest = max(map(len, prompts))
+            max_new_tokens = max(context_length(self.config.model, longest + _DEFAULT_NEW_TOKENS) - longest, 1)
         end = self.tokenizer.eod_id if stops_at_end else None
         request = GenerationRequest(
             prompts=prompts,
@@ -437,6 +446,10 @@ class GPT:
         """Return token ids ``[b, s]``."""
         if isinstance(tokens, str):
             tokens = self.tokenizer.tokenize(tokens)
+            if not tokens:
+                raise InputError("the text has no tokens; at least one is required")
+        elif isinstance(tokens, list | tuple) and any(isinstance(row, str) for row in tokens):
+            raise InputError("the tokens are a list of texts; pass one text at a time, or rows of tokens")
         try:
             rows = torch.as_tensor(tokens)
         except (TypeError, ValueError) as error:
@@ -526,14 +539,15 @@ def _sampling(values: Mapping[str, Any]) -> SamplingConfig:
     names = [field.name for field in dataclasses.fields(SamplingConfig)]
     unknown = [name for name in values if name not in names]
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"possible: {', '.join(names)}"
+        possible = [*inspect.getfullargspec(GPT.generate).args[1:], *inspect.getfullargspec(GPT.generate).kwonlyargs]
+        possible += names
+        nearest = difflib.get_close_matches(unknown[0], possible, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"possible: {', '.join(possible)}"
         raise ConfigurationError(f"GPT.generate: unknown argument {unknown[0]}; {hint}")
     for name, value in values.items():
-        is_switch = isinstance(getattr(SamplingConfig, name), bool)
-        if isinstance(value, bool) != is_switch or not isinstance(value, int | float):
-            kind = "True or False" if is_switch else "a number"
-            raise ConfigurationError(f"GPT.generate: {name} is {value!r}; pass {kind}")
+        kind = type(getattr(SamplingConfig, name))
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, int | kind):
+            raise ConfigurationError(f"GPT.generate: {name} is {value!r}; pass {_KINDS[kind]}")
     chosen = dict(values)
     if chosen.get("temperature") == 0:
         chosen = {**chosen, "temperature": 1.0, "greedy": True}

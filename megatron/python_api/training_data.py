@@ -50,6 +50,8 @@ _ACCEPTED = (
     "array or torch tensor of tokens (one document, or a document per row), a list of these, or a data set with "
     "__len__ and __getitem__"
 )
+_LONGEST_NAME = 200
+"""Characters of missing data that a message shows: it may be a whole text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +85,11 @@ def flags_of_data(data: object, tokenizer: Tokenizer, folder: str | None, caller
 
 
 def _flags_of_path(path: Path, caller: str) -> DataFlags:
-    if path.is_file() and path.suffix not in (".bin", ".idx"):
+    # These functions of os.path also answer for a text that is too long for the name of a file.
+    if os.path.isfile(path) and path.suffix not in (".bin", ".idx"):
         return DataFlags({"train_data": [str(path)]})
     prefix = str(path.with_suffix("")) if path.suffix in (".bin", ".idx") else str(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         found = sorted(each.with_suffix("") for each in path.glob("*.idx"))
         if len(found) != 1:
             names = ", ".join(each.name for each in found) or "none"
@@ -94,8 +97,10 @@ def _flags_of_path(path: Path, caller: str) -> DataFlags:
                 f"{caller}: the folder {path} must contain one data set, but has {names}; pass a prefix"
             )
         prefix = str(found[0])
-    elif "://" not in str(path) and not idx_path(prefix).is_file():
-        raise ConfigurationError(f"{caller}: there is no data {path}; pass {_ACCEPTED}")
+    elif "://" not in str(path) and not os.path.isfile(idx_path(prefix)):
+        name = str(path)
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+        raise ConfigurationError(f"{caller}: there is no data {shown}; pass {_ACCEPTED}")
     return DataFlags({"data_path": [prefix]})
 
 
@@ -208,8 +213,8 @@ class _Provided:
         found = len(self.dataset[0]["tokens"])
         if found != self.length:
             raise DataError(
-                f"{self.dataset.source_of(0)} has {found} tokens and labels, but seq_length is {self.length}; return "
-                f"{self.length + 1} tokens per sample"
+                f"{self.dataset.source_of(0)} has {found} tokens with a label, but seq_length is {self.length}; return "
+                f"{self.length + 1} tokens, or a dict with {self.length} tokens and {self.length} labels"
             )
 
     def build(self) -> DatasetSplits:

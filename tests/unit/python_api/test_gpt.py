@@ -299,6 +299,7 @@ def untrained() -> GPT:
     [
         ({"data": 3, "steps": 1}, ConfigurationError, "GPT.fit: data has the type int; pass a prefix of token files"),
         ({"data": "missing", "steps": 1}, ConfigurationError, "GPT.fit: there is no data missing; pass a prefix"),
+        ({"data": "a text " * 1000, "steps": 1}, ConfigurationError, f"there is no data {'a text ' * 28}a te…; pass"),
         ({"data": [1, "a"], "steps": 1}, ConfigurationError, "GPT.fit: the list of data contains int, str; pass"),
         ({"data": np.zeros((2, 2)), "steps": 1}, ConfigurationError, "the dtype float64; pass integers of the shape"),
         ({"data": [[1, 2, 77] * 40], "steps": 1}, DataError, "contains token id 77, but the vocabulary has 51 ids"),
@@ -328,6 +329,12 @@ def test_a_wrong_training_changes_nothing(
 def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
     with pytest.raises(ConfigurationError, match="unknown argument topk; did you mean top_k"):
         untrained.generate([1], topk=3)
+    with pytest.raises(ConfigurationError, match="unknown argument max_tokens; did you mean max_new_tokens"):
+        untrained.generate([1], max_tokens=3)
+    with pytest.raises(ConfigurationError, match=r"top_k is 1.5; pass a whole number"):
+        untrained.generate([1], top_k=1.5)
+    with pytest.raises(ConfigurationError, match="num_beams is 0; pass a whole number of 1 or more"):
+        untrained.generate([1], num_beams=0)
     with pytest.raises(ConfigurationError, match="temperature is 'hot'; pass a number"):
         untrained.generate([1], temperature="hot")
     with pytest.raises(ConfigurationError, match="pass a whole number of 1 or more"):
@@ -344,6 +351,31 @@ def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
         untrained.loss([1])
     with pytest.raises(InputError, match="does not exist; pass the folder that a run saved to"):
         GPT.load("missing")
+
+
+def test_a_list_of_texts_and_an_empty_text_have_no_loss(tmp_path: Path) -> None:
+    model = byte_model(tmp_path)
+    with pytest.raises(InputError, match="the tokens are a list of texts; pass one text at a time"):
+        model.loss(["a", "b"])
+    with pytest.raises(InputError, match="the text has no tokens"):
+        model.logits("")
+
+
+def test_without_a_length_the_continuation_fills_the_context(untrained: GPT) -> None:
+    first, second = untrained.generate([[1, 2, 3], [4]], stops_at_end=False)
+    assert (len(first), len(second)) == (16, 14)
+    beams = untrained.generate([1], num_beams=2, stops_at_end=False)
+    assert len(beams) == 16
+
+
+def test_a_short_sample_of_a_data_set_is_an_error() -> None:
+    class Short(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)[:16]
+
+    message = "sample 0 of Short has 15 tokens with a label, but seq_length is 16; return 17 tokens, or a dict with 16"
+    with pytest.raises(DataError, match=message):
+        GPT.build(**MODEL).evaluate(Short(as_dict=False))
 
 
 def test_importing_the_class_name_waits_for_torch() -> None:
