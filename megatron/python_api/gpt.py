@@ -187,6 +187,11 @@ class GPT:
             InputError: the data cannot be used.
             TrainingError: the run failed, for example because the loss is not finite.
         """
+        if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
+            raise ConfigurationError(
+                f"GPT.fit: callbacks is {callbacks!r}; pass a list of objects of subclasses of "
+                "megatron.training.callbacks.Callback"
+            )
         settings, provider, chosen = self._with_data(data, flags)
         config, last = self._plan_training(settings, provider, steps)
         provider(config, self.tokenizer, sample_targets(config, self._state.held.train_state), ignore_line).check()
@@ -491,6 +496,11 @@ class GPT:
         Raises:
             InputError: no Hugging Face architecture expresses the model, or the folder cannot be written.
         """
+        if self.config.model.lora_rank:
+            raise ConfigurationError(
+                "GPT.to_hf: the model has LoRA adapters; save it, and merge them with megatron convert FOLDER "
+                "--merge-lora --saver hf --save-dir DIR, or write them alone with --saver peft"
+            )
         target, world = Path(folder).absolute(), self._state.runtime.state.world
         staging = target.with_name(f".{target.name}-native")
         try:

@@ -304,6 +304,8 @@ def untrained() -> GPT:
         ({"data": np.zeros((2, 2)), "steps": 1}, ConfigurationError, "the dtype float64; pass integers of the shape"),
         ({"data": [[1, 2, 77] * 40], "steps": 1}, DataError, "contains token id 77, but the vocabulary has 51 ids"),
         ({"data": [["a"]], "steps": 1}, ConfigurationError, "dtype <U1; pass integers"),
+        ({"callbacks": [print]}, ConfigurationError, "GPT.fit: callbacks is [<built-in function print>]; pass a list"),
+        ({"callbacks": Callback()}, ConfigurationError, "pass a list of objects of subclasses of"),
         ({"steps": 0}, ConfigurationError, "GPT.fit: steps is 0; pass a whole number of 1 or more"),
         ({"data": [[1] * 40]}, ConfigurationError, "GPT.fit: the number of iterations is missing; pass steps"),
         ({"steps": 1}, ConfigurationError, "--data-path"),
@@ -366,6 +368,13 @@ def test_without_a_length_the_continuation_fills_the_context(untrained: GPT) -> 
     assert (len(first), len(second)) == (16, 14)
     beams = untrained.generate([1], num_beams=2, stops_at_end=False)
     assert len(beams) == 16
+
+
+def test_adapters_are_not_written_as_a_hugging_face_model(tmp_path: Path) -> None:
+    model = GPT.build(**MODEL, lora_rank=2)
+    with pytest.raises(ConfigurationError, match="the model has LoRA adapters; save it, and merge them with"):
+        model.to_hf(tmp_path / "hf")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_short_sample_of_a_data_set_is_an_error() -> None:
