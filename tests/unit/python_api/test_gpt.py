@@ -358,7 +358,7 @@ def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
 def test_a_list_of_texts_and_an_empty_text_have_no_loss(tmp_path: Path) -> None:
     model = byte_model(tmp_path)
     with pytest.raises(InputError, match="the tokens are a list of texts; pass one text at a time"):
-        model.loss(["a", "b"])
+        model.loss(["a", "b"])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the text has no tokens"):
         model.logits("")
 
