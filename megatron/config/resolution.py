@@ -482,10 +482,9 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
     model = config.model
     if model.max_position_embeddings == 0:
         model = dataclasses.replace(model, max_position_embeddings=config.data.seq_length)
-    if model.bias_gelu_fusion and not model.add_bias_linear:
+    if model.activation == "gelu_tanh" and not model.openai_gelu and not model.add_bias_linear:
         # Without a bias Megatron-LM fuses nothing, which changes the form of GELU.
-        if model.activation == "gelu_tanh" and not model.openai_gelu:
-            notes.append("--disable-bias-linear: GELU is the exact form; for the tanh form add --openai-gelu")
+        notes.append("--disable-bias-linear: GELU is the exact form; for the tanh form add --openai-gelu")
         model = dataclasses.replace(model, bias_gelu_fusion=False)
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1: turned off")

@@ -46,6 +46,15 @@ _SEND = (
     "need not wait. With gloo the wait is needed, and it bounds the memory of the messages that are in flight"
 )
 
+_COMPATIBLE = (
+    "no scenario calls the functions with megatron-core's names. With NCCL the wait lets the caller's stream read what "
+    "was received"
+)
+_HELD = (
+    "no scenario keeps a model in the caller's process. The weights are read on the current stream, after the last "
+    "step's parameters were gathered on another one"
+)
+
 NOT_REPORTED: dict[str, str] = {
     "megatron/core/inference/prompt_batch.py:BeamBatch.steps: self.staged.finish()": _SEND,
     "megatron/core/inference/running_batch.py:RunningBatch.step: self.staged.finish()": _SEND,
@@ -64,6 +73,11 @@ NOT_REPORTED: dict[str, str] = {
         "no work reads the element, and NCCL runs the operations of a communicator in order, so that later messages "
         "follow it. With gloo the wait is needed: the first message could find no connection"
     ),
+    "megatron/core/pipeline_parallel/p2p_communication.py:P2PCommunicator._exchange: work.wait()": _COMPATIBLE,
+    "megatron/core/pipeline_parallel/p2p_communication.py:P2PCommunicator._exchange_shapes: work.wait()": _COMPATIBLE,
+    "megatron/python_api/gpt.py:GPT._open_engine: chunk.finish_param_gather()": _HELD,
+    "megatron/python_api/gpt.py:GPT.named_parameters: wrapped.finish_param_gather()": _HELD,
+    "megatron/python_api/model_state.py:_tensors: chunk.finish_param_gather()": _HELD,
 }
 """By the name of a call whose removal no scenario reports: why it stays."""
 
