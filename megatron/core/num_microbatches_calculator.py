@@ -121,12 +121,14 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         batch_size_increment: int,
         ramup_samples: int,
     ) -> None:
-        assert min(global_batch_size, start_global_batch_size, batch_size_increment) > 0 and ramup_samples >= 0, (
+        assert min(global_batch_size, start_global_batch_size, batch_size_increment) > 0, (
             f"sizes must be positive: global batch size {global_batch_size}, start {start_global_batch_size}, "
-            f"increment {batch_size_increment}, samples {ramup_samples}"
+            f"increment {batch_size_increment}"
         )
+        assert ramup_samples >= 0, f"ramup_samples {ramup_samples} must not be negative"
         growth = global_batch_size - start_global_batch_size
-        assert growth >= 0 and growth % batch_size_increment == 0, (
+        assert growth >= 0, f"start size {start_global_batch_size} is above the global batch size {global_batch_size}"
+        assert growth % batch_size_increment == 0, (
             f"the global batch size cannot grow from {start_global_batch_size} to {global_batch_size} by increments of "
             f"{batch_size_increment}"
         )

@@ -31,7 +31,8 @@ def test_positions_of_pipeline_ranks() -> None:
 def test_positions_of_virtual_stages() -> None:
     assert [is_vp_first_stage(stage, 3) for stage in range(3)] == [True, False, False]
     assert [is_vp_last_stage(stage, 3) for stage in range(3)] == [False, False, True]
-    assert is_vp_first_stage(None, None) and is_vp_last_stage(0, 1)
+    assert is_vp_first_stage(None, None)
+    assert is_vp_last_stage(0, 1)
     with pytest.raises(AssertionError, match="vp_stage is 2"):
         is_vp_last_stage(2, 1)
 
