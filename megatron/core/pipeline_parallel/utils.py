@@ -1,19 +1,18 @@
-"""megatron-core's questions about a stage's position in a pipeline."""
+"""megatron-core's questions about a stage's position in a pipeline, whose group is a ``Group`` or torch's."""
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from typing import Any
 
-from megatron.core.process_group import Group
 from megatron.core.process_state import resolve_group
 
 
-def is_pp_first_stage(pp_group: dist.ProcessGroup | Group) -> bool:
+def is_pp_first_stage(pp_group: Any) -> bool:
     """Return whether this rank has the first stage."""
     return resolve_group(pp_group, "pp").is_first
 
 
-def is_pp_last_stage(pp_group: dist.ProcessGroup | Group) -> bool:
+def is_pp_last_stage(pp_group: Any) -> bool:
     """Return whether this rank has the last stage."""
     return resolve_group(pp_group, "pp").is_last
 
@@ -32,23 +31,23 @@ def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
     return _vp_stage(vp_stage, vp_size) == max(vp_size or 1, 1) - 1
 
 
-def get_pp_first_rank(pp_group: dist.ProcessGroup | Group) -> int:
+def get_pp_first_rank(pp_group: Any) -> int:
     """Return the global rank of the first stage."""
     return resolve_group(pp_group, "pp").ranks[0]
 
 
-def get_pp_last_rank(pp_group: dist.ProcessGroup | Group) -> int:
+def get_pp_last_rank(pp_group: Any) -> int:
     """Return the global rank of the last stage."""
     return resolve_group(pp_group, "pp").ranks[-1]
 
 
-def get_pp_next_rank(pp_group: dist.ProcessGroup | Group) -> int | None:
+def get_pp_next_rank(pp_group: Any) -> int | None:
     """Return the global rank of the next stage; None on the last stage."""
     pp = resolve_group(pp_group, "pp")
     return None if pp.is_last else pp.ranks[pp.rank + 1]
 
 
-def get_pp_prev_rank(pp_group: dist.ProcessGroup | Group) -> int | None:
+def get_pp_prev_rank(pp_group: Any) -> int | None:
     """Return the global rank of the previous stage; None on the first stage."""
     pp = resolve_group(pp_group, "pp")
     return None if pp.is_first else pp.ranks[pp.rank - 1]
