@@ -55,7 +55,7 @@ from megatron.core.console import Log
 from megatron.core.dist_checkpointing import OPTIMIZER_PREFIX, RNG_PREFIX, sync_folder
 from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
 from megatron.core.pipeline_parallel import layout_problems
-from megatron.core.tokenizers import HuggingFaceTokenizer, NullTokenizer, record_tokenizer
+from megatron.core.tokenizers import HuggingFaceTokenizer, NullTokenizer, record_tokenizer, reject_unused_flags
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.transformer import ADAPTERS
 from megatron.training.fault_tolerance import FOLDER_RECORD, own_folder
@@ -465,6 +465,8 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
     if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
         given["tokenizer_type"] = HuggingFaceTokenizer.name
+    if "tokenizer_type" in given:
+        reject_unused_flags(given["tokenizer_type"], given)
     vocab_size = int(source.common["config"]["model"]["vocab_size"])
     if given.get("tokenizer_type") == NullTokenizer.name:
         given["vocab_size"] = vocab_size - 1  # the setting excludes the end of document

@@ -51,7 +51,8 @@ def with_tokenized_text(config: RunConfig, *, is_reporter: bool) -> RunConfig:
         data = dataclasses.replace(cleared, train_data_path=train, valid_data_path=valid, test_data_path=test)
     else:
         data = dataclasses.replace(cleared, data_path=train)
-    named = (*config.logging.given_arguments, "data_path", "train_data_path", "valid_data_path", "test_data_path")
+    paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    named = (*config.logging.given_arguments, *paths, "tokenizer_type")
     return dataclasses.replace(config, data=data, logging=dataclasses.replace(config.logging, given_arguments=named))
 
 

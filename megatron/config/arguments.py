@@ -93,8 +93,8 @@ def resolve_arguments(
     """Parse a command line into a configuration, without side effects.
 
     Without ``needs_files``, the data and tokenizer files need not exist, and no flag for the length of the run is
-    required. With ``is_train_command``, the log is brief unless --log-megatron-lines is given, and the run chooses its
-    log interval unless --log-interval is given.
+    required. With ``is_train_command``, the log is brief unless --log-megatron-lines is given, the run chooses its log
+    interval unless --log-interval is given, and a text without a tokenizer is read with ByteTokenizer.
 
     Raises:
         ConfigurationError: with every problem of the command line.
@@ -124,7 +124,8 @@ def resolve_arguments(
     problems += resolution.problems
     if "patch_tokenizer_type" in broken:
         broken |= {"tokenizer_type"}  # no other tokenizer is required instead
-    config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
+    reads_bytes = is_train_command or not needs_files
+    config = choose_tokenizer(resolution.config, "tokenizer_type" in given, reads_bytes, notes, problems)
     notes += unused_tokenizer_flags(config.tokenizer.tokenizer_type, given)
     problems += find_problems(config, broken, needs_files=needs_files)
     if problems:

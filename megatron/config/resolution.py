@@ -303,10 +303,13 @@ _HUGGING_FACE = "tokenizer.json"
 _SENTENCE_PIECE = "tokenizer.model"
 
 
-def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], problems: list[str]) -> RunConfig:
+def choose_tokenizer(
+    config: RunConfig, is_type_given: bool, reads_bytes: bool, notes: list[str], problems: list[str]
+) -> RunConfig:
     """Take the tokenizer from the folder of --tokenizer-model or --load if no type or vocabulary is given.
 
-    With --patch-tokenizer-type the folder must have a tokenizer, unless it is GPT2BPETokenizer.
+    With --patch-tokenizer-type the folder must have a tokenizer, unless it is GPT2BPETokenizer. If no flag
+    and no folder has a tokenizer, ``reads_bytes`` selects ByteTokenizer for --train-data.
     """
     tokenizer = config.tokenizer
     patch = tokenizer.patch_tokenizer_type
@@ -327,8 +330,15 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
         notes.append(f"using the tokenizer of {source} {folder}: {found.tokenizer_type}")
         return dataclasses.replace(config, tokenizer=found)
     if patch is None:
-        if tokenizer.tokenizer_model is None or tokenizer.tokenizer_type != "GPT2BPETokenizer":
+        if tokenizer.tokenizer_type != "GPT2BPETokenizer":
             return config
+        if tokenizer.tokenizer_model is None:
+            if not reads_bytes or not config.data.train_data:
+                return config
+            notes.append(
+                "no tokenizer is given: using ByteTokenizer, one token per byte of the text (another: --tokenizer-type)"
+            )
+            return dataclasses.replace(config, tokenizer=dataclasses.replace(tokenizer, tokenizer_type="ByteTokenizer"))
         problems.append(
             f"--tokenizer-model {folder} is not a folder with {_HUGGING_FACE} or {_SENTENCE_PIECE}, so its type is not "
             "known; add --tokenizer-type"

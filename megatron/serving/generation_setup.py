@@ -28,6 +28,7 @@ from megatron.core.tokenizers import (
     describe_tokenizer,
     load_recorded_tokenizer,
     read_json_object,
+    reject_unused_flags,
 )
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training import LaunchEnvironment, connect_store, initialize_device, initialize_distributed
@@ -324,7 +325,7 @@ def load_tokenizer(request: ModelRequest, recorded: TokenizerConfig, folder: Pat
     """Build the checkpoint's tokenizer, or the one that the flags describe; ``folder`` holds the checkpoint's copy.
 
     Raises:
-        TokenizerError: it cannot be built.
+        TokenizerError: it cannot be built, or does not use a flag.
     """
     given, own = request.tokenizer, recorded
     if not given and folder is not None:
@@ -333,6 +334,7 @@ def load_tokenizer(request: ModelRequest, recorded: TokenizerConfig, folder: Pat
         recorded = TokenizerConfig()
     elif {"vocab_file", "merge_file", "tokenizer_model"} & given.keys() and "vocab_size" not in given:
         recorded = dataclasses.replace(recorded, vocab_size=None)
+    reject_unused_flags(given.get("tokenizer_type", recorded.tokenizer_type), given)
     tokenizer = build_tokenizer(**dataclasses.asdict(dataclasses.replace(recorded, **given)))
     if given and not isinstance(tokenizer, NullTokenizer):
         if folder is not None and (folder / RECORD_FILE).is_file():

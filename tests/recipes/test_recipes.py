@@ -233,11 +233,15 @@ assert timeline.worst_bubble == 2 / 8
 assert [rank.peak_activations for rank in timeline.ranks] == [8, 8, 8]
 """,
     "tokenizer": """
+import dataclasses
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer_record import describe_tokenizer, rebuild_tokenizer
-assert parse_arguments([*flags, "--tokenizer-type", "ByteTokenizer"]).tokenizer.tokenizer_type == "ByteTokenizer"
-tokenizer = rebuild_tokenizer(describe_tokenizer(build_tokenizer(tokenizer_type="ByteTokenizer")))
-assert tokenizer.tokenize("aé") == [97, 195, 169]
+pathlib.Path("characters.txt").write_text("éba\\n", encoding="utf-8")
+words = [*flags, "--tokenizer-type", "CharacterTokenizer", "--vocab-file", "characters.txt"]
+settings = dataclasses.asdict(parse_arguments(words).tokenizer) | {"vocab_size": None}
+tokenizer = rebuild_tokenizer(describe_tokenizer(build_tokenizer(**settings)))
+assert (tokenizer.name, tokenizer.vocab_size) == ("CharacterTokenizer", 5)
+assert tokenizer.tokenize("aé\\n") == [1, 3, 0]
 assert tokenizer.detokenize([*tokenizer.tokenize("aé"), tokenizer.eod_id]) == "aé"
 """,
 }

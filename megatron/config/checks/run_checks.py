@@ -577,9 +577,9 @@ def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
     if tokenizer.tokenizer_type != "GPT2BPETokenizer":
         return
     files = (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file))
-    other = "HuggingFaceTokenizer needs only --tokenizer-model FOLDER"
+    other = "HuggingFaceTokenizer needs only --tokenizer-model FOLDER, and ByteTokenizer no flag"
     if not config.data.train_data:
-        other = "NullTokenizer needs only --vocab-size"
+        other = "NullTokenizer needs only --vocab-size, and ByteTokenizer no flag"
     for name, file in files:
         if file is None:
             yield (
@@ -591,7 +591,7 @@ def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
 
 def _check_model_file(config: RunConfig) -> Iterator[str]:
     tokenizer = config.tokenizer
-    if tokenizer.tokenizer_type in ("GPT2BPETokenizer", "NullTokenizer"):
+    if tokenizer.tokenizer_type in ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"):
         return
     if tokenizer.tokenizer_model is None:
         yield f"--tokenizer-model is missing; --tokenizer-type {tokenizer.tokenizer_type} needs it"

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, unused_tokenizer_flags
+    from megatron.core.tokenizers.build_tokenizer import (
+        TOKENIZER_TYPES,
+        reject_unused_flags,
+        unused_tokenizer_flags,
+    )
+    from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
     from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT
     from megatron.core.tokenizers.huggingface_tokenizer import (
         CODE_TOKENIZER_TYPES,
@@ -47,7 +52,8 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "build_tokenizer": "TOKENIZER_TYPES unused_tokenizer_flags",
+        "build_tokenizer": "TOKENIZER_TYPES reject_unused_flags unused_tokenizer_flags",
+        "byte_tokenizer": "ByteTokenizer",
         "gpt2_bpe_tokenizer": "END_OF_TEXT",
         "huggingface_tokenizer": "CODE_TOKENIZER_TYPES HuggingFaceTokenizer PATCH_TOKENIZER_TYPES",
         "sentencepiece_tokenizer": "SENTENCE_PIECE_TYPES",

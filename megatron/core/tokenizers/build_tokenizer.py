@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece_tokenizer import SENTENCE_PIECE_TYPES, SentencePieceTokenizer
@@ -18,9 +19,10 @@ TOKENIZER_TYPES = (
     "HuggingFaceTokenizer",
     *SENTENCE_PIECE_TYPES,
     "TikTokenizer",
+    "ByteTokenizer",
     "NullTokenizer",
 )
-_FileTokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer
+_TextTokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer | ByteTokenizer
 
 _FLAGS_OF_TOKENIZERS = {
     "vocab_file": ("GPT2BPETokenizer",),
@@ -41,6 +43,16 @@ def unused_tokenizer_flags(tokenizer_type: str, given: Collection[str]) -> list[
     ]
 
 
+def reject_unused_flags(tokenizer_type: str, given: Collection[str]) -> None:
+    """Reject a flag that this tokenizer type does not use; ``given`` has field names.
+
+    Raises:
+        TokenizerError: there is such a flag.
+    """
+    for note in unused_tokenizer_flags(tokenizer_type, given):
+        raise TokenizerError(f"{note}; omit it, or select another tokenizer with --tokenizer-type")
+
+
 def build_tokenizer(
     *,
     tokenizer_type: str = "GPT2BPETokenizer",
@@ -56,7 +68,7 @@ def build_tokenizer(
     tiktoken_num_special_tokens: int = DEFAULT_NUM_SPECIAL_TOKENS,
     tiktoken_special_tokens: Sequence[str] = (),
 ) -> Tokenizer:
-    """Build a tokenizer from local files.
+    """Build a tokenizer from local files, or one that needs none.
 
     The keyword arguments are Megatron-LM's flags. Arguments of other tokenizer types are ignored, and
     `unused_tokenizer_flags` reports them.
@@ -95,7 +107,7 @@ def build_tokenizer(
             )
         return NullTokenizer(vocab_size)
     is_padded = padded_vocab_size is not None
-    tokenizer = _build_from_files(
+    tokenizer = _build_for_text(
         tokenizer_type=tokenizer_type,
         vocab_file=vocab_file,
         merge_file=merge_file,
@@ -121,7 +133,7 @@ def build_tokenizer(
     return tokenizer
 
 
-def _build_from_files(
+def _build_for_text(
     *,
     tokenizer_type: str,
     vocab_file: str | Path | None,
@@ -134,7 +146,7 @@ def _build_from_files(
     tiktoken_pattern: str | None,
     tiktoken_num_special_tokens: int,
     tiktoken_special_tokens: Sequence[str],
-) -> _FileTokenizer:
+) -> _TextTokenizer:
     if tokenizer_type == TikTokenizer.name:
         return TikTokenizer(
             tokenizer_model,
@@ -144,7 +156,7 @@ def _build_from_files(
             special_tokens=tiktoken_special_tokens,
             extra_vocab_size=extra_vocab_size,
         )
-    tokenizer: _FileTokenizer
+    tokenizer: _TextTokenizer
     if tokenizer_type == GPT2BPETokenizer.name:
         tokenizer = GPT2BPETokenizer(vocab_file, merge_file, extra_vocab_size)
     elif tokenizer_type == HuggingFaceTokenizer.name:
@@ -156,6 +168,8 @@ def _build_from_files(
             vocab_extra_ids=vocab_extra_ids,
             extra_vocab_size=extra_vocab_size,
         )
+    elif tokenizer_type == ByteTokenizer.name:
+        tokenizer = ByteTokenizer(extra_vocab_size)
     else:
         raise TokenizerError(f"--tokenizer-type {tokenizer_type} is not supported; {_hint(tokenizer_type)}")
     own_size = tokenizer.vocab_size - int(str(tokenizer.arguments["extra_vocab_size"]))

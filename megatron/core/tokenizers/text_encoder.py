@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, GPT2BPETokenizer, byte_characters
 from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -53,6 +54,19 @@ class ReferenceEncoder:
         """Encode texts to one array each."""
         ids = self._tokenizer.tokenize_batch([str(text, "utf-8") for text in texts], num_threads=1)
         return [np.array(tokens, np.int64) for tokens in ids]
+
+    def renew(self) -> None:
+        """Do nothing, because memory does not grow."""
+
+
+class ByteEncoder:
+    """Encoder of `ByteTokenizer`, whose ids are the text itself."""
+
+    name = "bytes"
+
+    def encode(self, texts: Sequence[bytes]) -> Iterable[NDArray[Any]]:
+        """Encode texts lazily to views of their bytes."""
+        return (np.frombuffer(text, np.uint8) for text in texts)
 
     def renew(self) -> None:
         """Do nothing, because memory does not grow."""
@@ -192,7 +206,10 @@ def _check_cuts(description: dict[str, Any]) -> None:
             raise ValueError(f"its token {token['content']!r} strips adjacent spaces")
 
 
-ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, WordEncoder.name, ReferenceEncoder.name)
+ENGINES: Final = (
+    *("auto", GigatokenEncoder.name, TiktokenEncoder.name, WordEncoder.name, ByteEncoder.name),
+    ReferenceEncoder.name,
+)
 
 # Texts on which engines are likely to differ: kinds of white space, contractions, digits, marks, scripts, rare
 # characters, spelled-out special tokens. The input may contain them even if its sample does not.
@@ -227,6 +244,8 @@ def choose_encoder(
     reference = ReferenceEncoder(tokenizer)
     if engine == reference.name:
         return reference
+    if isinstance(tokenizer, ByteTokenizer) and engine in ("auto", ByteEncoder.name):
+        return ByteEncoder()
     if not isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
         if engine != "auto":
             raise TokenizerError(f"--tokenizer-engine {engine} cannot be used with {tokenizer.name}; omit it")

@@ -118,7 +118,10 @@ def require_path(value: str | Path | None, flag: str, tokenizer_type: str) -> Pa
         TokenizerError: the flag was not passed, or the path does not exist.
     """
     if value is None or str(value) == "":
-        raise TokenizerError(f"{tokenizer_type} needs {flag}; pass the path of a local file")
+        raise TokenizerError(
+            f"{tokenizer_type} needs {flag}; pass the path of a local file, or --tokenizer-type ByteTokenizer, which "
+            "needs no files"
+        )
     path = Path(value)
     if not path.exists():
         raise TokenizerError(f"{tokenizer_type}: {path} does not exist; change {flag} (Hub names are not downloaded)")

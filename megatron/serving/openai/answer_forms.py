@@ -45,18 +45,23 @@ class TokenTexts:
     def add(self, token: int) -> str:
         """Return the text that a token adds."""
         self._ids.append(token)
-        return self._new_text(is_last=len(self._ids) - self._read > _MOST_HELD)
+        return self._new_text(is_last=False)
 
     def rest(self) -> str:
         return self._new_text(is_last=True)
 
     def _new_text(self, *, is_last: bool) -> str:
         known = self._tokenizer.detokenize(self._ids[self._begin : self._read])
+        end = len(self._ids)
         text = self._tokenizer.detokenize(self._ids[self._begin :])
         if text.endswith(_UNFINISHED) and not is_last:
-            return ""
-        if len(self._ids) > self._read:
-            self._begin, self._read = max(self._read - 1, 0), len(self._ids)
+            if end - self._read <= _MOST_HELD:
+                return ""
+            # The last tokens may still begin a character, but those before them cannot.
+            end -= _MOST_HELD - 1
+            text = self._tokenizer.detokenize(self._ids[self._begin : end])
+        if end > self._read:
+            self._begin, self._read = max(self._read - 1, 0), end
         return text[len(known) :]
 
 

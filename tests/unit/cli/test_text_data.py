@@ -144,7 +144,7 @@ def test_processes_that_start_together_read_one_data_set(folder: Path, capfd: py
         ),
         (
             "--train-data {}/data.json --tokenizer-type GPT2BPETokenizer",
-            "needs --vocab-file and --merge-file (HuggingFaceTokenizer needs only --tokenizer-model FOLDER)",
+            "needs --vocab-file and --merge-file (HuggingFaceTokenizer needs only --tokenizer-model FOLDER, ",
         ),
     ],
 )

@@ -14,13 +14,13 @@ from megatron.config.arguments import ESSENTIAL, all_flags, parse_arguments, res
 from megatron.config.deprecated_names import deprecated_flags
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, REASONS, ForeignFlag, foreign_flags, refusal_reason
 from megatron.config.printed_config import argument_values, format_arguments
-from megatron.config.run_config import RunConfig, command_line_fields, config_parts
+from megatron.config.run_config import RunConfig, TokenizerConfig, command_line_fields, config_parts
 from megatron.config.translated_flags import translate_flags
 from megatron.core.config_base import field_docs, field_specs, field_value
 from megatron.core.errors import ConfigurationError
 from megatron.core.transformer.decoder_config import _PLAIN_ACTIVATIONS, GATED_ACTIVATIONS
 from megatron.training.exit_reason import parse_arguments_or_exit
-from tests.unit.config.command_lines import MINIMAL, write_data_set
+from tests.unit.config.command_lines import MINIMAL, SHAPE, TRAINING, write_data_set
 
 ROOT = Path(__file__).parents[3]
 FROZEN = Path(__file__).with_name("frozen_flags.txt")
@@ -381,6 +381,30 @@ def test_a_tokenizer_model_of_no_kind_is_named(tmp_path: Path) -> None:
         f"--tokenizer-model {tmp_path} is not a folder with tokenizer.json or tokenizer.model, so its type is not "
         "known; add --tokenizer-type",
     )
+
+
+def test_the_train_command_reads_a_text_without_a_tokenizer_as_bytes(tmp_path: Path) -> None:
+    text = tmp_path / "input.txt"
+    text.write_text("a\n")
+    argv = [*SHAPE, *TRAINING, "--train-data", str(text)]
+    parsed = resolve_arguments(argv, 1, is_train_command=True)
+    assert parsed.config.tokenizer == TokenizerConfig(tokenizer_type="ByteTokenizer")
+    assert parsed.notes == (
+        "no tokenizer is given: using ByteTokenizer, one token per byte of the text (another: --tokenizer-type)",
+    )
+    assert resolve_arguments(argv, 1, needs_files=False).config.tokenizer == parsed.config.tokenizer  # for the planner
+    given = resolve_arguments([*argv, "--tokenizer-type", "ByteTokenizer"], 1)
+    assert (given.config.tokenizer, given.notes) == (parsed.config.tokenizer, ())
+    # Megatron's script, data that is tokenized already and half a tokenizer still need the files.
+    for words, is_train_command in (
+        (argv, False),
+        ([*argv[:-2], "--mock-data"], True),
+        ([*argv, "--merge-file", str(text)], True),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            resolve_arguments(words, 1, is_train_command=is_train_command)
+        assert caught.value.problems[0].startswith("--vocab-file is missing; --tokenizer-type GPT2BPETokenizer needs")
+        assert "and ByteTokenizer no flag)" in caught.value.problems[0]
 
 
 def test_flags_of_other_tokenizers_are_named() -> None:

@@ -91,8 +91,8 @@ class ModelExport:
         tokenizer = self._tokenizer_folder()
         if tokenizer is not None:
             copy_into_model_folder(tokenizer, folder)
-            if self._record is None and self._family.model_type != "gpt2":
-                complete_model_folder(tokenizer, folder)
+            if self._record is None:
+                complete_model_folder(tokenizer, folder, self._family.model_type)
             write_chat_template(tokenizer, folder, self._source.common["config"].get("data", {}))
 
     def _values(self, stored: str) -> torch.Tensor:

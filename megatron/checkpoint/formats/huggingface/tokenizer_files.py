@@ -19,6 +19,7 @@ from megatron.core.tokenizers import (
     RECORD_FILE,
     SENTENCE_PIECE_TYPES,
     TOKENIZER_FOLDER,
+    ByteTokenizer,
     EngineTokenizer,
     NullTokenizer,
     Tokenizer,
@@ -85,10 +86,11 @@ def copy_into_model_folder(tokenizer: Path, target: Path) -> None:
     _copy(files, target)
 
 
-def complete_model_folder(tokenizer: Path, target: Path) -> None:
-    """Write the missing settings with which transformers builds the same tokenizer from its files.
+def complete_model_folder(tokenizer: Path, target: Path, model_type: str) -> None:
+    """Write the missing files and settings with which transformers builds the same tokenizer.
 
-    Without ``tokenizer_config.json`` transformers builds the architecture's default tokenizer, whose ids differ.
+    Without ``tokenizer_config.json`` transformers builds the architecture's default tokenizer, whose ids differ, except
+    for the files of GPT-2's tokenizer in a ``gpt2`` folder.
 
     Raises:
         TokenizerError: the recorded tokenizer cannot be built.
@@ -97,10 +99,12 @@ def complete_model_folder(tokenizer: Path, target: Path) -> None:
         return
     record = read_json_object(tokenizer / RECORD_FILE)
     kind = record.get("tokenizer_type")
+    if model_type == "gpt2" and kind != ByteTokenizer.name:
+        return
     if kind in SENTENCE_PIECE_TYPES:
         pieces = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": kind == "Llama2Tokenizer"}
         _write(target / _CONFIG_FILE, pieces | {"add_eos_token": False, "legacy": True})
-    elif kind in _USUAL_NAMES:
+    elif kind in _USUAL_NAMES or kind == ByteTokenizer.name:
         _describe_engine(rebuild_tokenizer(record, tokenizer), target)
 
 
@@ -126,7 +130,7 @@ def write_chat_template(tokenizer: Path, target: Path, data: Mapping[str, Any]) 
 
 
 def _describe_engine(built: Tokenizer, target: Path) -> None:
-    assert isinstance(built, EngineTokenizer)
+    assert isinstance(built, EngineTokenizer | ByteTokenizer)
     description = json.loads(built.tokenizer_json())
     end = next((text for text, number in built.vocabulary().items() if number == built.eod_id), None)
     if not (target / _ENGINE_FILE).exists():

@@ -35,6 +35,7 @@ def test_every_kind_is_built(
         "GPTSentencePieceTokenizer": {"tokenizer_model": sentence_piece_file},
         "Llama2Tokenizer": {"tokenizer_model": sentence_piece_file},
         "TikTokenizer": {"tokenizer_model": tiktoken_file, "tiktoken_pattern": "v2"},
+        "ByteTokenizer": {},
         "NullTokenizer": {"vocab_size": 127},
     }
     sizes = {}
@@ -45,7 +46,7 @@ def test_every_kind_is_built(
         again = build_tokenizer(**dict(tokenizer.arguments))
         assert again.arguments == tokenizer.arguments
         assert again.tokenize("1 2") == tokenizer.tokenize("1 2")
-    assert sizes == dict(zip(TOKENIZER_TYPES, [700, 702, 399, 391, 391, 1269, 128], strict=True))
+    assert sizes == dict(zip(TOKENIZER_TYPES, [700, 702, 399, 391, 391, 1269, 257, 128], strict=True))
 
 
 def test_gpt2_is_the_default(gpt2_files: tuple[Path, Path]) -> None:
@@ -91,6 +92,7 @@ def test_flags_of_other_kinds_are_named() -> None:
         "GPT2BPETokenizer": ["tokenizer-model", "tiktoken-pattern"],
         "Llama2Tokenizer": ["vocab-file", "tiktoken-pattern"],
         "TikTokenizer": ["vocab-file"],
+        "ByteTokenizer": ["vocab-file", "tokenizer-model", "tiktoken-pattern"],
         "NullTokenizer": ["vocab-file", "tokenizer-model", "tiktoken-pattern"],
     }
     for name, flags in ends.items():

@@ -278,6 +278,20 @@ def test_transformers_loads_what_a_run_of_our_own_becomes(tmp_path: Path) -> Non
     assert model.config.vocab_size == 259
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_bytes_become_files_with_the_same_ids(model_type: str, tmp_path: Path) -> None:
+    record_tokenizer(build_tokenizer(tokenizer_type="ByteTokenizer"), tmp_path)
+    (tmp_path / "model").mkdir()
+    copy_into_model_folder(tmp_path / "tokenizer", tmp_path / "model")
+    complete_model_folder(tmp_path / "tokenizer", tmp_path / "model", model_type)
+    assert end_of_text(tmp_path / "tokenizer") == 256
+    again = build_tokenizer(**tokenizer_settings(tmp_path / "model", 257))
+    assert (again.name, again.vocab_size, again.eod_id) == ("HuggingFaceTokenizer", 257, 256)
+    text = "the wörld's\n\n  123 你好 "
+    assert again.tokenize(text) == list(text.encode())
+    assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
+
+
 @pytest.mark.parametrize(("kind", "begins"), [("Llama2Tokenizer", True), ("GPTSentencePieceTokenizer", False)])
 def test_pieces_get_the_class_that_reads_them(kind: str, begins: bool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
@@ -286,7 +300,7 @@ def test_pieces_get_the_class_that_reads_them(kind: str, begins: bool, tmp_path:
     record = {"record_version": 1, "tokenizer_type": kind, "files": [{"name": "my.model"}]}
     (tmp_path / "run" / "tokenizer_record.json").write_text(json.dumps(record))
     copy_into_model_folder(tmp_path / "run", tmp_path / "model")
-    complete_model_folder(tmp_path / "run", tmp_path / "model")
+    complete_model_folder(tmp_path / "run", tmp_path / "model", "llama")
     assert (tmp_path / "model" / "tokenizer.model").read_bytes() == b"pieces"
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     assert (settings["tokenizer_class"], settings["add_bos_token"]) == ("LlamaTokenizer", begins)
