@@ -238,3 +238,19 @@ def _require_main_grad(parameter: nn.Parameter) -> MainGrad:
     assert main_grad is not None, "graphs add to main gradients: wrap the model in DistributedDataParallel first"
     assert main_grad.num_uses == 1, "a parameter of several layers cannot be captured layer by layer"
     return main_grad
+
+
+def convert_schedule_table_to_order(
+    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return megatron-core's order of passes of a stage: chunk + 1 for a forward pass, -(chunk + 1) for a backward one.
+
+    ``schedule_table`` is the result of `megatron.core.pipeline_parallel.schedules.get_schedule_table`. After the warmup
+    one backward pass follows each forward pass.
+    """
+    forwards = [chunk + 1 for _, chunk in schedule_table]
+    backwards = iter([chunk - num_model_chunks for _, chunk in schedule_table])
+    order = forwards[:num_warmup_microbatches]
+    for forward in forwards[num_warmup_microbatches:]:
+        order += [forward, next(backwards)]
+    return [*order, *backwards]

@@ -151,6 +151,7 @@ PROCESS_STATE_USERS = {
     "megatron/core/utils.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
     "megatron/core/pipeline_parallel/schedules.py",
+    "megatron/core/pipeline_parallel/utils.py",
     "megatron/core/transformer/moe/experts.py",
     "megatron/core/transformer/moe/moe_layer.py",
     "megatron/core/transformer/moe/moe_utils.py",

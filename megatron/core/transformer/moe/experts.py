@@ -130,7 +130,7 @@ class GroupedMLP(nn.Module):
         Shapes: ``[n, h]``, ``[experts]`` that sum to n, ``[n] -> [n, h]``.
         """
         rows, probs = _weighted_rows(self.config, permuted_local_hidden_states, permuted_probs)
-        counts = tokens_per_expert.tolist()
+        counts = tokens_per_expert.long().tolist()
         first = self.weight1.view(self.num_local_experts, self.config.hidden_size, -1)
         second = self.weight2.view(self.num_local_experts, -1, self.config.hidden_size)
         inner = self.activation_func(grouped_linear(rows, first.transpose(1, 2), None, counts))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.device import current_device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLP, MLPSubmodules, TransformerConfig
 
@@ -40,6 +41,14 @@ class SharedExpertMLP(MLP):
                 config.init_method(self.gate_weight)
             self.gate_weight.data = self.gate_weight.data.to(config.params_dtype)
             self.gate_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    @property
+    def stream(self) -> torch.Stream | None:
+        """The stream of the kernels that the dispatcher's communication overlaps; None without overlap."""
+        if not self.config.moe_shared_expert_overlap:
+            return None
+        stream: torch.Stream = torch.get_device_module(current_device().torch_device).current_stream()
+        return stream
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Return the output, with the gate applied."""

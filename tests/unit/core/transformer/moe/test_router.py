@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module, import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -186,6 +187,41 @@ def test_a_layer_of_a_specification_is_rejected_and_its_mlp_is_built() -> None:
     assert bias.shape == (HIDDEN,)
     with pytest.raises(RuntimeError, match="use_te=False"):
         get_mlp_module_spec()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_shared_experts_have_a_stream_if_communication_overlaps(overlaps: bool) -> None:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_shared_expert_intermediate_size=20,
+        moe_shared_expert_overlap=overlaps,
+        moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+    )
+    shared = get_mlp_module_spec(use_te=False, num_experts=EXPERTS).submodules.shared_experts
+    assert (build_module(shared, config=config).stream is not None) == overlaps
+
+
+def test_grouped_experts_take_float_counts_and_have_gradients_without_tokens() -> None:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=2,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+    )
+    experts = GroupedMLP(2, config)
+    x, weights = torch.randn(5, HIDDEN), torch.rand(5)
+    by_float, by_int = (experts(x, torch.tensor([3, 2]).to(dtype), weights)[0] for dtype in (torch.float, torch.int))
+    assert torch.equal(by_float, by_int)
+    experts(torch.empty(0, HIDDEN), torch.zeros(2), torch.empty(0))[0].sum().backward()
+    assert experts.weight1.grad is not None
+    assert not experts.weight1.grad.any()
 
 
 def test_unknown_values_are_named() -> None:
