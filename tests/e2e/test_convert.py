@@ -372,7 +372,7 @@ def test_the_commands_name_the_flags_that_are_needed(
     assert inspect_checkpoint.main([str(titan), *TOLD_FLAGS.split()]) == 0
     printed = capsys.readouterr().out
     assert "format: torchtitan's format" in printed
-    assert "num_query_groups: 2" in printed
+    assert "num_query_groups=2" in printed
     for main, words in (
         (inspect_checkpoint.main, [str(titan)]),
         (diff_command.main, [str(titan), str(titan)]),
