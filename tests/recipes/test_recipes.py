@@ -152,8 +152,8 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
 from megatron.checkpoint.inference_model import streamed_logits
 sizes = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "vocab_size": 101, "head_dim": 12}
-config = transformers.SeedOssConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
-model = transformers.SeedOssForCausalLM(config).eval()
+config = transformers.GlmConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, pad_token_id=None)
+model = transformers.GlmForCausalLM(config).eval()
 for parameter in model.parameters():
     torch.nn.init.normal_(parameter, std=0.2)
 model.save_pretrained("theirs")

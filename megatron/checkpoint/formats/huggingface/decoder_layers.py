@@ -56,6 +56,14 @@ def window_fields(settings: Settings, has_window: Sequence[bool], default: int |
     return {"window_size": f"{window - 1},0", "window_attn_skip_freq": pattern}
 
 
+def no_rope_pattern(has_rotary: Sequence[bool]) -> str | None:
+    """Return the value of ``--no-rope-freq``, whose list has a 1 for layers without RoPE."""
+    if all(has_rotary):
+        return None
+    text = format_layer_pattern(has_rotary)
+    return text if text.isdecimal() else str([int(not has) for has in has_rotary])
+
+
 def written_layer_types(config: GPTConfig) -> dict[str, Any]:
     """Return the settings ``sliding_window`` and ``layer_types`` of a model."""
     windows = config.layer_windows
@@ -121,14 +129,29 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
         yield one_of(f"{ours}mlp.experts.linear_fc2.weight", expert, 0, f"{of_expert}{names.down}.weight", (width, ffn))
 
 
-def shared_expert_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-    """Yield the links of a layer's shared expert."""
+def shared_expert_links(
+    config: GPTConfig, ours: str, theirs: str, name: str = "mlp.shared_experts"
+) -> Iterator[TensorLink]:
+    """Yield the links of a layer's shared expert, which has the given name in the files."""
     width, ffn = config.hidden_size, config.moe.moe_shared_expert_intermediate_size
     assert ffn is not None
-    gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}mlp.shared_experts."
+    gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}{name}."
     yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))
     yield rows(gated, ffn, f"{of_shared}up_proj.weight", 0, ffn, (width,))
     yield whole(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{of_shared}down_proj.weight", (width, ffn))
+
+
+def linear_links(config: GPTConfig, native: str, foreign: str, shape: tuple[int, int]) -> Iterator[TensorLink]:
+    """Yield the links of a linear layer: its weight of the given shape, and its bias if linear layers have biases."""
+    yield whole(f"{native}.weight", f"{foreign}.weight", shape)
+    if config.add_bias_linear:
+        yield whole(f"{native}.bias", f"{foreign}.bias", shape[:1])
+
+
+def norm_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorLink]:
+    """Yield the links of a norm of hidden states: its weight, and the bias of a LayerNorm."""
+    for kind in ("weight", "bias")[: 2 if config.normalization == "LayerNorm" else 1]:
+        yield whole(f"{native}.{kind}", f"{foreign}.{kind}", (config.hidden_size,))
 
 
 def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
@@ -159,10 +182,11 @@ _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 class RotaryDecoderFamily:
     """Base of the RoPE decoder architectures; each subclass converts its additional settings.
 
-    ``has_qkv_bias`` states whether the QKV projections have biases. The defaults are those of the architecture's
-    configuration class, since its files may omit them. By default each head has its own key-value group, and the head
-    dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our names of a layer's norms with
-    theirs. ``expert_names`` is None if the files stack the experts as a model in memory does.
+    ``has_qkv_bias`` states whether the QKV projections have biases, unless ``own_fields`` decides. The defaults are
+    those of the architecture's configuration class, since its files may omit them. By default each head has its own
+    key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
+    names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
+    up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
     """
 
     model_type: str
@@ -176,7 +200,9 @@ class RotaryDecoderFamily:
     default_rotary_base = 10000.0
     is_tied_by_default = False
     activation = ("hidden_act", "silu", "swiglu")
-    """Setting of the gate activation, its only supported value, and the corresponding flag."""
+    """Setting of the activation, its only supported value, and the corresponding flag."""
+    epsilon_name = "rms_norm_eps"
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     expert_names: ExpertNames | None = ExpertNames()
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
@@ -195,7 +221,7 @@ class RotaryDecoderFamily:
         if not settings.problems:
             self.check_heads(settings, width, heads, groups, head_dim)
         setting, activation, switch = self.activation
-        settings.require(setting, activation, activation, "it is the activation of the gated feed-forward layer")
+        settings.require(setting, activation, activation, "it is the activation of the feed-forward layer")
         positions = settings.integer("max_position_embeddings", self.default_positions)
         config = from_fields(
             GPTConfig,
@@ -207,9 +233,10 @@ class RotaryDecoderFamily:
             ffn_hidden_size=settings.integer("intermediate_size"),
             kv_channels=head_dim,
             normalization="RMSNorm",
-            norm_epsilon=settings.number("rms_norm_eps", self.default_epsilon),
+            norm_epsilon=settings.number(self.epsilon_name, self.default_epsilon),
             swiglu=switch == "swiglu",
             geglu=switch == "geglu",
+            squared_relu=switch == "squared_relu",
             add_bias_linear=False,
             add_qkv_bias=self.has_qkv_bias,
             hidden_dropout=0.0,
@@ -245,7 +272,7 @@ class RotaryDecoderFamily:
             "num_attention_heads": config.num_attention_heads,
             "num_hidden_layers": config.num_layers,
             "num_key_value_heads": config.num_query_groups,
-            "rms_norm_eps": config.norm_epsilon,
+            self.epsilon_name: config.norm_epsilon,
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
             "vocab_size": config.vocab_size,
         }
@@ -262,7 +289,7 @@ class RotaryDecoderFamily:
         for layer in range(config.num_layers):
             ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
             yield from self.layer_links(config, ours, theirs, has_experts=config.moe_layers[layer])
-        yield whole("model.decoder.final_layernorm.weight", f"{prefix}norm.weight", (width,))
+        yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}norm")
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
 
@@ -274,16 +301,17 @@ class RotaryDecoderFamily:
         """Yield the links of a dense layer's QKV, gate and up projections."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
         yield from self.attention_links(config, ours, theirs)
-        gated = f"{ours}mlp.linear_fc1.weight"
-        yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
-        yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
+        for number, name in enumerate(self.mlp_names[:-1]):
+            for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.add_bias_linear else 1]:
+                native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}mlp.{name}.{kind}"
+                yield rows(native, number * ffn, foreign, 0, ffn, trailing)
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QKV projections."""
         width = config.hidden_size
         fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
         for name in ("q", "k", "v"):
-            for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if self.has_qkv_bias else 1]:
+            for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.has_qkv_bias else 1]:
                 for part, native_start, foreign_start, count in fused:
                     if part == name:
                         native = f"{ours}self_attention.linear_qkv.{kind}"
@@ -307,15 +335,15 @@ class RotaryDecoderFamily:
         width, ffn = config.hidden_size, config.ffn_hidden_size
         yield from (self.attention_links if has_experts else self.projection_links)(config, ours, theirs)
         projection = (width, config.context_size)
-        yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
+        yield from linear_links(config, f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", projection)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
         if has_experts:
             yield from self.expert_layer_links(config, ours, theirs)
         else:
-            yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
+            yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
         for name, their_name in self.norm_names:
-            yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
+            yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
         """Reject an inconsistent number or dimension of heads."""

@@ -1,8 +1,8 @@
-"""Gemma 2 and Gemma 3 (text only).
+"""Gemma 1, 2 and 3 (text only).
 
-Gemma 2 has scaled embeddings, norms before and after each sublayer, soft-capped scores and logits, and a sliding window
-in every second layer. Gemma 3 has QK norms, five sliding-window layers per global layer, and a RoPE base for each kind
-of layer.
+Gemma 1 has Llama's layers with scaled embeddings and GeGLU. Gemma 2 adds norms after each sublayer, soft-capped scores
+and logits, and a sliding window in every second layer. Gemma 3 has QK norms, five sliding-window layers per global
+layer, and a RoPE base for each kind of layer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,36 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
 from megatron.checkpoint.formats.huggingface.rope import read_frequencies, whole_base
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
+
+
+class GemmaFamily(RotaryDecoderFamily):
+    """Gemma 1 (``GemmaForCausalLM``)."""
+
+    model_type = "gemma"
+    architecture = "GemmaForCausalLM"
+    default_positions = 8192
+    default_groups = 16
+    default_head_dim = 256
+    is_tied_by_default = True
+    activation = ("hidden_act", "gelu_pytorch_tanh", "geglu")
+
+    def read_config(self, settings: Settings) -> GPTConfig:
+        """Return the model configuration; transformers uses the tanh approximation for ``gelu`` too."""
+        if settings.values.get("hidden_act") == "gelu":
+            values = {**settings.values, "hidden_act": "gelu_pytorch_tanh"}
+            settings = Settings(values, settings.place, settings.problems, settings.tensor_names)
+        return super().read_config(settings)
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of norms and embedding; reject biases and attention in both directions."""
+        settings.require("attention_bias", False, False, "attention biases are not supported")
+        settings.require("use_bidirectional_attention", False, False, "attention is causal")
+        tanh = "gelu_pytorch_tanh"
+        settings.require("hidden_activation", tanh, tanh, "transformers 4 uses it instead of hidden_act")
+        return {"apply_layernorm_1p": True, "scale_embeddings": True}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        return super().write_settings(config) | {"attention_bias": False, "head_dim": config.kv_channels}
 
 
 class Gemma2Family(RotaryDecoderFamily):

@@ -1,11 +1,12 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE.
+"""Qwen2, Qwen2.5, Qwen2-MoE, Qwen3 and Qwen3-MoE.
 
 Qwen2 has Llama's layers with QKV biases. Qwen3 has no biases and has QK norms per head. Qwen3-MoE has experts in some
-or all layers.
+or all layers. Qwen2-MoE has Qwen2's attention, and a shared expert with a gate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
@@ -14,10 +15,12 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     is_unnormalized,
     layer_frequency,
     read_layer_types,
+    shared_expert_links,
     window_fields,
     window_of_all_layers,
     written_layer_types,
 )
+from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -106,6 +109,58 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
             "sliding_window": window,
             "use_sliding_window": window is not None,
         }
+
+
+class Qwen2MoEFamily(RotaryDecoderFamily):
+    """Qwen1.5-MoE and Qwen2-MoE (``Qwen2MoeForCausalLM``)."""
+
+    model_type = "qwen2_moe"
+    architecture = "Qwen2MoeForCausalLM"
+    default_positions = 32768
+    default_groups = 16
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of QKV biases, sliding windows, MoE and the shared expert."""
+        layers = min(settings.integer("num_hidden_layers"), 100_000)
+        is_used, last = settings.switch("use_sliding_window", False), settings.number("max_window_layers", 28)
+        has_window = read_layer_types(settings, [is_used and i % 2 == 0 and i < last for i in range(layers)])
+        if any(has_window):
+            settings.require("use_sliding_window", True, False, "layer_types has sliding_attention")
+        experts = settings.integer("num_experts", 60)
+        return {
+            "add_qkv_bias": settings.switch("qkv_bias", True),
+            "moe_layer_freq": layer_frequency(_have_experts(settings, layers)),
+            "moe_router_pre_softmax": is_unnormalized(settings),
+            "moe_shared_expert_intermediate_size": settings.integer("shared_expert_intermediate_size", 5632),
+            "moe_shared_expert_gate": True,
+            **window_fields(settings, has_window, 4096),
+            **expert_fields(settings, experts, settings.integer("moe_intermediate_size", 1408), 4),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return (
+            super().write_settings(config)
+            | written_layer_types(config)
+            | {
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [layer for layer, has_experts in enumerate(config.moe_layers) if not has_experts],
+                "moe_intermediate_size": config.moe.moe_ffn_hidden_size,
+                "norm_topk_prob": not config.moe.moe_router_pre_softmax,
+                "num_experts": config.moe.num_experts,
+                "num_experts_per_tok": config.moe.moe_router_topk,
+                "qkv_bias": config.has_qkv_bias,
+                "shared_expert_intermediate_size": config.moe.moe_shared_expert_intermediate_size,
+                "use_sliding_window": any(config.layer_windows),
+            }
+        )
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of a layer's router, experts, shared expert and its gate."""
+        yield from super().expert_layer_links(config, ours, theirs)
+        yield from shared_expert_links(config, ours, theirs, "mlp.shared_expert")
+        gate, their_gate = f"{ours}mlp.shared_experts.gate_weight", f"{theirs}mlp.shared_expert_gate.weight"
+        yield whole(gate, their_gate, (1, config.hidden_size))
 
 
 def _have_experts(settings: Settings, layers: int) -> list[bool]:

@@ -6,13 +6,13 @@ from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
     RotaryDecoderFamily,
+    no_rope_pattern,
     read_layer_types,
     window_fields,
     written_layer_types,
 )
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import format_layer_pattern
 
 
 class SmolLM3Family(RotaryDecoderFamily):
@@ -35,7 +35,7 @@ class SmolLM3Family(RotaryDecoderFamily):
         has_window = read_layer_types(settings, [is_used and not has for has in has_rotary])
         if any(has_window):
             settings.require("use_sliding_window", True, False, "layer_types has sliding_attention")
-        return {"no_rope_freq": _pattern(has_rotary), **window_fields(settings, has_window, None)}
+        return {"no_rope_freq": no_rope_pattern(has_rotary), **window_fields(settings, has_window, None)}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
@@ -67,11 +67,3 @@ def _have_rotary(settings: Settings, layers: int) -> list[bool]:
         )
         return default
     return [bool(has) for has in given[:layers]]
-
-
-def _pattern(has_rotary: list[bool]) -> str | None:
-    """Return the value of ``--no-rope-freq``, whose list has a 1 for layers without RoPE."""
-    if all(has_rotary):
-        return None
-    text = format_layer_pattern(has_rotary)
-    return text if text.isdecimal() else str([int(not has) for has in has_rotary])

@@ -16,9 +16,13 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from tests.unit.checkpoint.formats.huggingface.family_settings import (
+    ARCEE,
     DEEPSEEK,
+    EXAONE4,
+    GEMMA,
     GEMMA2,
     GEMMA3,
+    GLM4,
     GPT2,
     GPT_OSS,
     LLAMA,
@@ -32,9 +36,12 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     OLMOE,
     PHI3,
     QWEN,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    SEED_OSS,
     SMOLLM3,
+    STARCODER2,
     YARN,
     config_of,
 )
@@ -170,6 +177,16 @@ MODELS = [
     GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
     NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
+    GEMMA,
+    QWEN2_MOE,
+    QWEN2_MOE | {"qkv_bias": False, "use_sliding_window": True, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    GLM4,
+    GLM4 | {"attention_bias": False, "partial_rotary_factor": 0.34, "rope_scaling": YARN},
+    ARCEE,
+    STARCODER2 | {"sliding_window": 100, "residual_dropout": 0.1, "embedding_dropout": 0.1},
+    STARCODER2 | {"use_bias": False, "tie_word_embeddings": False},
+    EXAONE4 | {"sliding_window_pattern": 2},
+    EXAONE4 | {"sliding_window": None, "rope_scaling": LLAMA31_SCALING},
 ]
 
 
@@ -224,6 +241,13 @@ FAMILY_SETTINGS = [
     PHI3,
     GEMMA2,
     GEMMA3,
+    GEMMA,
+    QWEN2_MOE,
+    SEED_OSS,
+    GLM4,
+    ARCEE,
+    STARCODER2,
+    EXAONE4,
 ]
 
 
@@ -351,6 +375,24 @@ REFUSED = [
         {"mlp_only_layers": [0, 1, 2]},
         "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
     ),
+    (GEMMA, {"attention_bias": True}, "attention_bias is true"),
+    (GEMMA, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
+    (GEMMA, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
+    (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    (QWEN2_MOE, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
+    (QWEN2_MOE, {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers is '2'"),
+    (QWEN2_MOE, {"use_sliding_window": True, "sliding_window": None}, "sliding_window is None"),
+    (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias is true"),
+    (SEED_OSS, {"mlp_bias": True}, "mlp_bias is true"),
+    (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),
+    (GLM4, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+    (ARCEE, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
+    (ARCEE, {"attention_bias": True}, "attention_bias is true"),
+    (STARCODER2, {"embedding_dropout": 0.1}, "embedding_dropout is 0.1, but only 0.0 is supported"),
+    (STARCODER2, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+    (EXAONE4, {"layer_types": ["full_attention"] * 3}, "sliding_window is set, but no layer uses it"),
+    (EXAONE4, {"sliding_window_pattern": "LLG"}, "sliding_window_pattern is 'LLG'"),
+    (EXAONE4, {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
     (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
@@ -378,8 +420,8 @@ REFUSED = [
     (LLAMA, {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; docs/huggingface.md"),
     (
         LLAMA,
-        {"architectures": ["Qwen2MoeForCausalLM"]},
-        "(a similar name is Qwen3MoeForCausalLM); docs/huggingface.md",
+        {"architectures": ["Qwen9MoeForCausalLM"]},
+        "MoeForCausalLM); docs/huggingface.md",
     ),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
@@ -425,3 +467,10 @@ def test_a_model_that_no_family_expresses_is_rejected_with_what_the_nearest_lack
         "no supported Hugging Face architecture can represent this model; the most similar, MixtralForCausalLM, "
         "cannot represent moe_expert_capacity_factor 2.0"
     )
+
+
+def test_seed_oss_has_optional_biases_and_the_dropout_of_its_configuration_class(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SEED_OSS)
+    assert config.has_qkv_bias
+    assert (config.hidden_dropout, config.attention_dropout, config.kv_channels) == (0.1, 0.1, 128)
+    assert not config_of(tmp_path, SEED_OSS | {"attention_bias": False}).has_qkv_bias
