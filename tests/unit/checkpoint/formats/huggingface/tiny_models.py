@@ -325,9 +325,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "head_dim": 12,
+        "head_dim": 16,
         "pad_token_id": None,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     "qwen2_moe": {
         "class": "Qwen2Moe",
@@ -386,8 +386,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "sliding_window": 30,
-        "tie_word_embeddings": True,
+        "sliding_window": 20,
+        "tie_word_embeddings": False,
     },
     "exaone4": {
         "class": "Exaone4",
