@@ -432,5 +432,5 @@ def attributes_without_initialization() -> list[tuple[bool, int, int]]:
 
 
 def test_uninitialized_layers_have_the_attributes_of_their_shards() -> None:
-    for found in run_distributed(attributes_without_initialization, 2):
+    for found in run_distributed(2, attributes_without_initialization):
         assert found == [(True, 0, 1), (True, 0, 1), (True, 1, 1)]
