@@ -242,6 +242,8 @@ class _Megatron(nn.Module):
                 )
             elif self.config.perform_initialization:
                 _initialize_affine_weight_gpu(self.weight, init_method, dim, stride, self.is_expert)
+            else:
+                set_tensor_model_parallel_attributes(self.weight, True, dim, stride)
             self.weight.allreduce = is_reduced
         if self.bias is not None:
             if self.config.perform_initialization:
@@ -515,6 +517,8 @@ class VocabParallelEmbedding(VocabShardedEmbedding):
             )
         elif config.perform_initialization:
             _initialize_affine_weight_gpu(self.weight, init_method, 0)
+        else:
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of the tokens, in the order of the tokens or with a reduce-scatter sequence first."""

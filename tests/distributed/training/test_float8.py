@@ -19,7 +19,7 @@ from megatron.core.ops import fp8_tensor
 from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
 from megatron.core.ops.fp8_tensor import Quantized
 from megatron.core.tensor_parallel import cross_entropy, float8_linear
-from megatron.core.tensor_parallel import layers as layers_module
+from megatron.core.tensor_parallel import sharded_layers as layers_module
 from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.training import training_step
 from tests.distributed.training.float8_runs import RECIPES, SHAPE, Float8Runs, losses, scaling

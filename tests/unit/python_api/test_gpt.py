@@ -223,11 +223,16 @@ class Interrupt(Callback):
 
 def test_ctrl_c_finishes_the_step_and_the_model_continues(tokens: Path, reference: list[float]) -> None:
     model = GPT.build(**MODEL)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(tokens, 6, callbacks=[Interrupt()], **TRAINING)
-    assert model.iteration == 2
-    assert model.history.losses == reference[:2]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # A test in the background starts with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(tokens, 6, callbacks=[Interrupt()], **TRAINING)
+        assert model.iteration == 2
+        assert model.history.losses == reference[:2]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert model.fit(steps=4).losses == reference[2:]
 
 

@@ -415,3 +415,22 @@ def message_without_groups() -> str:
     with pytest.raises(AssertionError) as caught:
         tensor_parallel.ColumnParallelLinear(8, 8, config=settings, init_method=settings.init_method)
     return str(caught.value)
+
+
+def attributes_without_initialization() -> list[tuple[bool, int, int]]:
+    """Return the attributes of the weights of uninitialized layers on two ranks."""
+    begin(2)
+    settings = config(2, perform_initialization=False)
+    init_method = settings.init_method
+    embedding = tensor_parallel.VocabParallelEmbedding(16, 8, init_method=init_method, config=settings)
+    fc1 = tensor_parallel.ColumnParallelLinear(8, 16, config=settings, init_method=init_method)
+    fc2 = tensor_parallel.RowParallelLinear(
+        16, 8, config=settings, init_method=init_method, bias=True, input_is_parallel=True, skip_bias_add=True
+    )
+    weights = [layer.weight for layer in (embedding, fc1, fc2)]
+    return [(w.tensor_model_parallel, w.partition_dim, w.partition_stride) for w in weights]
+
+
+def test_uninitialized_layers_have_the_attributes_of_their_shards() -> None:
+    for found in run_distributed(2, attributes_without_initialization):
+        assert found == [(True, 0, 1), (True, 0, 1), (True, 1, 1)]
