@@ -127,6 +127,9 @@ def resolve_arguments(
     reads_bytes = is_train_command or not needs_files
     config = choose_tokenizer(resolution.config, "tokenizer_type" in given, reads_bytes, notes, problems)
     notes += unused_tokenizer_flags(config.tokenizer.tokenizer_type, given)
+    if not needs_files and not is_train_command and config.optimizer.lr == 0:
+        # Memory and time do not depend on the learning rate.
+        broken |= {"lr"}
     problems += find_problems(config, broken, needs_files=needs_files)
     if problems:
         raise ConfigurationError(problems)

@@ -631,3 +631,10 @@ def test_every_accepted_field_is_read_somewhere() -> None:
 def _only_declares(path: Path) -> bool:
     relative = path.relative_to(ROOT / "megatron").as_posix()
     return relative.startswith(DECLARE_OR_CHECK_ONLY)
+
+
+def test_a_plan_needs_no_learning_rate() -> None:
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 9"
+    assert resolve_arguments(flags.split(), 1, needs_files=False).config.optimizer.lr == 0
+    with pytest.raises(ConfigurationError, match="--lr is missing"):
+        resolve_arguments(flags.split(), 1)
