@@ -272,8 +272,11 @@ def diff_checkpoints(
         try:
             log(f"first:  {folders[0]}")
             log(f"second: {folders[1]}")
+            # Before the tensors, which may take long to read: the model may need the registrations of a script.
+            configs = [RunConfig.from_dict(source.common["config"]).to_dict() for source in (left, right)]
             problems = _tensors(left, right, weights_only, tolerance, log)
             problems += _state(left.common, right.common, weights_only, log)
+            problems += _configurations(configs[0], configs[1], log)
         finally:
             right.close()
     finally:
@@ -320,8 +323,12 @@ def _state(left: Mapping[str, Any], right: Mapping[str, Any], weights_only: bool
         for line in _different_values({key: left[key] for key in STATE}, {key: right[key] for key in STATE}):
             problems += 1
             log(f"  {line}")
-    configs = [RunConfig.from_dict(common["config"]).to_dict() for common in (left, right)]
-    changes = compare_configs(*configs)
+    return problems
+
+
+def _configurations(left: Mapping[str, Any], right: Mapping[str, Any], log: Callable[[str], None]) -> int:
+    problems = 0
+    changes = compare_configs(left, right)
     for change in changes.shape:
         problems += 1
         log(f"  model: {change}")

@@ -23,7 +23,9 @@ from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_d
 from megatron.checkpoint.formats.megatron.torch_format import write_megatron_torch
 from megatron.checkpoint.formats.native import write_native
 from megatron.cli import convert, diff_checkpoints, inspect_checkpoint
+from megatron.core import registry
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE
+from megatron.training import register_activation
 from tests.harness.training_run import run_command
 from tests.unit.checkpoint.small_checkpoint import (
     COMMON,
@@ -264,6 +266,20 @@ def test_a_folder_of_another_trainer_is_told_from_megatrons(run_tool: ToolRun, t
     assert status == 2
     assert error.count("\n") == 1
     assert "is neither a Megatron checkpoint (its folder has no common.pt) nor" in error
+
+
+def test_diff_names_an_unregistered_part_before_it_reads_tensors(
+    run_tool: ToolRun, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_REGISTERED", {})
+        patch.setattr(registry, "_SCRIPTS", [])
+        register_activation("mine", torch.tanh)
+        write_native(small_source(small_common("--activation-func mine")), tmp_path / "own", 3)
+    status, printed, told = run_tool("diff.py", checkpoint, tmp_path / "own")
+    assert status == 2
+    assert "activation mine is not registered; pass the script" in told
+    assert "tensors:" not in printed
 
 
 def test_diff_names_what_decides_which_weights_there_are(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
