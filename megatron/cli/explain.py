@@ -38,6 +38,7 @@ from megatron.planner import (
     to_text,
     trace_in_this_process,
 )
+from megatron.training import keep_arguments
 
 
 def build_parser(world_size: int) -> Parser:
@@ -98,6 +99,7 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> str:
             print(f"would run with {line}", file=sys.stderr)
         raise error
     check_imbalance(arguments.expert_imbalance, parsed.config.model)
+    keep_arguments(parsed.config)
     explanation = explain(parsed.config, parsed.notes, gpu, implementation)
     if arguments.verify and explanation.prediction.outcome == "error":
         raise ConfigurationError(f"--verify: this configuration cannot run: {explanation.prediction.reason}")

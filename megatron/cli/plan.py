@@ -77,6 +77,7 @@ from megatron.planner import (
     variations,
 )
 from megatron.planner.search import search
+from megatron.training import keep_arguments
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
@@ -213,6 +214,7 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     base = read_planned_run(_without_layout(words), 1)
     check_imbalance(arguments.expert_imbalance, base.config.model)
     config = dataclasses.replace(base.config, world_size=arguments.gpus)
+    keep_arguments(config)
     both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
     precision = arguments.precision or _DEFAULT_PRECISION
     precisions = both if precision == "both" else (precision,)

@@ -24,7 +24,7 @@ from megatron.planner.implementations import Implementation
 from megatron.planner.memory import ModelPieces, StageState, model_pieces, stage_memory, stage_state
 from megatron.planner.plan import Plan, layer_kinds, step_flops
 from megatron.planner.prediction import HOPPER_MACHINES, Prediction, plan_refusals, predict, usable_bytes
-from megatron.planner.trace_store import trace_in_this_process
+from megatron.planner.trace_store import UntraceableError, trace_in_this_process
 
 
 def output_layers(model: GPTConfig) -> float:
@@ -222,12 +222,18 @@ def _bounded(
 
 
 def _least_seconds(found: Search, layout: _Layout, implementation: Implementation) -> float:
-    """Return a lower bound of the step time of a layout's choices; it may be less tight if it is above the limit."""
+    """Return a lower bound of the step time of a layout's choices; it may be less tight if it is above the limit.
+
+    It is 0 if the layout cannot be traced. The reason is noted when the layout is tried.
+    """
     assert found.bounds is not None
     choice = dataclasses.replace(layout.choice, sharding=layout.shardings[0])
     states = _states(found, lambda: layout.plan, choice, implementation)
     sized = (dataclasses.replace(layout.plan, micro_batch_size=size) for size in layout.sizes)
-    return min((found.bounds.seconds(each, states, found.enough) for each in sized), default=0.0)
+    try:
+        return min((found.bounds.seconds(each, states, found.enough) for each in sized), default=0.0)
+    except UntraceableError:
+        return 0.0
 
 
 def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: bool) -> Iterator[Choice]:
@@ -292,7 +298,11 @@ def _layout(
         found.dropped.append(Dropped(layout, "refused", "; ".join(refusals)))
         return None
     shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
-    shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
+    try:
+        shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
+    except ConfigurationError as error:  # of a part that is only known once the model is built
+        found.dropped.append(Dropped(layout, "refused", "; ".join(error.problems)))
+        return None
     if not shardings:
         return None
     sizes = tuple(size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size))
@@ -322,7 +332,12 @@ def _try_layout(
         if wanted:
             choice = dataclasses.replace(layout.choice, sharding=sharding)
             known = (layout.config, layout.plan) if choice == layout.choice else None
-            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known, recomputes)
+            rest = choice, wanted, gpu, implementation, find_problems, known, recomputes
+            try:
+                roomy |= _try_batches(found, config, *rest)
+            except UntraceableError as error:
+                found.dropped.append(Dropped(choice, "refused", str(error)))
+                return
 
 
 def _has_room(

@@ -37,11 +37,15 @@ from megatron.planner.traces import (
     request_from_json,
     request_to_json,
 )
-from megatron.training import import_script
+from megatron.training import import_script, keep_arguments, kept_arguments
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = ("core", "planner")
 """Folders of sources on which a trace may depend."""
+
+
+class UntraceableError(ConfigurationError):
+    """The layers of a model raise an error on the simulated GPU."""
 
 
 class TraceStore:
@@ -54,18 +58,26 @@ class TraceStore:
         self._folder = (folder or _default_folder()) / _sources_key()
         self._known: dict[str, Mapping[str, Any]] = {}
         self._traces: dict[str, PieceTrace] = {}
+        self._failed: dict[str, UntraceableError] = {}
 
     def trace(self, request: TraceRequest) -> PieceTrace:
         """Return the trace of one piece.
 
         Raises:
+            UntraceableError: the model raises an error, which further calls raise again.
             ConfigurationError: this node cannot simulate CUDA, or the folder of the traces cannot be written.
         """
+        if request.key in self._failed:
+            raise self._failed[request.key]
         if request.key not in self._traces:
-            records = self._records(request.traced)
-            if not _have_same_operations(records):
-                # Blockwise attention, for example, has more operations for larger micro-batches.
-                records = self._records([request])
+            try:
+                records = self._records(request.traced)
+                if not _have_same_operations(records):
+                    # Blockwise attention, for example, has more operations for larger micro-batches.
+                    records = self._records([request])
+            except UntraceableError as error:
+                self._failed[request.key] = error
+                raise
             self._traces[request.key] = _trace_of(records, request.micro_batch_size)
         return self._traces[request.key]
 
@@ -89,7 +101,10 @@ class TraceStore:
             load_fake_cuda()
             from megatron.planner.simulation import take_traces
 
-            taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
+            try:
+                taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
+            except Exception as error:
+                raise UntraceableError(_reason(error)) from error
         else:
             taken = _take_elsewhere(given)
         try:
@@ -180,8 +195,10 @@ def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[
         _worker.cache_clear()
         raise ConfigurationError("the layers of this model cannot be traced: the tracing process has ended")
     answer: dict[str, Any] = json.loads(line)
+    if "problem" in answer:
+        raise ConfigurationError(answer["problem"])
     if "error" in answer:
-        raise ConfigurationError(f"the layers of this model cannot be traced: {answer['error']}")
+        raise UntraceableError(answer["error"])
     traces: Mapping[str, Mapping[str, Any]] = answer["traces"]
     return traces
 
@@ -200,7 +217,11 @@ def _worker() -> subprocess.Popen[str]:
     start = f"from megatron.planner.trace_store import run_trace_worker; run_trace_worker({registered_scripts()!r})"
     program = f"import sys; sys.path[:0] = {found!r}; {start}"
     command, pipe = [sys.executable, "-c", program], subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    assert worker.stdin is not None
+    with suppress(OSError):  # a process that has ended gives no answers, which is reported
+        worker.stdin.write(json.dumps(kept_arguments(), default=str) + "\n")
+    return worker
 
 
 def _default_folder() -> Path:
@@ -227,11 +248,13 @@ def _may_trace_here() -> bool:
 def run_trace_worker(scripts: Sequence[str]) -> None:
     """Answer requests on standard input with their traces, until standard input ends.
 
-    The scripts are imported for the parts of models that they register.
+    The scripts are imported for the parts of models that they register. These may read the arguments of the run, which
+    are the first line.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     problem = ""
+    keep_arguments(json.loads(sys.stdin.readline()))
     try:
         load_fake_cuda()
         for script in scripts:
@@ -239,7 +262,7 @@ def run_trace_worker(scripts: Sequence[str]) -> None:
     except ConfigurationError as error:
         problem = str(error)
     for line in sys.stdin:
-        print(json.dumps({"error": problem} if problem else _answer_request(line)), file=answers, flush=True)
+        print(json.dumps({"problem": problem} if problem else _answer_request(line)), file=answers, flush=True)
 
 
 def _answer_request(line: str) -> dict[str, object]:
@@ -249,4 +272,11 @@ def _answer_request(line: str) -> dict[str, object]:
         requests = {each["key"]: request_from_json(each["request"]) for each in json.loads(line)}
         return {"traces": take_traces(requests)}
     except Exception as error:  # noqa: BLE001 the process that sent the request raises it
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        return {"error": _reason(error)}
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigurationError):
+        return text
+    return f"the layers of this model cannot be traced: {type(error).__name__}: {text}"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         get_args,
         import_script,
         keep_arguments,
+        kept_arguments,
         pretrain,
         register_activation,
         register_attention,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         train_held,
         with_vocabulary,
     )
+    from megatron.training.registered_dataset import IGNORED_LABEL
     from megatron.training.resume import ResumeState
     from megatron.training.step_position import StepPosition, find_step
     from megatron.training.step_samples import StepSamples
@@ -96,8 +98,9 @@ __getattr__ = lazy_exports(
             "OWN_RUN_ID launch_environment_or_exit parse_arguments_or_exit reasons_of refuse refuse_in_run run_program"
         ),
         "extending": (
-            "get_args import_script keep_arguments pretrain register_activation register_attention register_callback "
-            "register_dataset register_logger register_loss register_lr_schedule register_norm register_optimizer"
+            "get_args import_script keep_arguments kept_arguments pretrain register_activation register_attention "
+            "register_callback register_dataset register_logger register_loss register_lr_schedule register_norm "
+            "register_optimizer"
         ),
         "gpt": "forward_step provide_datasets provide_model training_script",
         "initialize": (
@@ -108,6 +111,7 @@ __getattr__ = lazy_exports(
         "model_setup": "ModelAndOptimizer ModelProvider build_model_and_optimizer schedule_of",
         "preflight": "prepare_data_or_exit",
         "pretraining": "HeldModel Program choose_implementations pretrain_from_config train_held with_vocabulary",
+        "registered_dataset": "IGNORED_LABEL",
         "resume": "ResumeState",
         "step_position": "StepPosition find_step",
         "step_samples": "StepSamples",

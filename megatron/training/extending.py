@@ -213,18 +213,25 @@ def get_args() -> argparse.Namespace:
     Raises:
         RuntimeError: the command line has not been read yet.
     """
-    if _Run.config is None:
+    values = kept_arguments()
+    if values is None:
         raise RuntimeError("there are no arguments yet: call get_args() in a function that the run calls")
-    return argparse.Namespace(**argument_values(_Run.config))
+    return argparse.Namespace(**values)
 
 
 class _Run:
-    config: RunConfig | None = None
+    arguments: RunConfig | Mapping[str, Any] | None = None
 
 
-def keep_arguments(config: RunConfig) -> None:
-    """Set what `get_args` returns in this process."""
-    _Run.config = config
+def keep_arguments(arguments: RunConfig | Mapping[str, Any] | None) -> None:
+    """Set what `get_args` returns in this process: the arguments of a configuration, or those of another process."""
+    _Run.arguments = arguments
+
+
+def kept_arguments() -> Mapping[str, Any] | None:
+    """Return the values of `get_args`, or None if the command line has not been read yet."""
+    arguments = _Run.arguments
+    return arguments if arguments is None or isinstance(arguments, Mapping) else argument_values(arguments)
 
 
 def register_optimizer(

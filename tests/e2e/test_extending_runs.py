@@ -146,6 +146,23 @@ def test_a_wrong_command_line_of_a_script_is_rejected_in_one_line(
     assert "Traceback" not in "".join(run.errors)
 
 
+OWN_LOSS = """
+from megatron.training import get_args, pretrain, register_loss
+
+register_loss("sharpened", lambda inputs: inputs.cross_entropy() ** get_args().exponent)
+if __name__ == "__main__":
+    pretrain(extra_args=lambda parser: parser.add_argument("--exponent", type=float, default=1.0))
+"""
+
+
+def test_a_run_whose_loss_reads_its_own_flag_is_explained(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_LOSS)
+    words = args_of(tmp_path, "--loss sharpened --exponent 2.0")
+    command = [sys.executable, "-m", "megatron", "train", "--script", str(script), *words]
+    assert "predicted time per step" in run_command([*command, "--explain"]).check().stdout
+
+
 def test_the_launcher_shows_the_help_of_a_script_and_continues_its_run(tmp_path: Path) -> None:
     script = EXAMPLES / "extra_arguments.py"
     command = [sys.executable, "-m", "megatron", "train"]

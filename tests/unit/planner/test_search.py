@@ -15,15 +15,17 @@ from megatron.cli.planner_arguments import read_planned_run
 from megatron.config.arguments import resolve_arguments
 from megatron.config.config_sources import preset_names, preset_words
 from megatron.config.run_config import RunConfig
+from megatron.core.errors import ConfigurationError
 from megatron.planner.bounds import Bounds
 from megatron.planner.choice import Choice
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import MEGATRON_TE, NATIVE
-from megatron.planner.memory import stage_state
+from megatron.planner.implementations import MEGATRON_TE, NATIVE, Implementation
+from megatron.planner.memory import StageState, stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.report import launch_command
 from megatron.planner.search import Search, balanced_splits, output_layers, search
+from megatron.planner.trace_store import UntraceableError
 from megatron.training.theoretical_memory_usage import model_size
 
 ROWS = {"llama3.1-8b": 8.030e9, "llama3.1-70b": 70.554e9, "llama3.1-405b": 405.85e9, "qwen2.5-7b": 7.616e9}
@@ -223,11 +225,36 @@ def test_experts_are_spread_over_every_number_of_ranks_that_divides_them(
     assert 1e3 * prediction.time.total == pytest.approx(best["ms_per_step"])
 
 
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--tokenizer-type NullTokenizer --vocab-size 1000 --global-batch-size 4 --micro-batch-size 1 --train-iters 5 "
+    "--lr 1e-4 --bf16"
+)
 TIGHT = (
     "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --max-position-embeddings 8192 "
     "--tokenizer-type NullTokenizer --vocab-size 1000 --global-batch-size 2 --micro-batch-size 1 --train-iters 5 "
     "--lr 1e-4 --bf16"
 )
+
+
+def test_a_layout_whose_model_cannot_be_built_or_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_planned_run(SMALL.split(), 2).config
+
+    def states(plan: Plan, stage: int, implementation: Implementation) -> StageState:
+        if plan.model.fp8.fp8_format is not None:
+            raise ConfigurationError("no room for its scales")
+        return stage_state(plan, stage, implementation)
+
+    def untraceable(*given: object, **named: object) -> float:
+        raise UntraceableError("not with this attention")
+
+    monkeypatch.setattr("megatron.planner.search.stage_state", states)
+    monkeypatch.setattr(Bounds, "seconds", untraceable)
+    monkeypatch.setattr("megatron.planner.search._try_batches", untraceable)
+    found = search(config, H100, NATIVE, ["bf16", "fp8"], lambda config: [], wanted=1)
+    reasons = {(each.choice.precision, each.kind, each.reason) for each in found.dropped}
+    assert reasons == {("bf16", "refused", "not with this attention"), ("fp8", "refused", "no room for its scales")}
+    assert not found.candidates
 
 
 @pytest.mark.full
