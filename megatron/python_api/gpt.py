@@ -42,6 +42,7 @@ from megatron.core.inference import (
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path
 from megatron.core.ops import CAUSAL
+from megatron.core.registry import is_registered
 from megatron.core.tokenizers import Tokenizer
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.transformer import KeyValueCache
@@ -66,6 +67,7 @@ from megatron.training import (
     dataset_config,
     evaluate,
     forward_step,
+    keep_arguments,
     provide_datasets,
     provide_model,
     sample_targets,
@@ -200,6 +202,7 @@ class GPT:
         self._engine = None
         self._state.adapt(config)
         self.config = config
+        keep_arguments(config)
         recorder = Recorder(TrainingHistory())
         providers = (provide_model, self._provider, forward_step)
         program = Program(
@@ -223,11 +226,14 @@ class GPT:
             ConfigurationError: a flag does not belong here, or the data is none of the accepted kinds.
         """
         wrong = [f"GPT.fit: {name} belongs elsewhere: {hint}" for name, hint in _NOT_HERE.items() if name in flags]
+        sources: tuple[str, ...] = SOURCES
+        if is_registered("data set", flags.get("dataset", self._settings.values.get("dataset"))):
+            sources = (*SOURCES, "dataset")
         if data is not None:
-            wrong += [f"GPT.fit: data and {name} both name data; omit one" for name in SOURCES if name in flags]
+            wrong += [f"GPT.fit: data and {name} both name data; omit one" for name in sources if name in flags]
         if wrong:
             raise ConfigurationError(wrong)
-        if data is None and not any(name in flags for name in SOURCES):
+        if data is None and not any(name in flags for name in sources):
             return self._settings.updated(flags), self._provider, self._chosen
         settings = self._settings.without(self._chosen).updated(flags)
         if data is None:
@@ -236,8 +242,8 @@ class GPT:
         found = flags_of_data(data, self.tokenizer, folder, "GPT.fit")
         given = settings.resolve("GPT.fit", self._launch.world_size, has_data=False)[0].logging.given_arguments
         defaults = {} if "split" in given else {"split": "1,0,0", "eval_iters": 0}
-        values = {**dict.fromkeys(SOURCES), "mock_data": False, **defaults, **found.values}
-        free = {name: value for name, value in values.items() if name in SOURCES or name not in given}
+        values = {**dict.fromkeys(sources), "mock_data": False, **defaults, **found.values}
+        free = {name: value for name, value in values.items() if name in sources or name not in given}
         return settings.updated(free), found.provider, tuple(free)
 
     def _plan_training(

@@ -30,7 +30,7 @@ from megatron.core.datasets import (
 )
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers import Tokenizer
-from megatron.training import DatasetsProvider, SampleTargets, provide_datasets
+from megatron.training import IGNORED_LABEL, DatasetsProvider, SampleTargets, provide_datasets
 
 SOURCES = (
     "data_path",
@@ -160,6 +160,8 @@ def _temporary_folder() -> Path:
 class Samples:
     """Samples of a caller's data set: tokens ``[sequence_length + 1]``, or a dict of a sample's arrays.
 
+    The label -100 is excluded from the loss.
+
     Raises:
         DataError: a sample is neither.
     """
@@ -189,6 +191,10 @@ class Samples:
             sample = {"tokens": text[:-1], "labels": text[1:]}
         length = len(sample["tokens"])
         sample.setdefault("loss_mask", np.ones(length, np.float32))
+        is_ignored = sample["labels"] == IGNORED_LABEL
+        if is_ignored.any():
+            sample["labels"] = np.where(is_ignored, 0, sample["labels"])
+            sample["loss_mask"] = np.where(is_ignored, 0, sample["loss_mask"]).astype(np.float32)
         sample.setdefault("position_ids", np.arange(length, dtype=np.int64))
         return sample  # type: ignore[return-value]
 

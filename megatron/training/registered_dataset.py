@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SPLITS = ("training", "validation", "test")
 _FIELDS = ("tokens", "labels", "loss_mask")
-_IGNORED = -100
+IGNORED_LABEL = -100
 """Label that is excluded from the loss, as torch's ``cross_entropy`` does by default."""
 
 
@@ -106,8 +106,8 @@ class MapStyleDataset:
         text[:length] = self._padded(tokens, length, "--seq-length")
         sample = make_sample(text, len(text), self.config, self._positions, self._all_ones)
         counted = np.zeros(length, np.float32)
-        counted[: len(tokens)] = (labels != _IGNORED) * (1.0 if mask is None else mask)
-        sample["labels"] = self._padded(np.where(labels == _IGNORED, 0, labels), length, "--seq-length")
+        counted[: len(tokens)] = (labels != IGNORED_LABEL) * (1.0 if mask is None else mask)
+        sample["labels"] = self._padded(np.where(labels == IGNORED_LABEL, 0, labels), length, "--seq-length")
         sample["loss_mask"] = counted * sample["loss_mask"]
         if len(tokens) < length:
             sample["padding_mask"] = self._positions >= len(tokens)

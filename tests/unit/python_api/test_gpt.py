@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from megatron import GPT
+from megatron.core import registry
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.data.input_files import cut_text
+from megatron.training import get_args, register_dataset, register_loss
 from megatron.training.callbacks import Callback
 from tests.harness.byte_vocabulary import write_vocabulary
 from tests.harness.forked_training import fork_training
@@ -211,6 +213,42 @@ def test_a_data_set_is_read_in_epochs() -> None:
         assert model.config.data.dataloader_type == "single"
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
+
+
+def test_the_label_of_cross_entropy_is_excluded_from_the_loss() -> None:
+    class Ignoring(Rows):
+        def __getitem__(self, index: int) -> Any:
+            item = super().__getitem__(index)
+            return {**item, "labels": torch.where(torch.arange(16) < 12, -100, item["labels"])}
+
+    class Masking(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return {**super().__getitem__(index), "loss_mask": (np.arange(16) >= 12).astype(np.float32)}
+
+    model = GPT.build(**{**MODEL, "hidden_dropout": 0.0})
+    assert model.evaluate(Ignoring(as_dict=True)) == model.evaluate(Masking(as_dict=True))
+
+
+def test_a_script_s_parts_train_from_python_with_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_SCRIPTS", [])
+    register_loss("scaled", lambda inputs: inputs.cross_entropy() * get_args().global_batch_size)
+    register_dataset("rows", lambda config, tokenizer: Rows(as_dict=True))
+    training = {**TRAINING, "lr_warmup_iters": 0}
+    flags = {**training, "dataset": "rows", "split": "1,0,0"}
+    first = GPT.build(**MODEL)
+    plain = first.fit(None, 1, **flags).losses
+    first.fit([[1, 2, 3] * 20], 1)
+    assert first.config.data.dataset is None
+    model = GPT.build(**MODEL)
+    model.fit([[1, 2, 3] * 20], 1, **training)
+    with pytest.raises(ConfigurationError, match="data and dataset both name data; omit one"):
+        model.fit([[1, 2, 3] * 20], 1, dataset="rows")
+    model.fit(None, 1, dataset="rows", split="1,0,0")
+    assert model.config.data.dataset == "rows"
+    assert model.config.data.data_path == ()
+    (scaled,) = GPT.build(**MODEL).fit(None, 1, **flags, loss="scaled").losses
+    assert scaled == pytest.approx(4 * plain[0])
 
 
 class Interrupt(Callback):
