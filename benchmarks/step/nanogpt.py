@@ -175,13 +175,13 @@ def train_floor(shape: Shape) -> list[float]:
     sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.num_layers + [(h, shape.vocab_size)]
     layers = [(torch.randn(rows, i), torch.randn(o, i), torch.randn(rows, o), torch.empty(o, i)) for i, o in sizes]
     heads = (shape.batch_size, shape.num_heads, shape.seq_length, h // shape.num_heads)
-    qkv = [torch.randn(heads, requires_grad=True) for _ in range(3)]
+    q, k, v = (torch.randn(heads, requires_grad=True) for _ in range(3))
     context_grad = torch.randn(heads)
     parameter = torch.nn.Parameter(torch.randn(sum(i * o for i, o in sizes)))
     parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
 
-    def multiply(linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def multiply(linear: Callable[..., Any]) -> None:
         for x, weight, grad, weight_grad in layers:
             linear(x, weight)
             linear(grad, weight.t())
@@ -192,13 +192,14 @@ def train_floor(shape: Shape) -> list[float]:
         return output
 
     with torch.no_grad():
-        chosen = min((F.linear, onednn), key=lambda linear: min(_timed(lambda: multiply(linear), 100)))
+        libraries: tuple[Callable[..., Any], ...] = (F.linear, onednn)
+        chosen = min(libraries, key=lambda linear: min(_timed(lambda: multiply(linear), 100)))
 
     def iterate() -> None:
         with torch.no_grad():
             multiply(chosen)
         for _ in range(shape.num_layers):
-            F.scaled_dot_product_attention(*qkv, is_causal=True).backward(context_grad)
+            torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), context_grad)
         optimizer.step()
 
     return _timed(iterate, shape.iterations)
@@ -257,9 +258,10 @@ def main() -> None:
         }[options.role]
         options.output.write_text(json.dumps(train(shape)), encoding="utf-8")
         return
-    sys.path.insert(0, str(_ROOT / "benchmarks"))
+    sys.path.insert(0, str(_ROOT))
     import torch
-    from machine import describe_machine
+
+    from benchmarks.machine import describe_machine
 
     times: dict[str, dict[str, list[float]]] = {name: {"ours": [], "other": [], "floor": []} for name in options.shapes}
     for number in range(options.rounds):
