@@ -519,7 +519,7 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
             if issubclass(config_class, Config):
                 problems.extend(_excesses(config_class, name, arguments[name], f"{where}.{name}"))
                 spec = _spec(config_class, name)
-                # A model can be used without what it was only trained with.
+                # A model can be used without its registered optimizer, schedule or data set.
                 if spec.options.role in IDENTITY and (unregistered := spec.unregistered(arguments[name])) is not None:
                     problems.append(unregistered)
     return from_fields(config_class, **arguments) if len(problems) == before else None
