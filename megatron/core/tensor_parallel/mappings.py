@@ -9,7 +9,7 @@ The functions have megatron-core's names and signatures. ``group`` is this frame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,9 +29,7 @@ from megatron.core.process_group import Group
 from megatron.core.process_state import resolve_group
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    AnyGroup: TypeAlias = Group | dist.ProcessGroup | None
+    from megatron.core.process_state import AnyGroup
 
 
 class InputRegion(Enum):
@@ -53,78 +51,86 @@ class _Region(torch.autograd.Function):
         return cls.forward(SimpleNamespace(), *args)
 
 
-class _CopyToModelParallelRegion(_Region):
-    @staticmethod
+Collective: TypeAlias = Callable[[torch.Tensor, Group], torch.Tensor]
+
+
+def _view(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _unchanged(grad: torch.Tensor, group: Group) -> torch.Tensor:
+    return grad
+
+
+def _sum_in_place(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    # No mark_dirty: the output of a linear layer may be a view, which autograd does not allow to be modified.
+    result = tensor.detach().contiguous()
+    all_reduce(result, group)
+    return result
+
+
+def _sum_of_copy(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    all_reduce(result, group)
+    return result
+
+
+def _check_even(tensor: torch.Tensor, dim: int, group: Group) -> None:
+    if tensor.shape[dim] % group.size:
+        raise ConfigurationError(
+            f"dim {dim} of a tensor {list(tensor.shape)} is not divisible by tensor-parallel size {group.size}; pad it "
+            "or change the number of processes"
+        )
+
+
+def _own_part(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Return a contiguous copy of this rank's equal part of a dim."""
+    _check_even(tensor, dim, group)
+    return tensor.chunk(group.size, dim=dim)[group.rank].clone(memory_format=torch.contiguous_format)
+
+
+def _own_rows(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return _own_part(tensor, 0, group)
+
+
+def _own_columns(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return _own_part(tensor, -1, group)
+
+
+def _reduce_scatter_columns(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's part of the last dim of the sum over the group."""
+    if group.size == 1:
+        return tensor
+    _check_even(tensor, -1, group)
+    parts = torch.stack(tensor.chunk(group.size, dim=-1))
+    return reduce_scatter_first_dim(parts, group).squeeze(0)
+
+
+def _conjugate_pair(name: str, on_tensor: Collective, on_gradient: Collective) -> type[_Region]:
+    """Return a region whose forward and backward pass apply one function each to the tensor or the gradient."""
+
     def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
         ctx.group = group
-        return tensor.view_as(tensor)
+        return on_tensor(tensor, resolve_group(group))
 
-    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        result = grad.clone(memory_format=torch.contiguous_format)
-        all_reduce(result, resolve_group(ctx.group))
-        return result, None
+        return on_gradient(grad, resolve_group(ctx.group)), None
+
+    return type(name, (_Region,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
-class _ReduceFromModelParallelRegion(_Region):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
-        # No mark_dirty: the output of a linear layer may be a view, which autograd does not allow to be modified.
-        result = tensor.detach().contiguous()
-        all_reduce(result, resolve_group(group))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _SumOverRegion(_Region):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
-        ctx.group = group
-        result = tensor.detach().clone()
-        all_reduce(result, resolve_group(group))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        result = grad.clone(memory_format=torch.contiguous_format)
-        all_reduce(result, resolve_group(ctx.group))
-        return result, None
-
-
-class _ScatterToModelParallelRegion(_Region):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
-        ctx.group = group
-        return _own_part(tensor, -1, resolve_group(group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_last_dim(grad, resolve_group(ctx.group)), None
-
-
-class _GatherFromModelParallelRegion(_Region):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_gather_last_dim(tensor, resolve_group(group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part(grad, -1, resolve_group(ctx.group)), None
-
-
-class _ScatterToSequenceParallelRegion(_Region):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
-        ctx.group = group
-        return _own_part(tensor, 0, resolve_group(group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_first_dim(grad, resolve_group(ctx.group)), None
+_CopyToModelParallelRegion = _conjugate_pair("_CopyToModelParallelRegion", _view, _sum_of_copy)
+_ReduceFromModelParallelRegion = _conjugate_pair("_ReduceFromModelParallelRegion", _sum_in_place, _unchanged)
+_SumOverRegion = _conjugate_pair("_SumOverRegion", _sum_of_copy, _sum_of_copy)
+_ScatterToModelParallelRegion = _conjugate_pair("_ScatterToModelParallelRegion", _own_columns, all_gather_last_dim)
+_GatherFromModelParallelRegion = _conjugate_pair("_GatherFromModelParallelRegion", all_gather_last_dim, _own_columns)
+_ScatterToSequenceParallelRegion = _conjugate_pair("_ScatterToSequenceParallelRegion", _own_rows, all_gather_first_dim)
+_AllGatherFromTensorParallelRegion = _conjugate_pair(
+    "_AllGatherFromTensorParallelRegion", all_gather_last_dim, _reduce_scatter_columns
+)
+_ReduceScatterToTensorParallelRegion = _conjugate_pair(
+    "_ReduceScatterToTensorParallelRegion", _reduce_scatter_columns, all_gather_last_dim
+)
 
 
 class _GatherFromSequenceParallelRegion(_Region):
@@ -181,28 +187,6 @@ class _ReduceScatterWithBias(torch.autograd.Function):
         return all_gather_first_dim(grad, ctx.tp), None, bias_gradient(grad, ctx.bias_receiver)
 
 
-class _AllGatherFromTensorParallelRegion(_Region):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_gather_last_dim(tensor, resolve_group(group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduce_scatter_columns(grad, resolve_group(ctx.group)), None
-
-
-class _ReduceScatterToTensorParallelRegion(_Region):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: AnyGroup) -> torch.Tensor:
-        ctx.group = group
-        return _reduce_scatter_columns(tensor, resolve_group(group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_last_dim(grad, resolve_group(ctx.group)), None
-
-
 class _AllToAll(_Region):
     @staticmethod
     def forward(
@@ -222,16 +206,6 @@ class _AllToAll(_Region):
         return None, _exchange_rows(grad, group, ctx.output_split_sizes, ctx.input_split_sizes), None, None
 
 
-def _own_part(tensor: torch.Tensor, dim: int, tp: Group) -> torch.Tensor:
-    """Return a contiguous copy of this rank's equal part of a dim."""
-    if tensor.shape[dim] % tp.size:
-        raise ConfigurationError(
-            f"dim {dim} of a tensor {list(tensor.shape)} is not divisible by tensor-parallel size {tp.size}; pad it or "
-            "change the number of processes"
-        )
-    return tensor.chunk(tp.size, dim=dim)[tp.rank].clone(memory_format=torch.contiguous_format)
-
-
 def _gather_rows(tensor: torch.Tensor, group: Group, sizes: Sequence[int] | None) -> torch.Tensor:
     """Return the ranks' rows in group order; ``sizes`` are the ranks' numbers of rows if they differ."""
     if sizes is None or group.size == 1:
@@ -245,11 +219,7 @@ def _reduce_scatter_rows(tensor: torch.Tensor, group: Group, sizes: Sequence[int
     if group.size == 1:
         return tensor
     if sizes is None:
-        if tensor.shape[0] % group.size:
-            raise ConfigurationError(
-                f"dim 0 of a tensor {list(tensor.shape)} is not divisible by tensor-parallel size {group.size}; pad it "
-                "or change the number of processes"
-            )
+        _check_even(tensor, 0, group)
         return reduce_scatter_first_dim(tensor, group)
     padded = torch.cat([_padded(part, max(sizes)) for part in torch.split(tensor, list(sizes))])
     return reduce_scatter_first_dim(padded, group)[: sizes[group.rank]]
@@ -257,14 +227,6 @@ def _reduce_scatter_rows(tensor: torch.Tensor, group: Group, sizes: Sequence[int
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))])
-
-
-def _reduce_scatter_columns(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's part of the last dim of the sum over the group."""
-    if group.size == 1:
-        return tensor
-    parts = torch.stack(tensor.chunk(group.size, dim=-1))
-    return reduce_scatter_first_dim(parts, group).squeeze(0)
 
 
 def _exchange_rows(
