@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ import torch.distributed as dist
 from megatron.core.device import current_device
 from megatron.core.parallel_config import Grid, slice_ranks
 from megatron.core.process_group import Group
+
+if TYPE_CHECKING:
+    AnyGroup: TypeAlias = Group | dist.ProcessGroup | None
 
 Value = TypeVar("Value")
 
@@ -467,7 +470,7 @@ def _group(name: str, check_initialized: bool = True) -> dist.ProcessGroup:
     return found
 
 
-def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp") -> Group:
+def resolve_group(group: AnyGroup, default: str = "tp") -> Group:
     """Return the ranks and communicator that a caller passed as ours or torch's, or the process-wide group.
 
     ``default`` is the short name of the process-wide group, such as ``tp``. Before initialization it is a group of one
@@ -478,7 +481,7 @@ def resolve_group(group: Group | dist.ProcessGroup | None, default: str = "tp") 
     """
     if isinstance(group, Group):
         return group
-    if group is None and not _STATE.groups and not (dist.is_available() and dist.is_initialized()):
+    if group is None and not _STATE.groups and not _has_distributed():
         return Group((default,), (0,), 0)
     handle: dist.ProcessGroup = _group(default) if group is None else group
     known = _STATE.wrapped.get(id(handle))
@@ -494,20 +497,24 @@ def _ranks(name: str) -> list[int]:
     return ranks
 
 
-def _size(name: str) -> int:
-    """Return the size of a group, or what a caller has set; 0 without ``torch.distributed``."""
+def _size(name: str, is_required: bool = False) -> int:
+    """Return the size of a group, or what a caller has set; 0 without ``torch.distributed`` unless it is required."""
     override = _STATE.overrides.get(f"{name}_size")
     if override is not None:
         return override
-    return int(_group(name).size()) if dist.is_available() and dist.is_initialized() else 0
+    return int(_group(name).size()) if is_required or _has_distributed() else 0
 
 
-def _rank(name: str) -> int:
-    """Return this rank's index in a group, or what a caller has set; 0 without ``torch.distributed``."""
+def _rank(name: str, is_required: bool = False) -> int:
+    """Return this rank's index in a group, or what a caller has set; 0 as in `_size`."""
     override = _STATE.overrides.get(f"{name}_rank")
     if override is not None:
         return override
-    return int(_group(name).rank()) if dist.is_available() and dist.is_initialized() else 0
+    return int(_group(name).rank()) if is_required or _has_distributed() else 0
+
+
+def _has_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
@@ -670,26 +677,22 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
 
 def get_tensor_model_parallel_world_size() -> int:
     """Return the tensor-parallel size."""
-    override = _STATE.overrides.get("tp_size")
-    return override if override is not None else int(_group("tp").size())
+    return _size("tp", is_required=True)
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Return the pipeline-parallel size."""
-    override = _STATE.overrides.get("pp_size")
-    return override if override is not None else int(_group("pp").size())
+    return _size("pp", is_required=True)
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Return the tensor-parallel rank."""
-    override = _STATE.overrides.get("tp_rank")
-    return override if override is not None else int(_group("tp").rank())
+    return _rank("tp", is_required=True)
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """Return the pipeline stage of this rank."""
-    override = _STATE.overrides.get("pp_rank")
-    return override if override is not None else int(_group("pp").rank())
+    return _rank("pp", is_required=True)
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
@@ -778,7 +781,7 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Return the data-parallel size."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _has_distributed():
         return 0
     return int(get_data_parallel_group(with_context_parallel, partial_data_parallel).size())
 
@@ -788,7 +791,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
     override = _STATE.overrides.get("dp_rank")
     if override is not None:
         return override
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _has_distributed():
         return 0
     return int(get_data_parallel_group(with_context_parallel, partial_data_parallel).rank())
 

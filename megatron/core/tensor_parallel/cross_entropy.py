@@ -19,7 +19,7 @@ from megatron.core.process_state import resolve_group
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from megatron.core.process_state import AnyGroup
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -195,7 +195,7 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
     label_smoothing: float = 0.0,
-    tp_group: Group | dist.ProcessGroup | None = None,
+    tp_group: AnyGroup = None,
 ) -> torch.Tensor:
     """Return the negative log-likelihood of every label, with megatron-core's signature and values.
 

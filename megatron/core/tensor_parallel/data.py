@@ -10,18 +10,17 @@ import torch
 
 from megatron.core.collectives import broadcast, broadcast_object
 from megatron.core.device import current_device
-from megatron.core.process_group import Group
 from megatron.core.process_state import resolve_group
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from megatron.core.process_state import AnyGroup
 
 
 def broadcast_data(
     keys: Sequence[Hashable],
     data: Mapping[Any, torch.Tensor] | None,
     datatype: torch.dtype,
-    tp_group: Group | dist.ProcessGroup | None = None,
+    tp_group: AnyGroup = None,
 ) -> dict[Any, torch.Tensor]:
     """Return the tensors of these keys that the first rank of the group has, on every rank and on its device.
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.collectives import all_gather_first_dim
-from megatron.core.process_group import Group
 from megatron.core.process_state import resolve_group
 from megatron.core.utils import divide
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    AnyGroup: TypeAlias = Group | dist.ProcessGroup | None
+    from megatron.core.process_state import AnyGroup
 
 
 def split_tensor_along_last_dim(
