@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.parallel_config import ParallelConfig
-
-_DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float64: "float64",
-}
 
 
 @dataclass
 class ModelParallelConfig:
-    """Settings that megatron-core's layers take; `to_parallel_config` converts them to the framework's own.
+    """Settings that megatron-core's tensor-parallel layers and schedules take.
 
     Fields that choose between implementations of the same result, such as fusions and NCCL options, have no effect.
 
     Raises:
         ValueError: fields contradict each other, such as sequence parallelism without tensor parallelism.
+        ConfigurationError: ``hybrid_context_parallel`` is set.
     """
 
     tensor_model_parallel_size: int = 1
@@ -100,6 +93,7 @@ class ModelParallelConfig:
 
     def __post_init__(self) -> None:
         """Set the fields that follow from others, and check combinations."""
+        reject_unsupported(self, ("hybrid_context_parallel",))
         if self.sequence_parallel and self.tensor_model_parallel_size <= 1:
             raise ValueError("Cannot use sequence parallelism without tensor parallelism")
         if self.expert_tensor_parallel_size is None:
@@ -125,35 +119,9 @@ class ModelParallelConfig:
         if self.overlap_p2p_comm_warmup_flush and (not self.overlap_p2p_comm or self.batch_p2p_comm):
             raise ValueError("overlap_p2p_comm_warmup_flush needs overlap_p2p_comm=True and batch_p2p_comm=False")
 
-    def to_parallel_config(self) -> ParallelConfig:
-        """Return the framework's own settings of parallel layers.
 
-        Raises:
-            ConfigurationError: a field has no equivalent here.
-        """
-        return ParallelConfig(**self._parallel_fields())
-
-    @property
-    def dtype_name(self) -> str:
-        """Return the name of ``params_dtype``; ConfigurationError if layers do not support it."""
-        if self.params_dtype not in _DTYPE_NAMES:
-            known = ", ".join(map(str, _DTYPE_NAMES))
-            raise ConfigurationError(f"params_dtype is {self.params_dtype}; supported dtypes: {known}")
-        return _DTYPE_NAMES[self.params_dtype]
-
-    def _parallel_fields(self) -> dict[str, Any]:
-        if self.hybrid_context_parallel:
-            raise ConfigurationError("hybrid_context_parallel=True is unsupported; leave it at False")
-        return {
-            "tensor_model_parallel_size": self.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
-            "context_parallel_size": self.context_parallel_size,
-            "expert_model_parallel_size": self.expert_model_parallel_size,
-            "expert_tensor_parallel_size": self.expert_tensor_parallel_size,
-            "sequence_parallel": self.sequence_parallel,
-            "num_virtual_stages_per_pipeline_rank": self.virtual_pipeline_model_parallel_size,
-            "hierarchical_context_parallel_sizes": tuple(self.hierarchical_context_parallel_sizes or ()),
-            "fp16": self.fp16,
-            "bf16": self.bf16,
-            "params_dtype": self.dtype_name,
-        }
+def reject_unsupported(config: ModelParallelConfig, names: Sequence[str]) -> None:
+    """Raise ConfigurationError if one of these fields, which change results and are unsupported, is set."""
+    given = [f"{name}={getattr(config, name)!r}" for name in names if getattr(config, name)]
+    if given:
+        raise ConfigurationError([f"{each} is unsupported; leave it at its default" for each in given])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from megatron.core.device import current_device
 from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_config import ParallelConfig
+from megatron.core.precision import name_of_dtype
 from megatron.core.process_group import Group
 from megatron.core.process_state import resolve_group
 from megatron.core.tensor_parallel.mappings import (
@@ -37,9 +38,7 @@ from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.utils import divide
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    AnyGroup: TypeAlias = Group | dist.ProcessGroup | None
+    from megatron.core.process_state import AnyGroup
 
 InitMethod = Callable[[torch.Tensor], Any]
 """Fills a tensor in place with initial values."""
@@ -199,8 +198,44 @@ def _initialize_affine_weight_gpu(
         init_method(weight)
 
 
-class _Megatron(nn.Module):
-    """Groups, initial values and the extra state of state dicts, for both linear layers."""
+def _initialize_weight(
+    weight: torch.Tensor,
+    config: ModelParallelConfig,
+    tp: Group,
+    dim: int,
+    init_method: InitMethod,
+    *,
+    master_dtype: torch.dtype,
+    stride: int = 1,
+    keeps_master: bool = False,
+    is_expert: bool = False,
+) -> torch.Tensor | None:
+    """Fill this rank's shard along ``dim`` as ``config`` says and set its attributes; return the kept whole weight."""
+    if not config.perform_initialization:
+        set_tensor_model_parallel_attributes(weight, True, dim, stride)
+        return None
+    if not config.use_cpu_initialization:
+        _initialize_affine_weight_gpu(weight, init_method, dim, stride, is_expert)
+        return None
+    sizes = list(weight.shape)
+    sizes[dim] *= tp.size
+    return _initialize_affine_weight_cpu(
+        weight,
+        sizes[0],
+        sizes[1],
+        weight.shape[dim],
+        dim,
+        init_method,
+        stride,
+        keeps_master,
+        params_dtype=master_dtype,
+        rank=tp.rank,
+        world_size=tp.size,
+    )
+
+
+class _MegatronLinear(nn.Module):
+    """Attributes, initial values and the extra state of state dicts, for both linear layers."""
 
     config: ModelParallelConfig
     tp: Group
@@ -208,7 +243,7 @@ class _Megatron(nn.Module):
     weight: Any
     bias: Any
 
-    def _set_group(
+    def _set_attributes(
         self, config: ModelParallelConfig, tp: Group, input_size: int, output_size: int, is_expert: bool
     ) -> None:
         self.config = config
@@ -225,25 +260,18 @@ class _Megatron(nn.Module):
         """Fill the weight and set the attributes of the parameters."""
         is_reduced = not (self.is_expert and self.expert_parallel)
         if self.weight is not None:
-            if self.config.perform_initialization and self.config.use_cpu_initialization:
-                self.master_weight = _initialize_affine_weight_cpu(
-                    self.weight,
-                    self.output_size,
-                    self.input_size,
-                    self.weight.shape[dim],
-                    dim,
-                    init_method,
-                    stride,
-                    keeps_master,
-                    # The master weight of a column-parallel layer stays in float32.
-                    params_dtype=self.config.params_dtype if dim == 1 else torch.float32,
-                    rank=self.tp.rank,
-                    world_size=self.tp.size,
-                )
-            elif self.config.perform_initialization:
-                _initialize_affine_weight_gpu(self.weight, init_method, dim, stride, self.is_expert)
-            else:
-                set_tensor_model_parallel_attributes(self.weight, True, dim, stride)
+            self.master_weight = _initialize_weight(
+                self.weight,
+                self.config,
+                self.tp,
+                dim,
+                init_method,
+                # As in megatron-core, the master weight of a column-parallel layer stays in float32.
+                master_dtype=self.config.params_dtype if dim == 1 else torch.float32,
+                stride=stride,
+                keeps_master=keeps_master,
+                is_expert=self.is_expert,
+            )
             self.weight.allreduce = is_reduced
         if self.bias is not None:
             if self.config.perform_initialization:
@@ -264,17 +292,28 @@ class _Megatron(nn.Module):
     def backward_dw(self) -> None:
         """Do nothing: the weight gradient is computed in the backward pass."""
 
+    def extra_repr(self) -> str:
+        """Describe the sizes."""
+        return (
+            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
+            f"TP={self.tp.size}"
+        )
 
-def _own_config(config: ModelParallelConfig, sequence_parallel: bool) -> ParallelConfig:
+
+def _own_config(config: ModelParallelConfig) -> ParallelConfig:
     """Return the settings of one of this framework's layers."""
-    return ParallelConfig(params_dtype=config.dtype_name, sequence_parallel=sequence_parallel, cpu_gemm_backend="mkl")
+    return ParallelConfig(
+        params_dtype=name_of_dtype(config.params_dtype),
+        sequence_parallel=config.sequence_parallel,
+        cpu_gemm_backend="mkl",
+    )
 
 
 def _device(config: ModelParallelConfig) -> torch.device:
     return torch.device("cpu") if config.use_cpu_initialization else current_device().torch_device
 
 
-class ColumnParallelLinear(_Megatron, ColumnShardedLinear):
+class ColumnParallelLinear(_MegatronLinear, ColumnShardedLinear):
     """Linear layer whose output features are sharded over the tensor-parallel group.
 
     The arguments are those of megatron-core. The group is ``tp_group``, or the process-wide group (of experts with
@@ -315,13 +354,13 @@ class ColumnParallelLinear(_Megatron, ColumnShardedLinear):
             input_size,
             output_size,
             tp,
-            config=_own_config(config, config.sequence_parallel),
+            config=_own_config(config),
             bias=bias,
             stride=stride,
             skip_bias_add=skip_bias_add,
             device=_device(config),
         )
-        self._set_group(config, tp, input_size, output_size, is_expert)
+        self._set_attributes(config, tp, input_size, output_size, is_expert)
         _check_gradients(False, grad_output_buffer if config.defer_embedding_wgrad_compute else None)
         self.embedding_activation_buffer, self.grad_output_buffer = embedding_activation_buffer, grad_output_buffer
         self.gather_output = gather_output
@@ -378,15 +417,8 @@ class ColumnParallelLinear(_Megatron, ColumnShardedLinear):
             output = gather_from_tensor_model_parallel_region(output, self.tp)
         return output, self.bias if self.skip_bias_add else None
 
-    def extra_repr(self) -> str:
-        """Describe the sizes."""
-        return (
-            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
-            f"TP={self.tp.size}"
-        )
 
-
-class RowParallelLinear(_Megatron, RowShardedLinear):
+class RowParallelLinear(_MegatronLinear, RowShardedLinear):
     """Linear layer whose input features are sharded over the tensor-parallel group, with a sum of the partial outputs.
 
     The arguments are those of megatron-core; `ColumnParallelLinear` describes them. The output of an expert layer
@@ -424,13 +456,13 @@ class RowParallelLinear(_Megatron, RowShardedLinear):
             input_size,
             output_size,
             tp,
-            config=_own_config(config, config.sequence_parallel),
+            config=_own_config(config),
             bias=bias,
             input_is_parallel=input_is_parallel,
             skip_bias_add=skip_bias_add,
             device=_device(config),
         )
-        self._set_group(config, tp, input_size, output_size, is_expert)
+        self._set_attributes(config, tp, input_size, output_size, is_expert)
         self.input_size_per_partition = input_size // tp.size
         self._initialize(init_method, 1, stride, keep_master_weight_for_test)
         if self.bias is not None:
@@ -455,13 +487,6 @@ class RowParallelLinear(_Megatron, RowShardedLinear):
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
-
-    def extra_repr(self) -> str:
-        """Describe the sizes."""
-        return (
-            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
-            f"TP={self.tp.size}"
-        )
 
 
 class VocabParallelEmbedding(VocabShardedEmbedding):
@@ -503,22 +528,7 @@ class VocabParallelEmbedding(VocabShardedEmbedding):
         self.vocab_start_index, self.vocab_end_index = first, end
         self.num_embeddings_per_partition = end - first
         self.deterministic_mode = config.deterministic_mode
-        if config.perform_initialization and config.use_cpu_initialization:
-            _initialize_affine_weight_cpu(
-                self.weight,
-                num_embeddings,
-                embedding_dim,
-                end - first,
-                0,
-                init_method,
-                params_dtype=config.params_dtype,
-                rank=tp.rank,
-                world_size=tp.size,
-            )
-        elif config.perform_initialization:
-            _initialize_affine_weight_gpu(self.weight, init_method, 0)
-        else:
-            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        _initialize_weight(self.weight, config, tp, 0, init_method, master_dtype=config.params_dtype)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of the tokens, in the order of the tokens or with a reduce-scatter sequence first."""

@@ -7,34 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
-from megatron.core.errors import ConfigurationError
-from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.parallel_config import Fp8Config
-from megatron.core.transformer.decoder_config import (
-    DecoderConfig,
-    MLAConfig,
-    MoEConfig,
-    MTPConfig,
-    RotaryConfig,
-)
+from megatron.core.device import current_device
+from megatron.core.model_parallel_config import ModelParallelConfig, reject_unsupported
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
 
-def _squared_relu(x: torch.Tensor) -> torch.Tensor:
-    return torch.square(F.relu(x))
-
-
 @dataclass
 class TransformerConfig(ModelParallelConfig):
-    """Settings that megatron-core's models and layers take; `to_decoder_config` converts them to the framework's own.
+    """Settings that megatron-core's MLP and MoE layers and schedules take, in addition to `ModelParallelConfig`.
+
+    Fields that these do not read, such as those of attention and FP8, are for layers of the caller's own. Fields that
+    only choose between kernels, or save memory, have no effect.
 
     Raises:
         ValueError: fields contradict each other.
         AssertionError: fields of experts contradict each other.
+        ConfigurationError: a field that changes results is unsupported.
     """
 
     num_layers: int = 0
@@ -216,8 +207,13 @@ class TransformerConfig(ModelParallelConfig):
     def __post_init__(self) -> None:
         """Set the fields that follow from others, and check combinations."""
         super().__post_init__()
+        reject_unsupported(
+            self, ("moe_latent_size", "moe_enable_routing_replay", "activation_func_fp8_input_store", "use_kitchen")
+        )
         if self.fp16 and self.bf16:
             raise ValueError(f"Only one of self.fp16: {self.fp16} and self.bf16 {self.bf16} should be True.")
+        if self.bf16 and self.disable_bf16_reduced_precision_matmul:
+            current_device().keep_float32_sums()
         tp = self.tensor_model_parallel_size
         if self.num_attention_heads % tp:
             raise ValueError(
@@ -355,81 +351,6 @@ class TransformerConfig(ModelParallelConfig):
         if self.pipeline_model_parallel_layout is not None and (is_uneven or accounts):
             raise ValueError("pipeline_model_parallel_layout cannot be set with other pipeline layout arguments.")
 
-    def to_decoder_config(self) -> DecoderConfig:
-        """Return the framework's own settings of a stack of transformer layers.
-
-        Raises:
-            ConfigurationError: fields without an equivalent here are not at their defaults; one line per field.
-        """
-        unsupported = [f"{name}={getattr(self, name)!r}" for name in _UNSUPPORTED.split() if self._differs(name)]
-        if unsupported:
-            raise ConfigurationError(
-                [f"{each} has no equivalent here; leave it at its default" for each in unsupported]
-            )
-        return DecoderConfig(
-            **self._parallel_fields(),
-            **_same(self, _SAME_NAMES),
-            **self._activation_fields(),
-            ffn_hidden_size=self.ffn_hidden_size or 0,
-            kv_channels=self.kv_channels or 0,
-            group_query_attention=self.num_query_groups != self.num_attention_heads,
-            num_query_groups=self.num_query_groups or 0,
-            norm_epsilon=self.layernorm_epsilon,
-            apply_layernorm_1p=self.layernorm_zero_centered_gamma,
-            disable_qkv_bias=not (self.add_bias_linear or self.add_qkv_bias),
-            window_size=None if self.window_size is None else f"{self.window_size[0]},{self.window_size[1]}",
-            window_attn_skip_freq=_pattern(self.window_attn_skip_freq),
-            no_rope_freq=_pattern(self.no_rope_freq),
-            attention_backend=self.attention_backend.name,
-            recompute_modules=tuple(self.recompute_modules or ()),
-            decoder_first_pipeline_num_layers=self.num_layers_in_first_pipeline_stage,
-            decoder_last_pipeline_num_layers=self.num_layers_in_last_pipeline_stage,
-            cp_comm_type=_several(self.cp_comm_type) or ("p2p",),
-            mtp=MTPConfig(
-                mtp_num_layers=self.mtp_num_layers, mtp_loss_scaling_factor=self.mtp_loss_scaling_factor or 0.0
-            ),
-            moe=self._moe_config(),
-            fp8=Fp8Config(fp8_format=self.fp8, fp8_param_gather=self.fp8_param, **_same(self, _FP8_NAMES)),
-            **self._attention_groups(),
-        )
-
-    def _differs(self, name: str) -> bool:
-        default = type(self).__dataclass_fields__[name].default
-        return bool(getattr(self, name) != default)
-
-    def _moe_config(self) -> MoEConfig:
-        return MoEConfig(
-            num_experts=self.num_moe_experts,
-            moe_layer_freq=_pattern(self.moe_layer_freq) or "1",
-            moe_ffn_hidden_size=self.moe_ffn_hidden_size or 0,
-            moe_router_load_balancing_type=_several(self.moe_router_load_balancing_type),
-            moe_aux_loss_coeff=_several(self.moe_aux_loss_coeff),
-            **_same(self, _MOE_NAMES),
-        )
-
-    def _attention_groups(self) -> dict[str, Any]:
-        return {}
-
-    def _activation_fields(self) -> dict[str, Any]:
-        """Return the flag of the activation function.
-
-        Raises:
-            ConfigurationError: it is none of GELU, SiLU and squared ReLU (gated: GELU, SiLU).
-        """
-        function, gated = self.activation_func, self.gated_linear_unit
-        if gated and function is F.silu:
-            return {"swiglu": True}
-        if gated and function is F.gelu:
-            return {"geglu": True}
-        if not gated and function is F.gelu:
-            return {}
-        if not gated and _is_squared_relu(function):
-            return {"squared_relu": True}
-        raise ConfigurationError(
-            f"activation_func is {function} with gated_linear_unit={gated}; supported: torch.nn.functional.gelu, "
-            "squared ReLU, and with gated_linear_unit silu and gelu"
-        )
-
 
 @dataclass
 class MLATransformerConfig(TransformerConfig):
@@ -460,58 +381,3 @@ class MLATransformerConfig(TransformerConfig):
             raise ValueError("Output gate is not supported for MLA yet.")
         if self.rotary_interleaved:
             raise ValueError("rotary_interleaved does not work with multi_latent_attention.")
-
-    def _attention_groups(self) -> dict[str, Any]:
-        return {"mla": MLAConfig(**_same(self, _MLA_NAMES)), "rope": RotaryConfig(**_same(self, _ROPE_NAMES))}
-
-
-def _is_squared_relu(function: Callable[..., Any]) -> bool:
-    """Return whether a function computes ReLU's square, by its values at three points."""
-    points = torch.tensor([-2.0, 0.0, 3.0])
-    return torch.equal(function(points), _squared_relu(points))
-
-
-def _same(config: Any, names: str) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names.split()}
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _pattern(frequency: int | list[int] | None) -> str | None:
-    return None if frequency is None else str(frequency)
-
-
-_SAME_NAMES = """
-    num_layers hidden_size num_attention_heads normalization qk_layernorm apply_residual_connection_post_layernorm
-    add_bias_linear add_qkv_bias hidden_dropout attention_dropout init_method_std softmax_type glu_linear_offset
-    activation_func_clamp_value recompute_granularity recompute_method recompute_num_layers cpu_offloading
-    cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
-"""
-"""Fields with the same meaning and type in `DecoderConfig`."""
-
-_MOE_NAMES = """
-    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_router_topk
-    moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
-    moe_router_topk_scaling_factor moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-    moe_router_force_load_balancing moe_z_loss_coeff moe_expert_capacity_factor moe_token_drop_policy
-    moe_pad_expert_input_to_capacity moe_token_dispatcher_type
-"""
-_FP8_NAMES = """
-    fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad first_last_layers_bf16
-    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
-"""
-_MLA_NAMES = "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
-_ROPE_NAMES = """
-    rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
-"""
-
-_UNSUPPORTED = """
-    softmax_scale fp32_residual_connection rotary_interleaved qk_l2_norm qk_clip attention_output_gate
-    experimental_attention_variant apply_query_key_layer_scaling fp4 moe_router_topk_limited_devices
-    moe_input_jitter_eps moe_token_dropping moe_apply_probs_on_input moe_latent_size is_hybrid_model
-    heterogeneous_block_specs mrope_section
-"""
-"""Fields that change a model's results and have no equivalent in `DecoderConfig`."""

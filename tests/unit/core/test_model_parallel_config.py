@@ -1,8 +1,9 @@
-"""Configurations under megatron-core's names: what follows from other fields, contradictions, and the conversion."""
+"""Configurations under megatron-core's names: derived fields, contradictions and unsupported fields."""
 
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
 SMALL: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
@@ -75,53 +76,37 @@ def test_expert_fields_that_contradict_each_other() -> None:
     assert config.moe_expert_capacity_factor is None
 
 
-def test_conversion_to_the_frameworks_own_configuration() -> None:
-    config = TransformerConfig(
-        **SMALL,
-        num_query_groups=2,
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        normalization="RMSNorm",
-        layernorm_epsilon=1e-6,
-        add_bias_linear=False,
-        window_size=(7, 0),
-        attention_backend=AttnBackend.unfused,
-        num_moe_experts=8,
-        moe_ffn_hidden_size=24,
-        moe_layer_freq=[0, 1, 1, 1],
-        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
-        moe_aux_loss_coeff=[0.1, 0.2],
-    )
-    own = config.to_decoder_config()
-    assert (own.num_layers, own.hidden_size, own.params_dtype, own.sequence_parallel) == (4, 16, "bfloat16", True)
-    assert (own.group_query_attention, own.num_query_groups, own.norm_epsilon) == (True, 2, 1e-6)
-    assert (own.swiglu, own.geglu, own.add_bias_linear, own.disable_qkv_bias) == (True, False, False, True)
-    assert (own.window_size, own.attention_backend) == ("7,0", "unfused")
-    assert (own.moe.num_experts, own.moe.moe_layer_freq) == (8, "[0, 1, 1, 1]")
-    assert own.moe.moe_aux_losses == {"aux_loss": 0.1, "seq_aux_loss": 0.2}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hybrid_context_parallel": True},
+        {"moe_latent_size": 8},
+        {"moe_enable_routing_replay": True},
+        {"activation_func_fp8_input_store": True},
+        {"use_kitchen": True},
+    ],
+)
+def test_unsupported_fields_that_change_results_are_rejected(fields: dict[str, Any]) -> None:
+    ((name, value),) = fields.items()
+    with pytest.raises(ConfigurationError, match=f"{name}={value} is unsupported; leave it at its default"):
+        TransformerConfig(**SMALL, **fields)
 
 
-def test_conversion_of_latent_attention_and_squared_relu() -> None:
-    config = MLATransformerConfig(**SMALL, q_lora_rank=None, activation_func=lambda x: F.relu(x) ** 2)
-    own = config.to_decoder_config()
-    assert (own.mla.multi_latent_attention, own.mla.q_lora_rank, own.mla.kv_lora_rank) == (True, None, 512)
-    assert (own.rope.rope_type, own.rope.rotary_scaling_factor, own.squared_relu) == ("yarn", 40, True)
+def test_bfloat16_matmuls_can_accumulate_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", settings)
+    TransformerConfig(**SMALL, disable_bf16_reduced_precision_matmul=True)
+    assert settings.allow_bf16_reduced_precision_reduction
+    TransformerConfig(**SMALL, disable_bf16_reduced_precision_matmul=True, bf16=True)
+    assert not settings.allow_bf16_reduced_precision_reduction
+
+
+def test_latent_attention_rejects_an_output_gate() -> None:
     with pytest.raises(ValueError, match="Output gate"):
         MLATransformerConfig(**SMALL, attention_output_gate=True)
 
 
-def test_what_has_no_equivalent_is_named() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        TransformerConfig(**SMALL, qk_clip=True, softmax_scale=0.5).to_decoder_config()
-    assert [problem.split(" ")[0] for problem in caught.value.problems] == ["softmax_scale=0.5", "qk_clip=True"]
-    with pytest.raises(ConfigurationError, match="activation_func is"):
-        TransformerConfig(**SMALL, activation_func=F.tanh).to_decoder_config()
-    with pytest.raises(ConfigurationError, match=r"params_dtype is torch\.int8"):
-        ModelParallelConfig(params_dtype=torch.int8).to_parallel_config()
-    with pytest.raises(ConfigurationError, match="hybrid_context_parallel"):
-        ModelParallelConfig(hybrid_context_parallel=True).to_parallel_config()
-    assert ModelParallelConfig(params_dtype=torch.float64).to_parallel_config().params_dtype == "float64"
+def test_layers_name_a_dtype_that_they_do_not_support() -> None:
+    config = ModelParallelConfig(params_dtype=torch.int8, use_cpu_initialization=True)
+    with pytest.raises(ConfigurationError, match=r"params_dtype is torch\.int8; supported dtypes: torch\.float32"):
+        ColumnParallelLinear(4, 4, config=config, init_method=torch.nn.init.zeros_)
