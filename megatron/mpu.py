@@ -1,4 +1,7 @@
-"""Names of Megatron-LM's former ``megatron.mpu``: process groups, tensor-parallel layers, regions and RNG states."""
+"""Names of Megatron-LM's former ``megatron.mpu``: process groups, tensor-parallel layers, regions and RNG states.
+
+They have the signatures of megatron-core 0.16.
+"""
 
 from __future__ import annotations
 

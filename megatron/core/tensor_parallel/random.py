@@ -381,7 +381,8 @@ class _WithoutOutput(torch.autograd.Function):
 class CheckpointWithoutOutput:
     """Recomputation of a function that also frees its output until the backward pass.
 
-    The modules after it must save the output itself, not a copy.
+    The modules after it must save the output itself, not a copy. ``fp8`` has no effect: it is for modules of
+    Transformer Engine.
     """
 
     def __init__(self, fp8: bool = False) -> None:
