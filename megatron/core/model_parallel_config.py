@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -133,6 +133,19 @@ class ModelParallelConfig:
         """
         return ParallelConfig(**self._parallel_fields())
 
+    def require_defaults(self, names: str) -> None:
+        """Raise for fields, whose names are separated by spaces, that are not at their defaults.
+
+        Raises:
+            ConfigurationError: there are such fields; one line per field.
+        """
+        defaults = {each.name: each.default for each in fields(self)}
+        changed = [name for name in names.split() if getattr(self, name) != defaults[name]]
+        if changed:
+            raise ConfigurationError(
+                [f"{name}={getattr(self, name)!r} has no equivalent here; leave it at its default" for name in changed]
+            )
+
     @property
     def dtype_name(self) -> str:
         """Return the name of ``params_dtype``; ConfigurationError if layers do not support it."""
@@ -142,8 +155,7 @@ class ModelParallelConfig:
         return _DTYPE_NAMES[self.params_dtype]
 
     def _parallel_fields(self) -> dict[str, Any]:
-        if self.hybrid_context_parallel:
-            raise ConfigurationError("hybrid_context_parallel=True is unsupported; leave it at False")
+        self.require_defaults("hybrid_context_parallel")
         return {
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,

@@ -282,12 +282,20 @@ class TransformerConfig(ModelParallelConfig):
             coefficients = self.moe_aux_loss_coeff
             is_matching = isinstance(coefficients, list) and len(coefficients) == len(balancing)
             assert is_matching, "moe_aux_loss_coeff must be a list of the same length as moe_router_load_balancing_type"
+        accepted = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+        others = [kind for kind in _several(balancing) if kind not in accepted]
         if self.moe_expert_capacity_factor is not None:
             if self.moe_expert_capacity_factor < 0:
                 self.moe_expert_capacity_factor = None
-            accepted = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-            if any(each not in accepted for each in ([balancing] if isinstance(balancing, str) else balancing)):
+            if others:
                 raise ValueError(f"moe_expert_capacity_factor only works with {', '.join(accepted)} load balancing")
+        if others and balancing != "sinkhorn":
+            raise ValueError(
+                f"moe_router_load_balancing_type is {balancing!r}; use sinkhorn alone, or one or several of "
+                f"{', '.join(accepted)}"
+            )
+        if self.moe_router_dtype not in (None, "fp32", "fp64"):
+            raise ValueError(f"moe_router_dtype is {self.moe_router_dtype!r}; use fp32, fp64 or None")
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             raise ValueError("moe_expert_capacity_factor must be set to use moe_pad_expert_input_to_capacity")
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
@@ -326,6 +334,11 @@ class TransformerConfig(ModelParallelConfig):
                 raise ValueError("CPU offloading does not work when activation recomputation is enabled")
         if self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
+        if self.moe_layer_recompute:
+            if self.recompute_granularity == "full":
+                raise ValueError("moe_layer_recompute needs recompute_granularity selective or None, not full")
+            self.recompute_granularity = "selective"
+            self.recompute_modules = [*dict.fromkeys([*self.recompute_modules, "moe"])]
         granularity = self.recompute_granularity
         if granularity is None:
             return
@@ -340,8 +353,20 @@ class TransformerConfig(ModelParallelConfig):
             raise ValueError(f"recompute_granularity: full needs recompute_num_layers between 1 and {most}")
         if granularity == "selective" and self.recompute_num_layers is not None:
             raise ValueError("recompute_granularity: selective needs recompute_num_layers=None.")
+        self._check_recomputed_modules()
         if self.distribute_saved_activations and self.sequence_parallel:
             raise ValueError("distribute_saved_activations must be False when sequence_parallel is True")
+
+    def _check_recomputed_modules(self) -> None:
+        modules = self.recomputed_modules
+        if unknown := [name for name in modules if name not in _RECOMPUTABLE]:
+            raise ValueError(f"recompute_modules has unknown names {unknown}; use {', '.join(_RECOMPUTABLE)}")
+        if "moe_act" in modules and not self.moe_grouped_gemm:
+            raise ValueError("moe_act in recompute_modules needs moe_grouped_gemm=True")
+        if "mla_up_proj" in modules and not self.multi_latent_attention:
+            raise ValueError("mla_up_proj in recompute_modules needs multi_latent_attention=True")
+        if "shared_experts" in modules and self.moe_shared_expert_overlap:
+            raise ValueError("shared_experts in recompute_modules needs moe_shared_expert_overlap=False")
 
     def _check_pipeline_split(self) -> None:
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
@@ -361,11 +386,7 @@ class TransformerConfig(ModelParallelConfig):
         Raises:
             ConfigurationError: fields without an equivalent here are not at their defaults; one line per field.
         """
-        unsupported = [f"{name}={getattr(self, name)!r}" for name in _UNSUPPORTED.split() if self._differs(name)]
-        if unsupported:
-            raise ConfigurationError(
-                [f"{each} has no equivalent here; leave it at its default" for each in unsupported]
-            )
+        self.require_defaults(_UNSUPPORTED)
         return DecoderConfig(
             **self._parallel_fields(),
             **_same(self, _SAME_NAMES),
@@ -393,9 +414,10 @@ class TransformerConfig(ModelParallelConfig):
             **self._attention_groups(),
         )
 
-    def _differs(self, name: str) -> bool:
-        default = type(self).__dataclass_fields__[name].default
-        return bool(getattr(self, name) != default)
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Return the parts of a layer that selective recomputation recomputes; empty for full recomputation."""
+        return tuple(self.recompute_modules or ()) if self.recompute_granularity == "selective" else ()
 
     def _moe_config(self) -> MoEConfig:
         return MoEConfig(
@@ -483,6 +505,8 @@ def _pattern(frequency: int | list[int] | None) -> str | None:
     return None if frequency is None else str(frequency)
 
 
+_RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
+
 _SAME_NAMES = """
     num_layers hidden_size num_attention_heads normalization qk_layernorm apply_residual_connection_post_layernorm
     add_bias_linear add_qkv_bias hidden_dropout attention_dropout init_method_std softmax_type glu_linear_offset
@@ -510,8 +534,8 @@ _ROPE_NAMES = """
 
 _UNSUPPORTED = """
     softmax_scale fp32_residual_connection rotary_interleaved qk_l2_norm qk_clip attention_output_gate
-    experimental_attention_variant apply_query_key_layer_scaling fp4 moe_router_topk_limited_devices
-    moe_input_jitter_eps moe_token_dropping moe_apply_probs_on_input moe_latent_size is_hybrid_model
-    heterogeneous_block_specs mrope_section
+    experimental_attention_variant apply_query_key_layer_scaling fp4 activation_func_fp8_input_store
+    moe_router_topk_limited_devices moe_enable_routing_replay moe_input_jitter_eps moe_token_dropping
+    moe_apply_probs_on_input moe_latent_size is_hybrid_model heterogeneous_block_specs mrope_section
 """
 """Fields that change a model's results and have no equivalent in `DecoderConfig`."""
