@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """Return the forward-backward function of a pipeline-parallel size and a number of virtual stages per rank.
 
-    Both default to the sizes of the process-wide groups.
+    Without ``pp_size`` they default to the sizes of the process-wide groups.
     """
     if pp_size is None:
         pp_size = get_pipeline_model_parallel_world_size()

@@ -15,6 +15,7 @@ from megatron.core.process_state import resolve_group
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module, import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -289,6 +290,12 @@ def test_grouped_experts_take_float_counts_and_have_gradients_without_tokens() -
     experts(torch.empty(0, HIDDEN), torch.zeros(2), torch.empty(0))[0].sum().backward()
     assert experts.weight1.grad is not None
     assert not experts.weight1.grad.any()
+
+
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_experts_of_a_rank_must_be_consecutive(kind: str) -> None:
+    with pytest.raises(AssertionError, match=r"\[0, 2\] must be consecutive"):
+        DISPATCHERS[kind](2, [0, 2], make_router().config)
 
 
 def test_unknown_values_are_named() -> None:
