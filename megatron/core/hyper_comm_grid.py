@@ -9,14 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.parallel_config import slice_ranks
+from megatron.core.parallel_config import all_slices
 
 
 class HyperCommGrid:
     """Ranks from ``rank_offset`` on in a grid, whose dims are listed from the fastest to the slowest varying.
 
     Raises:
-        ValueError: there is not one name per dim, or the offset is negative.
+        ValueError: there is not one name per dim, two names are equal, or the offset is negative.
         RuntimeError: the grid has more ranks than the world.
     """
 
@@ -25,6 +25,8 @@ class HyperCommGrid:
     ) -> None:
         if len(shape) != len(dim_names):
             raise ValueError(f"shape {list(shape)} has {len(shape)} dims, but there are {len(dim_names)} dim_names")
+        if len(set(dim_names)) < len(dim_names):
+            raise ValueError(f"dim_names {list(dim_names)} has equal names; each dim needs its own")
         if rank_offset < 0:
             raise ValueError(f"rank_offset must be non-negative, got {rank_offset}")
         if "WORLD_SIZE" in os.environ:
@@ -75,8 +77,7 @@ class HyperCommGrid:
         """Return the ranks of every group that spans ``dims``."""
         grid = dict(zip(reversed(self.dim_names), reversed(self.shape)))
         axes = tuple(self._ordered(dims))
-        groups = dict.fromkeys(slice_ranks(grid, axes, rank) for rank in range(self.size))
-        return [[self.rank_offset + rank for rank in ranks] for ranks in groups]
+        return [[self.rank_offset + rank for rank in ranks] for ranks in all_slices(grid, axes)]
 
     def _ordered(self, dims: str | Sequence[str]) -> list[str]:
         names = [dims] if isinstance(dims, str) else list(dims)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class ModelParallelConfig:
 
     def __post_init__(self) -> None:
         """Set the fields that follow from others, and check combinations."""
-        reject_unsupported(self, ("hybrid_context_parallel",))
+        reject_unsupported(self, "hybrid_context_parallel")
         if self.sequence_parallel and self.tensor_model_parallel_size <= 1:
             raise ValueError("Cannot use sequence parallelism without tensor parallelism")
         if self.expert_tensor_parallel_size is None:
@@ -120,8 +120,9 @@ class ModelParallelConfig:
             raise ValueError("overlap_p2p_comm_warmup_flush needs overlap_p2p_comm=True and batch_p2p_comm=False")
 
 
-def reject_unsupported(config: ModelParallelConfig, names: Sequence[str]) -> None:
-    """Raise ConfigurationError if one of these fields, which change results and are unsupported, is set."""
-    given = [f"{name}={getattr(config, name)!r}" for name in names if getattr(config, name)]
-    if given:
-        raise ConfigurationError([f"{each} is unsupported; leave it at its default" for each in given])
+def reject_unsupported(config: ModelParallelConfig, *names: str) -> None:
+    """Raise ConfigurationError, one line per field, if these fields are not at their defaults."""
+    defaults = {each.name: each.default for each in fields(config)}
+    changed = [f"{name}={getattr(config, name)!r}" for name in names if getattr(config, name) != defaults[name]]
+    if changed:
+        raise ConfigurationError([f"{each} is unsupported; leave it at its default" for each in changed])

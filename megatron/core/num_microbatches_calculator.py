@@ -17,7 +17,7 @@ class NumMicroBatchesCalculator:
     """Number of micro-batches per step, and the sizes from which it is computed.
 
     The running global batch size is the current one, rounded down to a multiple of micro batch size times data-parallel
-    size if ``decrease_batch_size_if_needed``. Rank 0 logs changes.
+    size if ``decrease_batch_size_if_needed``.
 
     Raises:
         AssertionError: a size is not positive, the global batch size is too small, or it is not divisible.
@@ -57,7 +57,7 @@ class NumMicroBatchesCalculator:
         return self.current_running_global_batch_size
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Set the sizes of the step that follows ``consumed_samples``.
+        """Set the sizes of the step that follows ``consumed_samples``; with ``verbose`` rank 0 logs a change.
 
         Raises:
             AssertionError: with ``consistency_check``, the global batch size is not divisible.

@@ -43,6 +43,11 @@ def slice_ranks(grid: Grid, axes: tuple[str, ...], rank: int) -> tuple[int, ...]
     return tuple(ranks)
 
 
+def all_slices(grid: Grid, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Return all slices of a grid along ``axes``, in the order of their first ranks."""
+    return list(dict.fromkeys(slice_ranks(grid, axes, rank) for rank in range(math.prod(grid.values()))))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
     """Size of every axis of the grid, from the slowest to the fastest varying.

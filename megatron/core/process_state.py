@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import current_device
-from megatron.core.parallel_config import Grid, slice_ranks
+from megatron.core.parallel_config import Grid, all_slices
 from megatron.core.process_group import Group
 
 if TYPE_CHECKING:
@@ -169,16 +169,8 @@ class RankGenerator:
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """Return all groups that span the axes of ``token``, such as ``tp-dp``."""
-        slices = _all_slices(self.grid, tuple(token.split("-")))
+        slices = all_slices(self.grid, tuple(token.split("-")))
         return [[self.rank_offset + rank for rank in ranks] for ranks in slices]
-
-
-def _all_slices(grid: Grid, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Return all slices of a grid along ``axes``, in the order of their first ranks."""
-    slices: dict[tuple[int, ...], None] = {}
-    for rank in range(math.prod(grid.values())):
-        slices.setdefault(slice_ranks(grid, axes, rank))
-    return list(slices)
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -195,7 +187,7 @@ def generate_masked_orthogonal_rank_groups(
         f"the product of the sizes {list(parallel_size)} is not the world size {world_size}"
     )
     grid = {str(axis): parallel_size[axis] for axis in reversed(range(len(parallel_size)))}
-    return [list(ranks) for ranks in _all_slices(grid, tuple(str(axis) for axis, each in enumerate(mask) if each))]
+    return [list(ranks) for ranks in all_slices(grid, tuple(str(axis) for axis, each in enumerate(mask) if each))]
 
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:

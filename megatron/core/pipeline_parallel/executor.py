@@ -133,8 +133,9 @@ class ModelChunk:
 class PipelineConnection:
     """This rank's position in the pipeline, and its connection to its neighbors.
 
-    ``message_shape`` and ``dtype`` describe the messages; a gradient has the shape and dtype of its activation. If this
-    rank sends activations of another shape than it receives, ``gradient_shape`` is the shape of those.
+    ``message_shape`` and ``dtype`` describe the messages; a gradient has the shape and dtype of its activation.
+    ``gradient_shape`` describes the received gradients if this rank sends activations of another shape than it
+    receives.
     ``orders`` is set if the ranks follow one order of all messages; without it receives are posted ahead. Without
     ``overlaps_sends`` each send blocks, which requires ``orders``.
     """

@@ -420,11 +420,12 @@ class P2PCommunicator:
         tensors: Tensors = None,
     ) -> Tensors:
         """Exchange one tensor per shape; a single shape has a single tensor."""
-        if is_single_shape(shapes):
-            return exchange(shapes, tensors[0] if isinstance(tensors, list) else tensors)
+        is_single = is_single_shape(shapes)
+        listed = [shapes] if is_single else shapes
         if not isinstance(tensors, list):
-            tensors = [tensors] * len(shapes)
-        return [exchange(shape, tensor) for shape, tensor in zip(shapes, tensors, strict=True)]
+            tensors = [None] * len(listed) if tensors is None else [tensors]
+        received = [exchange(shape, tensor) for shape, tensor in zip(listed, tensors, strict=True)]
+        return received[0] if is_single else received
 
     def _exchange(
         self,
@@ -462,6 +463,10 @@ class P2PCommunicator:
         device: torch.device,
     ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
         """Exchange the shapes of the tensors that are about to be exchanged; they have three dims."""
+        for each in (to_next, to_prev):
+            assert each is None or each.dim() == 3, (
+                f"variable_seq_lengths needs tensors of three dims, found shape {tuple(each.shape)}"
+            )
         sent = [None if each is None else torch.tensor(each.shape, device=device) for each in (to_next, to_prev)]
         received = [
             None if each is None else torch.empty(3, dtype=torch.int64, device=device)

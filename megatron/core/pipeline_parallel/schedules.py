@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from megatron.core.device import current_device
 from megatron.core.layer_output import MoEAuxLossAutoScaler
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, PipelineConnection, run_schedule
 from megatron.core.pipeline_parallel.p2p_communication import (
@@ -29,7 +30,6 @@ from megatron.core.pipeline_parallel.schedule_actions import SCHEDULES, Action, 
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.process_state import (
     get_context_parallel_world_size,
-    get_pipeline_model_parallel_rank,
     get_pipeline_model_parallel_world_size,
     get_virtual_pipeline_model_parallel_world_size,
     is_pipeline_last_stage,
@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """Return the forward-backward function of a pipeline-parallel size and a number of virtual stages per rank.
 
-    Both default to the sizes of the process-wide groups.
+    Without ``pp_size`` they default to the sizes of the process-wide groups.
     """
     if pp_size is None:
         pp_size = get_pipeline_model_parallel_world_size()
@@ -122,17 +122,23 @@ def get_pp_rank_microbatches(
     p2p_communicator: P2PCommunicator | None = None,
 ) -> tuple[int, bool, int, int]:
     """Return this rank's number of forward passes, whether all are warmup, how many are, and how many are not."""
-    if p2p_communicator is None:
-        pp, rank = get_pipeline_model_parallel_world_size(), get_pipeline_model_parallel_rank()
-    else:
-        pp, rank = p2p_communicator.pp.size, p2p_communicator.pp.rank
-    total = num_microbatches * num_model_chunks
-    warmup = pp - rank - 1
-    if num_model_chunks > 1:
-        warmup = 2 * warmup + (num_model_chunks - 1) * (microbatch_group_size_per_vp_stage or pp)
-        warmup += overlap_moe_expert_parallel_comm
-    warmup = total if forward_only else min(total, warmup)
+    pp = resolve_group(None, "pp") if p2p_communicator is None else p2p_communicator.pp
+    total = warmup = num_microbatches * num_model_chunks
+    if not forward_only:
+        warmup = _num_warmup_passes(
+            pp, num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage, overlap_moe_expert_parallel_comm
+        )
     return total, warmup == total, warmup, total - warmup
+
+
+def _num_warmup_passes(
+    pp: Group, num_microbatches: int, num_chunks: int, group_size: int | None, overlaps_experts: bool = False
+) -> int:
+    """Return this rank's number of forward passes before the first backward pass, apart from the one just before it."""
+    warmup = pp.size - pp.rank - 1
+    if num_chunks > 1:
+        warmup = 2 * warmup + (num_chunks - 1) * (group_size or pp.size) + overlaps_experts
+    return min(num_microbatches * num_chunks, warmup)
 
 
 def get_schedule_table(
@@ -245,7 +251,7 @@ def forward_step(
     further = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     precision: AbstractContextManager[Any] = nullcontext()
     if config.enable_autocast:
-        precision = torch.autocast("cuda", dtype=config.autocast_dtype)
+        precision = torch.autocast(current_device().torch_device.type, dtype=config.autocast_dtype)
     with precision:
         output, loss_func = forward_step_func(data_iterator, model, *further)
     output, num_tokens = forward_step_calc_loss(
@@ -442,10 +448,9 @@ class _Step:
         config = get_model_config(models[0])
         if pipelines and (p2p_communicator is None) != (pg_collection is None):
             raise ValueError("pass both p2p_communicator and pg_collection, or neither")
-        if config.defer_embedding_wgrad_compute:
-            raise RuntimeError(
-                "defer_embedding_wgrad_compute is not supported with a model of one's own; set it to False"
-            )
+        for name in ("defer_embedding_wgrad_compute", "hybrid_context_parallel"):
+            if getattr(config, name):
+                raise RuntimeError(f"forward-backward functions do not support {name}=True; set it to False")
         if not pipelines:
             pp = single_rank_group(("pp",))
         else:
@@ -473,7 +478,7 @@ class _Step:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of messages and losses: CUDA if the pipeline's backend is NCCL, otherwise the model's."""
+        """Return the device of messages and losses: the model's device if there is one stage and no messages."""
         if self.pp.size > 1:
             return message_device(self.pp)
         parameter = next(self.models[0].parameters(), None)
@@ -609,7 +614,7 @@ class _Step:
                     config,
                     self.cp.size,
                     self.collects,
-                    self._checkpoints(microbatch),
+                    self._checkpoints(len(num_tokens)),
                     check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
                     microbatch,
                     index if place.num_chunks > 1 else None,
@@ -640,13 +645,16 @@ class _Step:
             )
         return output
 
-    def _checkpoints(self, microbatch: int) -> bool | None:
-        """Return whether a micro-batch recomputes all its activations; None if the model decides."""
+    def _checkpoints(self, num_forwards: int) -> bool | None:
+        """Return whether the forward pass that follows ``num_forwards`` others recomputes all its activations.
+
+        The configured number of the passes that are in flight together does not. None if the model decides.
+        """
         number = self.config.num_microbatches_with_partial_activation_checkpoints
         if number is None:
             return None
-        in_flight = max(self.pp.size - self.pp.rank, 1)
-        return bool(microbatch % in_flight >= number)
+        warmup = _num_warmup_passes(self.pp, self.num_microbatches, len(self.models), self.group_size)
+        return bool(num_forwards % (warmup + 1) >= number)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.layer_output import LayerOutput
+from megatron.core.model_parallel_config import reject_unsupported
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import Group
@@ -120,6 +121,8 @@ class MLP(nn.Module):
 
     Raises:
         ValueError: an expert has no ``ffn_hidden_size``.
+        ConfigurationError: ``config`` asks for quantized GEMMs.
+        RuntimeError: ``submodules.activation_func`` is to be used.
     """
 
     def __init__(
@@ -139,6 +142,11 @@ class MLP(nn.Module):
         assert ffn_hidden_size is not None
         assert submodules.linear_fc1 is not None
         assert submodules.linear_fc2 is not None
+        if config.use_te_activation_func and submodules.activation_func is not None:
+            raise RuntimeError(
+                "use_te_activation_func=True uses submodules.activation_func, which is unsupported; set it to False, "
+                "and config.activation_func to a function"
+            )
         self.config = config
         self.input_size = config.hidden_size if input_size is None else input_size
         common = {"config": config, "skip_bias_add": True, "is_expert": is_expert, "tp_group": tp_group}
@@ -191,7 +199,14 @@ def megatron_activation(config: TransformerConfig) -> Callable[[torch.Tensor], t
     Megatron's fused bias and GELU (``config.bias_activation_fusion``) has the tanh form.
 
     Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``.
+
+    Raises:
+        ConfigurationError: ``config`` asks for quantized GEMMs or a quantized input, or has options of a gate without
+            a gate.
     """
+    reject_unsupported(config, "fp8", "fp4", "quant_recipe", "use_kitchen", "activation_func_fp8_input_store")
+    if not config.gated_linear_unit:
+        reject_unsupported(config, "activation_func_clamp_value", "glu_linear_offset")
     function, limit = config.activation_func, config.activation_func_clamp_value
     if config.bias_activation_fusion and function is F.gelu:
         function = ACTIVATIONS["gelu_tanh"]

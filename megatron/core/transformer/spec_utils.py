@@ -48,16 +48,20 @@ def build_module(spec_or_module: ModuleSpec | type, *args: Any, **kwargs: Any) -
 
     The specification's ``params``, and its ``submodules`` if it has any, are passed with the other arguments. An error
     names the class.
+
+    Raises:
+        TypeError: an argument is in ``params`` and in ``kwargs``.
     """
     module = get_module(spec_or_module)
     if isinstance(module, FunctionType):
         return module
+    params: dict[str, Any] = {}
     if isinstance(spec_or_module, ModuleSpec):
-        kwargs = {**spec_or_module.params, **kwargs}
+        params = spec_or_module.params
         if spec_or_module.submodules is not None:
             kwargs["submodules"] = spec_or_module.submodules
     try:
-        return module(*args, **kwargs)
+        return module(*args, **params, **kwargs)
     except Exception as error:
         raise type(error)(f"{error} when instantiating {module.__name__}").with_traceback(
             error.__traceback__

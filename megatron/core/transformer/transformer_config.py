@@ -15,6 +15,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
 
+_RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
+
+
 @dataclass
 class TransformerConfig(ModelParallelConfig):
     """Settings that megatron-core's MLP and MoE layers and schedules take, in addition to `ModelParallelConfig`.
@@ -208,7 +211,7 @@ class TransformerConfig(ModelParallelConfig):
         """Set the fields that follow from others, and check combinations."""
         super().__post_init__()
         reject_unsupported(
-            self, ("moe_latent_size", "moe_enable_routing_replay", "activation_func_fp8_input_store", "use_kitchen")
+            self, "moe_latent_size", "moe_enable_routing_replay", "activation_func_fp8_input_store", "use_kitchen"
         )
         if self.fp16 and self.bf16:
             raise ValueError(f"Only one of self.fp16: {self.fp16} and self.bf16 {self.bf16} should be True.")
@@ -278,12 +281,20 @@ class TransformerConfig(ModelParallelConfig):
             coefficients = self.moe_aux_loss_coeff
             is_matching = isinstance(coefficients, list) and len(coefficients) == len(balancing)
             assert is_matching, "moe_aux_loss_coeff must be a list of the same length as moe_router_load_balancing_type"
+        accepted = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+        others = [each for each in ([balancing] if isinstance(balancing, str) else balancing) if each not in accepted]
         if self.moe_expert_capacity_factor is not None:
             if self.moe_expert_capacity_factor < 0:
                 self.moe_expert_capacity_factor = None
-            accepted = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-            if any(each not in accepted for each in ([balancing] if isinstance(balancing, str) else balancing)):
+            if others:
                 raise ValueError(f"moe_expert_capacity_factor only works with {', '.join(accepted)} load balancing")
+        if others and balancing != "sinkhorn":
+            raise ValueError(
+                f"moe_router_load_balancing_type is {balancing!r}; use sinkhorn alone, or one or several of "
+                f"{', '.join(accepted)}"
+            )
+        if self.moe_router_dtype not in (None, "fp32", "fp64"):
+            raise ValueError(f"moe_router_dtype is {self.moe_router_dtype!r}; use fp32, fp64 or None")
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             raise ValueError("moe_expert_capacity_factor must be set to use moe_pad_expert_input_to_capacity")
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
@@ -322,6 +333,11 @@ class TransformerConfig(ModelParallelConfig):
                 raise ValueError("CPU offloading does not work when activation recomputation is enabled")
         if self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
+        if self.moe_layer_recompute:
+            if self.recompute_granularity == "full":
+                raise ValueError("moe_layer_recompute needs recompute_granularity selective or None, not full")
+            self.recompute_granularity = "selective"
+            self.recompute_modules = [*dict.fromkeys([*self.recompute_modules, "moe"])]
         granularity = self.recompute_granularity
         if granularity is None:
             return
@@ -336,8 +352,25 @@ class TransformerConfig(ModelParallelConfig):
             raise ValueError(f"recompute_granularity: full needs recompute_num_layers between 1 and {most}")
         if granularity == "selective" and self.recompute_num_layers is not None:
             raise ValueError("recompute_granularity: selective needs recompute_num_layers=None.")
+        self._check_recomputed_modules()
         if self.distribute_saved_activations and self.sequence_parallel:
             raise ValueError("distribute_saved_activations must be False when sequence_parallel is True")
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Return the parts of a layer that selective recomputation recomputes; empty for full recomputation."""
+        return tuple(self.recompute_modules or ()) if self.recompute_granularity == "selective" else ()
+
+    def _check_recomputed_modules(self) -> None:
+        modules = self.recomputed_modules
+        if unknown := [name for name in modules if name not in _RECOMPUTABLE]:
+            raise ValueError(f"recompute_modules has unknown names {unknown}; use {', '.join(_RECOMPUTABLE)}")
+        if "moe_act" in modules and not self.moe_grouped_gemm:
+            raise ValueError("moe_act in recompute_modules needs moe_grouped_gemm=True")
+        if "mla_up_proj" in modules and not self.multi_latent_attention:
+            raise ValueError("mla_up_proj in recompute_modules needs multi_latent_attention=True")
+        if "shared_experts" in modules and self.moe_shared_expert_overlap:
+            raise ValueError("shared_experts in recompute_modules needs moe_shared_expert_overlap=False")
 
     def _check_pipeline_split(self) -> None:
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage

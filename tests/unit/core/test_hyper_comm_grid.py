@@ -31,6 +31,8 @@ def test_what_does_not_fit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match="2 dims, but there are 1"):
         HyperCommGrid([2, 2], ["tp"])
+    with pytest.raises(ValueError, match="equal names"):
+        HyperCommGrid([2, 2], ["tp", "tp"])
     with pytest.raises(ValueError, match="non-negative, got -1"):
         HyperCommGrid([2], ["tp"], rank_offset=-1)
     with pytest.raises(RuntimeError, match="over sized"):

@@ -58,6 +58,16 @@ def test_initial_values_have_their_standard_deviation() -> None:
         ({"variable_seq_lengths": True}, "allgather"),
         ({"recompute_granularity": "full"}, "recompute_method"),
         ({"recompute_granularity": "some"}, 'must be "full" or "selective"'),
+        ({"recompute_granularity": "selective", "recompute_modules": ["meo"]}, r"unknown names \['meo'\]"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "moe_grouped_gemm=True"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "multi_latent_attention=True"),
+        ({"recompute_granularity": "full", "moe_layer_recompute": True}, "selective or None, not full"),
+        ({"moe_router_load_balancing_type": "auxloss"}, "is 'auxloss'; use sinkhorn alone"),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "moe_aux_loss_coeff": [0.1, 0.0]},
+            "use sinkhorn alone",
+        ),
+        ({"moe_router_dtype": "bf16"}, "is 'bf16'; use fp32, fp64 or None"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 4}, "less than 4"),
         ({"num_layers_in_first_pipeline_stage": 1, "account_for_loss_in_pipeline_split": True}, "same time"),
     ],
@@ -74,6 +84,8 @@ def test_expert_fields_that_contradict_each_other() -> None:
         TransformerConfig(**SMALL, moe_ffn_hidden_size=4)
     config = TransformerConfig(**SMALL, num_moe_experts=4, moe_ffn_hidden_size=8, moe_expert_capacity_factor=-1.0)
     assert config.moe_expert_capacity_factor is None
+    config = TransformerConfig(**SMALL, num_moe_experts=4, moe_ffn_hidden_size=8, moe_layer_recompute=True)
+    assert config.recomputed_modules == ("core_attn", "moe")
 
 
 @pytest.mark.parametrize(

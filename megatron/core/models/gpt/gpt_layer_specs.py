@@ -59,7 +59,7 @@ def get_mlp_module_spec(
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
     if moe_grouped_gemm:
         experts = ModuleSpec(module=GroupedMLP)
-    shared = ModuleSpec(module=SharedExpertMLP, params={"gate": False}, submodules=linears)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
 
 
@@ -79,7 +79,7 @@ def get_gpt_layer_local_spec(
     """Return the specification of a layer, of which ``submodules.mlp`` can be built.
 
     Raises:
-        RuntimeError: ``use_kitchen`` is set.
+        RuntimeError: ``use_kitchen`` or ``use_kitchen_attention`` is set.
     """
     if use_kitchen or use_kitchen_attention:
         raise RuntimeError("use_kitchen and use_kitchen_attention are not supported; leave them at False")

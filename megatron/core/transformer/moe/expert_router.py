@@ -17,9 +17,13 @@ from megatron.core.sharding import ParamSpec, full_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
 from megatron.core.transformer import DecoderConfig, require_keys
 from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTokenCounts, router_losses
-from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
-
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+from megatron.core.transformer.moe.routing import (
+    ROUTER_DTYPES,
+    TokenRows,
+    choose_experts,
+    expert_capacity,
+    kept_choices,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +58,9 @@ class ExpertRouter(BiasedRouter):
         self.keys: DropoutKeys | None = None
         self.layer_number = 0
         dtype = dtype_from_name(config.params_dtype)
-        self.product_dtype = dtype if config.moe.moe_router_dtype is None else _DTYPES[config.moe.moe_router_dtype]
+        self.product_dtype = (
+            dtype if config.moe.moe_router_dtype is None else ROUTER_DTYPES[config.moe.moe_router_dtype]
+        )
         self.product_dtype = torch.promote_types(self.product_dtype, dtype)
         shape = (self.num_experts, config.hidden_size)
         spec = replicated_spec("weight", shape, groups.tp, partial_gradient=True, std=config.init_method_std)

@@ -15,6 +15,7 @@ from torch import nn
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
 from megatron.core.tensor_parallel import (
+    CheckpointWithoutOutput,
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
     set_tensor_model_parallel_attributes,
@@ -93,6 +94,7 @@ class GroupedMLP(nn.Module):
         self.config, self.num_local_experts = config, num_local_experts
         self.expert_parallel = config.expert_model_parallel_size > 1
         self.activation_func = megatron_activation(config)
+        self.activation_recompute = "moe_act" in config.recomputed_modules
         tp = resolve_group(getattr(pg_collection, "expt_tp", None), "expt_tp")
         width = divide(config.moe_ffn_hidden_size, tp.size)
         stride = 2 if config.gated_linear_unit else 1
@@ -133,9 +135,18 @@ class GroupedMLP(nn.Module):
         counts = tokens_per_expert.long().tolist()
         first = self.weight1.view(self.num_local_experts, self.config.hidden_size, -1)
         second = self.weight2.view(self.num_local_experts, -1, self.config.hidden_size)
-        inner = self.activation_func(grouped_linear(rows, first.transpose(1, 2), None, counts))
-        inner = (inner * probs.unsqueeze(-1)).to(inner.dtype)
-        return grouped_linear(inner, second.transpose(1, 2), None, counts), None
+        inner = grouped_linear(rows, first.transpose(1, 2), None, counts)
+        if not self.activation_recompute:
+            return grouped_linear(self._activated(inner, probs), second.transpose(1, 2), None, counts), None
+        activation = CheckpointWithoutOutput()
+        activated = activation.checkpoint(self._activated, inner, probs)
+        output = grouped_linear(activated, second.transpose(1, 2), None, counts)
+        activation.discard_output_and_register_recompute(output)
+        return output, None
+
+    def _activated(self, inner: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        activated = self.activation_func(inner)
+        return (activated * probs.unsqueeze(-1)).to(activated.dtype)
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are computed in the backward pass."""

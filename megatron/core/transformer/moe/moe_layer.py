@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.model_parallel_config import reject_unsupported
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
 from megatron.core.tensor_parallel import checkpoint
@@ -79,6 +80,7 @@ class MoELayer(BaseMoELayer):
     Raises:
         ValueError: ``config.moe_token_dispatcher_type`` is unknown; at forward, training with tensor parallelism but
             without sequence parallelism.
+        ConfigurationError: projections to a latent size or offloading of activations are configured.
     """
 
     def __init__(
@@ -92,10 +94,10 @@ class MoELayer(BaseMoELayer):
         super().__init__(config, layer_number, groups)
         assert submodules is not None, "an MoE layer needs submodules; take them from get_gpt_layer_local_spec"
         assert submodules.experts is not None, "the submodules have no experts"
+        reject_unsupported(config, "moe_latent_size", "fine_grained_activation_offloading")
         self.submodules = submodules
-        self.moe_layer_recompute = config.moe_layer_recompute or (
-            config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
-        )
+        self.moe_layer_recompute = "moe" in config.recomputed_modules
+        self.shared_experts_recompute = "shared_experts" in config.recomputed_modules
         self.router = submodules.router(config=config, pg_collection=groups)
         if layer_number is not None:
             self.router.set_layer_number(layer_number)
@@ -134,7 +136,10 @@ class MoELayer(BaseMoELayer):
         """Return the shared experts' output; None without them, or if the dispatcher runs them."""
         if self.shared_experts is None or self.shared_expert_overlap:
             return None
-        output: torch.Tensor = self.shared_experts(hidden_states)
+        if self.shared_experts_recompute:
+            output: torch.Tensor = checkpoint(self.shared_experts, False, hidden_states)
+        else:
+            output = self.shared_experts(hidden_states)
         return output
 
     def routed_experts_compute(

@@ -21,13 +21,12 @@ from megatron.core.process_state import resolve_group
 from megatron.core.transformer.moe.load_balancing import counted_scores, mean_product
 from megatron.core.transformer.moe.routing import best_experts, topk_experts
 
-ROUTER_GROUPS = ("tp", "cp", "ep", "expt_tp", "tp_ep", "tp_cp", "tp_dp_cp", "expt_dp")
-"""Process groups that MoE layers use."""
-
 
 def get_default_pg_collection() -> ProcessGroupCollection:
     """Return the process-wide groups that MoE layers use."""
-    return ProcessGroupCollection.use_mpu_process_groups(list(ROUTER_GROUPS))
+    return ProcessGroupCollection.use_mpu_process_groups(
+        ["tp", "cp", "ep", "expt_tp", "tp_ep", "tp_cp", "tp_dp_cp", "expt_dp"]
+    )
 
 
 def switch_load_balancing_loss_func(
@@ -152,7 +151,8 @@ def unpermute(
 ) -> torch.Tensor:
     """Return the sum of each token's rows, weighted by ``probs`` if they are given: the inverse of `permute`.
 
-    The sum has the wider dtype of the rows and the probabilities, and the result that of the rows.
+    The sum has the wider dtype of the rows and the probabilities, and the result has the dtype of the rows. ``fused``
+    has no effect.
 
     Shapes: ``permuted_tokens: [m, h]``, ``sorted_indices: [m]``, ``probs, routing_map: [n, experts] -> restore_shape``.
     """
@@ -176,7 +176,7 @@ def sort_chunks_by_idxs(
     probs: torch.Tensor | None = None,
     fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the chunks of rows of ``input``, and of ``probs``, in the order ``sorted_idxs``.
+    """Return the chunks of rows of ``input``, and of ``probs``, in the order ``sorted_idxs``; ``fused`` has no effect.
 
     Shapes: ``input: [m, h]``, ``split_sizes, sorted_idxs: [chunks]``, ``probs: [m]``.
     """
@@ -404,9 +404,9 @@ def track_moe_metrics(
 ) -> None:
     """Reduce the tracked losses, add their means over MoE layers to ``total_loss_dict``, report and clear them.
 
-    ``loss_scale`` multiplies them, such as 1 / micro-batches. ``force_initialize`` creates ``track_names`` on ranks
-    without MoE layers, because the reduction is collective. ``writer`` is TensorBoard's, ``wandb_writer`` Weights &
-    Biases', and both get values per layer with ``per_layer_logging``.
+    ``loss_scale`` multiplies the losses, for example 1 / micro-batches. ``force_initialize`` creates ``track_names`` on
+    ranks without MoE layers, because the reduction is collective. ``writer`` is of TensorBoard and ``wandb_writer`` of
+    Weights & Biases. With ``per_layer_logging`` both also get values per layer.
 
     Raises:
         ValueError: the number of MoE layers does not follow from ``num_layers`` and ``moe_layer_freq``.
@@ -430,16 +430,13 @@ def track_moe_metrics(
         mean = values.sum() / num_moe_layers
         if total_loss_dict is not None:
             total_loss_dict[name] = total_loss_dict[name] + mean if name in total_loss_dict else mean
-        if writer is None:
-            continue
-        by_layer = {f"moe/{name}_layer_{layer}": value for layer, value in enumerate(values.tolist())}
-        writer.add_scalar(name, mean, iteration)
+        by_layer = values.tolist() if per_layer_logging and (writer or wandb_writer) else []
+        scalars = {name: mean, **{f"moe/{name}_layer_{layer}": value for layer, value in enumerate(by_layer)}}
+        if writer:
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, iteration)
         if wandb_writer:
-            wandb_writer.log({name: mean}, iteration)
-        for tag, value in by_layer.items() if per_layer_logging else ():
-            writer.add_scalar(tag, value, iteration)
-        if wandb_writer and per_layer_logging:
-            wandb_writer.log(by_layer, iteration)
+            wandb_writer.log(scalars, iteration)
     clear_aux_losses_tracker()
 
 

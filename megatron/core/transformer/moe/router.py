@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.layer_output import MoEAuxLossAutoScaler
+from megatron.core.model_parallel_config import reject_unsupported
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.load_balancing import LOSS_NAMES, Z_LOSS
@@ -25,8 +26,7 @@ from megatron.core.transformer.moe.moe_utils import (
     topk_routing_with_score_function,
     z_loss_func,
 )
-
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+from megatron.core.transformer.moe.routing import ROUTER_DTYPES
 
 
 class Router(ABC, nn.Module):
@@ -64,8 +64,8 @@ class Router(ABC, nn.Module):
         for parameter in (self.weight, self.bias):
             if parameter is not None and parameter.device != input.device:
                 parameter.data = parameter.data.to(input.device)
-        dtype = _DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
-        return router_gating_linear(input, self.weight, self.bias, dtype)
+        name = self.config.moe_router_dtype
+        return router_gating_linear(input, self.weight, self.bias, input.dtype if name is None else ROUTER_DTYPES[name])
 
     @abstractmethod
     def routing(self, logits: torch.Tensor) -> Any:
@@ -86,10 +86,14 @@ class TopKRouter(Router):
     In training, backward passes through the weights also start from the auxiliary losses of the configuration, which
     are tracked for the log. With an expert bias ``local_tokens_per_expert`` counts the choices until the bias is
     updated.
+
+    Raises:
+        ConfigurationError: replay of routing decisions, or an option that megatron-core has removed, is configured.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
+        reject_unsupported(config, "moe_enable_routing_replay", "moe_router_topk_limited_devices", "moe_token_dropping")
         self.topk = config.moe_router_topk
         self.routing_type = config.moe_router_load_balancing_type
         self.score_function = config.moe_router_score_function

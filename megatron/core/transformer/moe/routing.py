@@ -14,6 +14,9 @@ from megatron.core.context_parallel import positions_of
 from megatron.core.process_group import Group
 from megatron.core.transformer import MoEConfig
 
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+"""Dtype of each --moe-router-dtype."""
+
 
 @dataclass(frozen=True)
 class TokenRows:

@@ -35,6 +35,8 @@ class MoETokenDispatcher(ABC):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         self.config = config
         self.shared_experts: nn.Module | None = None
+        self._shared_input: torch.Tensor | None = None
+        self._shared_output: torch.Tensor | None = None
         self.group = resolve_group(getattr(pg_collection, "tp_ep", None), "tp_ep")
         expt_tp = resolve_group(getattr(pg_collection, "expt_tp", None), "expt_tp")
         self.tp_size, self.tp_rank = expt_tp.size, expt_tp.rank
@@ -107,8 +109,8 @@ class MoETokenDispatcher(ABC):
         return pad_routing_map(routing_map, _BLOCKS_MULTIPLE if takes_blocks else _FP8_MULTIPLE)
 
 
-class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
-    """All-gather all tokens; each rank runs its own experts, and a reduce-scatter sums the outputs."""
+class _LocalExpertsDispatcher(MoETokenDispatcher):
+    """Dispatcher to experts of which this rank has a consecutive range."""
 
     def __init__(
         self,
@@ -122,7 +124,15 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         assert len(local_expert_indices) == num_local_experts, (
             "local_expert_indices must have num_local_experts numbers"
         )
+        assert all(b - a == 1 for a, b in itertools.pairwise(local_expert_indices)), (
+            f"local_expert_indices {list(local_expert_indices)} must be consecutive"
+        )
+        self.num_experts = config.num_moe_experts
         self.num_local_experts, self.local_expert_indices = num_local_experts, list(local_expert_indices)
+
+
+class MoEAllGatherTokenDispatcher(_LocalExpertsDispatcher):
+    """All-gather all tokens; each rank runs its own experts, and a reduce-scatter sums the outputs."""
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -172,42 +182,21 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         return hidden_states.view(self.hidden_shape)
 
 
-class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
+class MoEAlltoAllTokenDispatcher(_LocalExpertsDispatcher):
     """Send each token only to the ranks of its experts, with an all-to-all of variable sizes.
 
     If experts are sharded, a token is sent to all ranks of its expert.
     """
 
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: Sequence[int],
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        super().__init__(config, pg_collection)
-        assert num_local_experts > 0, "a rank needs at least one expert"
-        assert len(local_expert_indices) == num_local_experts, (
-            "local_expert_indices must have num_local_experts numbers"
-        )
-        assert all(b - a == 1 for a, b in itertools.pairwise(local_expert_indices)), (
-            f"local_expert_indices {list(local_expert_indices)} must be consecutive"
-        )
-        assert config.num_moe_experts is not None
-        self.num_local_experts, self.local_expert_indices = num_local_experts, list(local_expert_indices)
-        self.num_experts = config.num_moe_experts
-        self._shared_input: torch.Tensor | None = None
-        self._shared_output: torch.Tensor | None = None
-
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Exchange the numbers of rows, and return those of this rank's experts.
+        """Exchange the numbers of rows, and return those of this rank's experts, in host memory.
 
         Shapes: ``routing_map: [n, experts] -> [local experts]``.
         """
         counts = routing_map.sum(dim=0).view(self.ep_size, self.num_local_experts)
         going = counts.repeat_interleave(self.tp_size, dim=0)
         coming = all_to_all_first_dim(going, self.group)
-        # The only synchronization with the device: the host needs the numbers to allocate memory.
+        # Synchronize with the device: the host needs the numbers to allocate memory.
         sent, received = torch.stack((going, coming)).tolist()
         self.group.ensure_not_given_up()
         self.input_splits, self.output_splits = ([sum(of_rank) for of_rank in each] for each in (sent, received))
@@ -216,7 +205,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         self.order, self.inverse = order, inverse
-        return coming.sum(dim=0)
+        return torch.tensor(received).sum(dim=0)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -273,7 +262,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     def token_combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """Send the outputs back."""
+        """Send the outputs back; the other arguments have no effect."""
         return all_to_all(hidden_states, self.output_splits, self.input_splits, self.group)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:

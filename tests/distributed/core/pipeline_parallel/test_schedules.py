@@ -220,7 +220,7 @@ def test_an_output_of_another_shape_is_named() -> None:
         run_distributed(2, run_toy_step, 2, None, (1, BATCH, HIDDEN))
 
 
-def see_callbacks(chunks: int) -> tuple[list[str], list[str]]:
+def see_callbacks(chunks: int) -> tuple[list[str], list[str], list[bool]]:
     pp = 2
     parallel_state.initialize_model_parallel(1, pp, chunks if chunks > 1 else None)
     config = make_config(pp, chunks)
@@ -243,6 +243,13 @@ def see_callbacks(chunks: int) -> tuple[list[str], list[str]]:
         seen.append(")")
 
     timed: list[str] = []
+    recomputed: list[bool] = []
+
+    def forward_step(iterator: Iterator[torch.Tensor], stage: Stage, recomputes_all: bool) -> tuple[torch.Tensor, Any]:
+        recomputed.append(recomputes_all)
+        return stage(next(iterator)), mean_loss
+
+    config.num_microbatches_with_partial_activation_checkpoints = 1
     config.timers = lambda name, log_level=0: Timer(name)
     config.no_sync_func = [no_sync] * chunks if chunks > 1 else no_sync
     config.grad_sync_func = lambda parameters: seen.append(f"reduce {len(list(parameters))}")
@@ -252,19 +259,25 @@ def see_callbacks(chunks: int) -> tuple[list[str], list[str]]:
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
     schedules.get_forward_backward_func()(
-        forward_step_func=lambda iterator, stage: (stage(next(iterator)), mean_loss),
+        forward_step_func=forward_step,
         data_iterator=[batches() for _ in range(chunks)],
         model=[Stage(config, chunk * pp + rank) for chunk in range(chunks)],
         num_microbatches=2,
         seq_length=SEQ,
         micro_batch_size=BATCH,
     )
-    return seen, timed
+    return seen, timed, recomputed
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_configured_functions_are_called(chunks: int) -> None:
-    for seen, timed in run_distributed(2, see_callbacks, chunks):
+    ranks = run_distributed(2, see_callbacks, chunks)
+    # From megatron-core's rule: the first of every (warmup passes + 1) forward passes.
+    by_rank = (
+        [[False, True], [False, False]] if chunks == 1 else [[False, True, True, True], [False, True, True, False]]
+    )
+    assert [recomputed for _, _, recomputed in ranks] == by_rank
+    for seen, timed, _ in ranks:
         outside = [each for each in seen if each not in "()"]
         assert outside == [*["gather"] * chunks, *["reduce 2"] * chunks, "finalize"]
         # Everything between is without reductions.

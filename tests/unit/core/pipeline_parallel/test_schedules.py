@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.process_group import Group
 
@@ -69,6 +72,37 @@ def test_shapes_are_of_this_ranks_part_of_the_sequence(
         cp_group=SimpleNamespace(size=lambda: 2),
     )
     assert shapes == expected
+
+
+def make_model(**fields: Any) -> nn.Linear:
+    model = nn.Linear(4, 4)
+    model.config = ModelParallelConfig(**fields)  # type: ignore[assignment]
+    model.set_input_tensor = lambda input_tensor: None  # type: ignore[assignment]
+    return model
+
+
+def test_autocast_is_of_the_device_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    model = make_model(enable_autocast=True, autocast_dtype=torch.bfloat16)
+    output, _ = schedules.forward_step(
+        lambda iterator, stage: (stage(torch.ones(2, 4)), None), None, model, 1, None, [], model.config, 1
+    )
+    assert output.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["defer_embedding_wgrad_compute", "hybrid_context_parallel"])
+def test_fields_that_would_have_no_effect_are_rejected(name: str) -> None:
+    model = make_model()
+    setattr(model.config, name, True)
+    with pytest.raises(RuntimeError, match=f"do not support {name}=True"):
+        schedules.forward_backward_no_pipelining(
+            forward_step_func=lambda iterator, stage: (stage(torch.ones(2, 4)), None),
+            data_iterator=None,
+            model=model,
+            num_microbatches=1,
+            seq_length=4,
+            micro_batch_size=2,
+        )
 
 
 # From get_pp_rank_microbatches of megatron-core 0.16.1 with its groups' sizes and ranks replaced by these numbers.

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module, import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -135,9 +137,14 @@ class Writer:
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
         self.scalars[f"{name} {iteration}"] = round(float(value), 6)
 
+    def log(self, scalars: dict[str, Any], iteration: int) -> None:
+        for name, value in scalars.items():
+            self.add_scalar(name, value, iteration)
 
+
+@pytest.mark.parametrize("to", ["writer", "wandb_writer"])
 @pytest.mark.parametrize(("freq", "expected"), [(None, 1.0), (2, 1.5), ([1, 0, 0], 3.0)])
-def test_reports_are_means_over_layers_with_experts(freq: Any, expected: float) -> None:
+def test_reports_are_means_over_layers_with_experts(freq: Any, expected: float, to: str) -> None:
     for layer, value in ((1, 2.0), (3, 4.0)):
         moe_utils.save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(value), layer, 3)
     moe_utils.save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(9.0), None, 3)
@@ -145,7 +152,7 @@ def test_reports_are_means_over_layers_with_experts(freq: Any, expected: float) 
     moe_utils.track_moe_metrics(
         0.5,
         7,
-        writer,
+        **{to: writer},
         total_loss_dict=total,
         per_layer_logging=True,
         force_initialize=True,
@@ -163,7 +170,8 @@ def test_reports_are_means_over_layers_with_experts(freq: Any, expected: float) 
 def test_modules_are_built_of_specifications() -> None:
     spec = ModuleSpec(module=nn.Linear, params={"bias": False})
     assert build_module(spec, 3, 4).bias is None
-    assert spec(3, 4, bias=True).bias is not None
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'bias' when instantiating Linear"):
+        spec(3, 4, bias=True)
     assert get_module(ModuleSpec(module=("torch.nn", "Linear"))) is nn.Linear
     assert build_module(nn.Linear, 3, 4).out_features == 4
     with pytest.raises(TypeError, match="when instantiating Linear"):
@@ -206,6 +214,66 @@ def test_shared_experts_have_a_stream_if_communication_overlaps(overlaps: bool) 
     assert (build_module(shared, config=config).stream is not None) == overlaps
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"moe_enable_routing_replay": True},
+        {"moe_router_topk_limited_devices": 2},
+        {"moe_latent_size": 4},
+        {"fp8": "hybrid"},
+        {"activation_func_fp8_input_store": True},
+        {"activation_func_clamp_value": 7.0},
+    ],
+)
+def test_options_that_would_have_no_effect_are_rejected(field: dict[str, Any]) -> None:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        **field,
+    )
+    ((name, value),) = field.items()
+    with pytest.raises(ConfigurationError, match=f"{name}={value!r} has no equivalent here"):
+        build_module(get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp, config)
+
+
+def run_recomputed(modules: list[str], x: torch.Tensor) -> tuple[int, list[torch.Tensor | None]]:
+    """Return the bytes that a layer saves for its backward pass, and the gradients of its parameters."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=96,
+        num_moe_experts=EXPERTS,
+        moe_grouped_gemm=True,
+        moe_shared_expert_intermediate_size=96,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        recompute_granularity="selective",
+        recompute_modules=modules,
+    )
+    torch.manual_seed(1)
+    layer = build_module(get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=True).submodules.mlp, config)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        output, _ = layer(x)
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in saved}
+    output.square().sum().backward()
+    return sum(storages.values()), [parameter.grad for parameter in layer.parameters()]
+
+
+def test_recomputed_modules_change_no_gradient_and_save_fewer_activations() -> None:
+    x = torch.randn(16, 2, HIDDEN, requires_grad=True)
+    num_saved, gradients = run_recomputed([], x)
+    for module in ("moe_act", "shared_experts"):
+        fewer, again = run_recomputed([module], x)
+        assert all(map(torch.equal, again, gradients))
+        assert fewer < num_saved
+
+
 def test_grouped_experts_take_float_counts_and_have_gradients_without_tokens() -> None:
     config = TransformerConfig(
         num_layers=1,
@@ -222,6 +290,12 @@ def test_grouped_experts_take_float_counts_and_have_gradients_without_tokens() -
     experts(torch.empty(0, HIDDEN), torch.zeros(2), torch.empty(0))[0].sum().backward()
     assert experts.weight1.grad is not None
     assert not experts.weight1.grad.any()
+
+
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_experts_of_a_rank_must_be_consecutive(kind: str) -> None:
+    with pytest.raises(AssertionError, match=r"\[0, 2\] must be consecutive"):
+        DISPATCHERS[kind](2, [0, 2], make_router().config)
 
 
 def test_unknown_values_are_named() -> None:
