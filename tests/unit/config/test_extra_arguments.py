@@ -133,6 +133,11 @@ def adding(*names: str, **options: Any) -> Callable[[argparse.ArgumentParser], A
         (adding("--mine", type=bool), "extra_args: --mine: type=bool is not supported; use int, float, str or store_t"),
         (adding("--mine", type=int, default="3"), "extra_args: --mine: its default '3' is not a value of type int"),
         (adding("--mine", action="count"), "extra_args: --mine: only the actions store, store_true, store_false and a"),
+        (lambda parser: parser.set_defaults(lr=1.0), "extra_args: set_defaults: lr is not a flag that the script adds"),
+        (
+            lambda parser: parser.add_mutually_exclusive_group().add_argument("--mine"),
+            "extra_args: mutually exclusive groups are not supported",
+        ),
         (adding("--mine", nargs="?"), "extra_args: --mine: nargs=? is not supported"),
         (adding("--mine", action="store_true", default=True), "extra_args: --mine: its default is True; False is exp"),
     ],
