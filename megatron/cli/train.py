@@ -1,7 +1,7 @@
 """Start the ranks of a training run on this node, and report the root cause if the run fails.
 
 megatron train --nproc 4 --config run.toml --save DIR
-megatron train --continue DIR
+megatron train --resume DIR
 
 All flags of pretrain_gpt.py are accepted (megatron train --help). Ctrl-C finishes the step, saves a checkpoint and ends
 the run with status 130. A second Ctrl-C ends the run at once.
@@ -34,10 +34,10 @@ from megatron.training.loggers import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FI
 
 @dataclass(frozen=True)
 class ContinuedRun:
-    """Flags, working directory and number of processes of a recorded run that continues.
+    """Flags, working directory and number of processes of a recorded run that is resumed.
 
     ``limits`` has the flags that ended its last session early, with their values; they are not in ``words``.
-    ``scripts`` registered parts of the run.
+    ``scripts`` are the user's own scripts that the run used.
     """
 
     words: tuple[str, ...]
@@ -59,7 +59,7 @@ class ContinuedRun:
         try:
             folder = as_path(directory).resolve()
         except StorageError as error:
-            raise ConfigurationError(f"--continue: {error}") from error
+            raise ConfigurationError(f"--resume: {error}") from error
         record = folder / RECORD_FOLDER
         try:
             environment = parse_json(read_plain_text(record / ENVIRONMENT_FILE))
@@ -69,7 +69,7 @@ class ContinuedRun:
             is_saved = (folder / TRACKER_FILE).is_file()
         except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
             raise ConfigurationError(
-                f"--continue {directory}: {record / ENVIRONMENT_FILE} cannot be read ({_reason(error)}); pass the "
+                f"--resume {directory}: {record / ENVIRONMENT_FILE} cannot be read ({_reason(error)}); pass the "
                 "--save folder of a run of this version, or pass the run's flags with --load"
             ) from error
         config = record / (CONTINUE_FILE if is_saved else CONFIG_FILE)
@@ -122,10 +122,10 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--master-addr", metavar="HOST", help="address of the node with --node-rank 0")
     group.add_argument("--master-port", metavar="PORT", help=f"free port on that node ({_DEFAULT_PORT})")
     group.add_argument(
-        "--continue",
         "--resume",
+        "--continue",
         metavar="DIR",
-        help="continue the run with this --save folder or URL; no other flags are needed",
+        help="resume the run with this --save folder or URL; no other flags are needed",
     )
     group.add_argument("--script", metavar="FILE", help="your own training script instead of pretrain_gpt.py")
     return parser
@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _train(argv: Sequence[str]) -> int:
     own, words = _split(argv)
-    if "continue" in own:
+    if "resume" in own:
         words = [*_go_on(own, words), *words]
     place = _place(own)
     is_asking = any(word in _ASKING for word in words)
@@ -173,23 +173,22 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
-    """Return the flags of the run to continue, and change to the directory where it was started.
+    """Return the flags of the run to resume, and change to the directory where it was started.
 
     Relative paths are resolved from that directory, including paths in ``typed``; a message says so.
 
     Raises:
         ConfigurationError: the run has no record, or --script or --nnodes is missing.
     """
-    run = ContinuedRun.read(own["continue"])
+    run = ContinuedRun.read(own["resume"])
     if run.scripts and "script" not in own:
         raise ConfigurationError(
-            f"--continue {own['continue']}: {run.scripts[0]} registered parts of the run; pass --script "
-            f"{run.scripts[0]} too"
+            f"--resume {own['resume']}: the run used the script {run.scripts[0]}; pass --script {run.scripts[0]} too"
         )
     own.setdefault("nproc", str(run.nproc))
     if run.nnodes > 1 and "nnodes" not in own:
         raise ConfigurationError(
-            f"--continue {own['continue']}: the run used {run.nnodes} nodes; pass --nnodes {run.nnodes}, --node-rank R "
+            f"--resume {own['resume']}: the run used {run.nnodes} nodes; pass --nnodes {run.nnodes}, --node-rank R "
             "and --master-addr HOST on each node, or --nnodes 1"
         )
     for name, value in run.limits.items():

@@ -195,8 +195,11 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes
         except ConfigurationError as error:
             problems += error.problems
     presets = presets or [each.preset for each in read if each.preset is not None]
-    settings = _by_flag(preset_words(presets[-1])) if presets else {}
-    settings = _settle(of_script.given, settings)
+    settings = of_script.given
+    if presets:
+        settings = _settle(settings, _by_flag(preset_words(presets[-1])))
+    elif of_script.preset is not None:
+        settings = _settle(_by_flag(preset_words(of_script.preset)), settings)
     if problems:
         raise ConfigurationError(problems)
     for each in read:
@@ -267,14 +270,11 @@ def keyword_words(values: Mapping[str, Any], caller: str) -> tuple[list[str], li
     Raises:
         ConfigurationError: a key is no flag, or a value has the wrong type; with all problems.
     """
-    problems = [f"{caller}: {key} belongs on the command line; omit it" for key in values if key in _OWN]
+    problems: list[str] = []
     notes: list[str] = []
-    values = {key: value for key, value in values.items() if key not in _OWN}
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
     switched = {name: spec for name, spec in _flags_by_key().items() if isinstance(spec, FieldSpec) and spec.is_bool}
-    off = [key for key, value in plain.items() if value is False and key in switched]
-    found = _words_of(plain, caller, "pretrain_gpt.py --help-all lists all flags", problems, notes)
+    off = [key for key, value in values.items() if value is False and key in switched]
+    found = _words_of(values, caller, "pretrain_gpt.py --help-all lists all flags", problems, notes)
     if problems:
         raise ConfigurationError(problems)
     words = [word for flag, several in found.given.items() for word in several]
@@ -292,6 +292,8 @@ def _words_of(
     names, found = _flags_by_key(), _FileWords()
     for key, value in values.items():
         spec = names.get(key)
+        if isinstance(value, (tuple, Path)):
+            value = str(value) if isinstance(value, Path) else list(value)
         if isinstance(spec, FieldSpec):
             key, value = _current_entry(place, key, value, spec, notes)
         if spec is None:
@@ -299,7 +301,7 @@ def _words_of(
         elif isinstance(spec, str):
             found.given[spec] = _table_words(spec, value)
         elif spec.name in _OWN:
-            problems.append(f"{place}: {key} belongs on the command line; remove it from the file")
+            problems.append(f"{place}: {key} belongs on the command line; omit it")
         else:
             words = list(_words(place, key, spec, value, problems))
             if spec.name == "model_preset" and words:

@@ -96,6 +96,11 @@ def _as_class(provider: ExtraArgsProvider, known: Collection[str]) -> type[Extra
         fields[action.dest] = _field(action)
         text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%").strip()
         docs[action.dest] = f" Off: {text}" if _is_negative(action) else text
+    if parser._mutually_exclusive_groups:
+        problems.append("extra_args: mutually exclusive groups are not supported; check the values in the script")
+    if unknown := parser._defaults.keys() - {action.dest for action in parser._actions}:
+        names = ", ".join(sorted(unknown))
+        problems.append(f"extra_args: set_defaults: {names} is not a flag that the script adds; use args_defaults")
     if problems:
         raise ConfigurationError(problems)
     made = dataclasses.make_dataclass(

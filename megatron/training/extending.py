@@ -216,7 +216,17 @@ def get_args() -> argparse.Namespace:
     values = kept_arguments()
     if values is None:
         raise RuntimeError("there are no arguments yet: call get_args() in a function that the run calls")
-    return argparse.Namespace(**values)
+    return _Arguments(**values)
+
+
+class _Arguments(argparse.Namespace):
+    """Arguments of the run, whose error for an unknown name says where the flags of a script are known."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"there is no argument {name}; if extra_args adds it, only the script itself knows it: use megatron train "
+            "--script FILE, with --explain for a prediction"
+        )
 
 
 class _Run:

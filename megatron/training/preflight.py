@@ -125,7 +125,7 @@ def report_earlier_run(config: RunConfig, report: Callable[[str], None]) -> None
     if saved:
         report(
             f"WARNING: {save} has a checkpoint of iteration {max(saved)}, and --load is not set: this run starts from "
-            f"random weights and replaces that run; to continue it, pass --continue {save}"
+            f"random weights and replaces that run; to resume it, pass --resume {save}"
         )
 
 

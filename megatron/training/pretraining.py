@@ -496,7 +496,7 @@ def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSpli
         save = config.checkpoint.save
         if config.logging.brief_log and save is not None and train_state.iteration < config.train_iters:
             script = "".join(f" --script {path}" for path in registered_scripts()[:1])
-            run.log(f" > to continue: megatron train --continue {save}{script}")
+            run.log(f" > to resume: megatron train --resume {save}{script}")
         return True
     sets, record = run.evaluation_sets, run.evaluations
     left = {"validation": () if is_evaluated else sets.validation, "test": sets.test}

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config import RunConfig
 from megatron.core.datasets import (
+    BlendPart,
+    DataHistory,
+    DataSetKey,
+    DatasetSplits,
     DataUsage,
     GPTDatasetConfig,
     GPTSample,
+    LaterPhase,
+    SampleDataset,
+    Segment,
+    begin_history,
+    continue_history,
     make_sample,
     parse_split,
     split_boundaries,
@@ -21,10 +30,7 @@ from megatron.core.datasets import (
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.registry import find_registered
 from megatron.core.tokenizers import Tokenizer
-from megatron.training.data_plan import SampleTargets, dataset_config
-
-if TYPE_CHECKING:
-    from megatron.core.datasets import DatasetSplits
+from megatron.training.data_plan import SampleTargets, dataset_config, run_position
 
 _SPLITS = ("training", "validation", "test")
 _FIELDS = ("tokens", "labels", "loss_mask")
@@ -150,18 +156,17 @@ class RegisteredDatasetBuilder:
 
         Raises:
             ConfigurationError: it returns no map-style data set, or an empty one, or --split does not apply.
+            DataError: the order of the samples of a resumed run cannot continue.
         """
-        from megatron.core.datasets import DatasetSplits
-
         made = find_registered("data set", self._name).value(self.config, self.tokenizer)
-        splits = zip(_SPLITS, self._parts(made), self._num_samples())
-        train, valid, test = (
-            None if part is None else self._samples(split, *part, count) for split, part, count in splits
+        part, *others = self._parts(made)
+        train, history = self._train_samples(part)
+        counts = self.targets.valid, self.targets.test
+        valid, test = (
+            None if other is None or count == 0 else self._samples(split, *other, count)
+            for split, other, count in zip(_SPLITS[1:], others, counts)
         )
-        for dataset in (train, valid, test):
-            if dataset is not None and dataset.usage.num_epochs > 1:
-                self.report(dataset.usage.describe())
-        return DatasetSplits(train, valid, test)
+        return DatasetSplits(train, valid, test, history=history)
 
     @property
     def _name(self) -> str:
@@ -200,13 +205,38 @@ class RegisteredDatasetBuilder:
             raise ConfigurationError(f"data set {self._name} is empty")
         return len(dataset)
 
-    def _num_samples(self) -> tuple[int | None, int | None, int | None]:
-        return self.targets.train, self.targets.valid, self.targets.test
+    def _train_samples(self, part: tuple[Any, range] | None) -> tuple[SampleDataset | None, DataHistory | None]:
+        """Return the training samples, which continue those of a resumed run, and their history."""
+        position, wanted = run_position(self.config, self.targets.done), self.targets.train
+        if part is None or wanted == 0:
+            return None, position.history
+        dataset, rows = part
+        key = DataSetKey(
+            name=self._name,
+            lengths_fingerprint=f"{len(dataset)} items",
+            first_sequence=rows.start,
+            end_sequence=rows.stop,
+            sequence_length=0,  # an item is one sample at any --seq-length
+        )
+        parts = [BlendPart(key=key, prefix=self._name, samples_per_epoch=len(rows))]
+        order, seed = position.dataloader_type, self.config.initialization.seed
+        if position.history is None or position.consumed_samples == 0:
+            samples = self._samples(_SPLITS[0], dataset, rows, wanted)
+            segments = [Segment(num_samples=None, seed=seed)]
+            return samples, begin_history(order, parts, segments, None, len(samples), seed)
+        history, line = continue_history(position.history, parts, None, position.consumed_samples, wanted, order, seed)
+        if line is not None:
+            self.report(line)
+        phase = history.phases[-1]
+        first = phase.start - phase.offsets[0]
+        samples = self._samples(_SPLITS[0], dataset, rows, wanted - first)
+        return (LaterPhase(samples, first) if first else samples), history
 
-    def _samples(self, split: str, dataset: Any, rows: range, count: int | None) -> MapStyleDataset | None:
-        if count == 0:
-            return None
+    def _samples(self, split: str, dataset: Any, rows: range, count: int | None) -> MapStyleDataset:
         is_small = split != _SPLITS[0] and len(rows) < self.targets.one_epoch_below
         if is_small or self.config.data.dataloader_type == "cyclic":
             count = None  # a cyclic order repeats the samples itself
-        return MapStyleDataset(self._name, dataset, rows, count, split, dataset_config(self.config, self.tokenizer))
+        samples = MapStyleDataset(self._name, dataset, rows, count, split, dataset_config(self.config, self.tokenizer))
+        if samples.usage.num_epochs > 1:
+            self.report(samples.usage.describe())
+        return samples

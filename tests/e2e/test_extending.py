@@ -103,11 +103,10 @@ def test_megatron_train_runs_a_script(tmp_path: Path) -> None:
     words = [*toy_args(tmp_path, SHORT, "--train-iters 2 --tensor-model-parallel-size 2"), "--attention", "gated"]
     run_command([*megatron, "train", "--script", script, "--nproc", "2", *words]).check()
     assert newest(tmp_path / "checkpoints").name == "iter_0000002"
-    continued = run_command([*megatron, "train", "--continue", tmp_path / "checkpoints"])
+    continued = run_command([*megatron, "train", "--resume", tmp_path / "checkpoints"])
     assert continued.returncode == 2
     assert continued.stderr == (
-        f"error: --continue {tmp_path / 'checkpoints'}: {script} registered parts of the run; pass --script {script} "
-        "too\n"
+        f"error: --resume {tmp_path / 'checkpoints'}: the run used the script {script}; pass --script {script} too\n"
     )
     shown = run_command([*megatron, "train", "--script", script, "--help-all"]).check().stdout
     assert "--nproc N" in shown

@@ -172,7 +172,7 @@ def test_the_launcher_shows_the_help_of_a_script_and_continues_its_run(tmp_path:
     assert "Fraction of the labels that are excluded." in shown.stdout
     words = args_of(tmp_path, "--label-noise 0.3")
     run_command([*command, "--script", str(script), *words, "--exit-interval", "2"]).check()
-    continued = [*command, "--continue", str(tmp_path / "checkpoints")]
+    continued = [*command, "--resume", str(tmp_path / "checkpoints")]
     assert f"pass --script {script} too" in run_command(continued).stderr
     run_command([*continued, "--script", str(script), "--exit-interval", "4"]).check()
     assert newest(tmp_path / "checkpoints").name == "iter_0000004"

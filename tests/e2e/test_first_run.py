@@ -24,7 +24,7 @@ def test_a_text_trains_evaluates_generates_and_continues(tmp_path: Path) -> None
     assert "input.txt: 1 text, cut into 100 documents" in first.stdout
     assert "--tokenizer-type ByteTokenizer" in first.stdout
     assert "training finished" not in first.stdout
-    rest = megatron(tmp_path, "train --continue run").check()
+    rest = megatron(tmp_path, "train --resume run").check()
     assert "--exit-interval 2 of the last session is not continued" in rest.stderr
     assert "no tokenizer is given" not in rest.stdout
     assert "training finished, evaluating" in rest.stdout

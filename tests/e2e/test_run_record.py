@@ -147,7 +147,7 @@ def test_a_folder_without_a_record_is_refused(text: str | None, reason: str, tmp
     with pytest.raises(ConfigurationError) as caught:
         ContinuedRun.read(str(tmp_path))
     (problem,) = caught.value.problems
-    assert problem.startswith(f"--continue {tmp_path}: ")
+    assert problem.startswith(f"--resume {tmp_path}: ")
     assert reason in problem
 
 
@@ -163,7 +163,7 @@ def test_what_ended_a_session_early_does_not_end_the_next(tmp_path: Path, capsys
     assert run.limits == {"exit_interval": 3, "exit_duration_in_mins": 9}
     continued = resolve_arguments(run.words, 1).config.training
     assert (continued.exit_interval, continued.exit_duration_in_mins) == (None, None)
-    assert train.main(["--continue", str(save), "--exit-interval=2", "--no-such-flag"]) == 2
+    assert train.main(["--resume", str(save), "--exit-interval=2", "--no-such-flag"]) == 2
     said, *_ = capsys.readouterr().err.splitlines()
     assert said == "--exit-duration-in-mins 9 of the last session is not continued; pass it again to stop early"
 
@@ -172,7 +172,7 @@ def test_a_run_on_several_machines_needs_to_be_told_of_them(tmp_path: Path, caps
     (tmp_path / "run_record").mkdir()
     record = {"folder": "/nowhere", "processes_per_machine": 8, "machines": 2}
     (tmp_path / "run_record" / "environment.json").write_text(json.dumps(record))
-    assert train.main(["--continue", str(tmp_path)]) == 2
+    assert train.main(["--resume", str(tmp_path)]) == 2
     assert "the run used 2 nodes; pass --nnodes 2, --node-rank R" in capsys.readouterr().err
 
 
@@ -185,14 +185,14 @@ def test_words_beside_a_run_that_goes_on_are_said_to_be_seen_from_its_folder(
     environment = {"folder": str(folder), "processes_per_machine": 1, "machines": 1}
     (record / "environment.json").write_text(json.dumps(environment))
     monkeypatch.chdir(tmp_path)
-    assert train.main(["--continue", str(tmp_path), "--config", "mine.toml"]) == 2
+    assert train.main(["--resume", str(tmp_path), "--config", "mine.toml"]) == 2
     said, *_, reason = capsys.readouterr().err.splitlines()
     assert said == f"relative paths are resolved from {folder}, where the run was started"
     assert reason.startswith("error: ")
     assert Path.cwd() == folder
     environment["folder"] = str(tmp_path / "gone")
     (record / "environment.json").write_text(json.dumps(environment))
-    assert train.main(["--continue", str(tmp_path)]) == 2
+    assert train.main(["--resume", str(tmp_path)]) == 2
     assert f"{tmp_path / 'gone'} is missing" in capsys.readouterr().err
 
 
@@ -236,14 +236,14 @@ def digest_of_blocks(content: bytes) -> str:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("memory://bucket/run", "--continue memory://bucket/run: memory://bucket/run/run_record/environment.json "),
-        ("s3://id:hunter2@bucket/run", "--continue: s3://*** contains a credential or a port"),
-        ("https://host/run", "--continue: https:// is not a supported object store"),
+        ("memory://bucket/run", "--resume memory://bucket/run: memory://bucket/run/run_record/environment.json "),
+        ("s3://id:hunter2@bucket/run", "--resume: s3://*** contains a credential or a port"),
+        ("https://host/run", "--resume: https:// is not a supported object store"),
     ],
 )
 def test_a_url_without_a_record_is_refused(url: str, said: str, capsys) -> None:
     with empty_memory_store():
-        assert train.main(["--continue", url]) == 2
+        assert train.main(["--resume", url]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
     assert "hunter2" not in line

@@ -268,7 +268,7 @@ def test_ctrl_c_saves_and_ends_all_ranks(command, tmp_path: Path) -> None:
     assert status == 130
     assert sum(line.startswith("stopping after this step") for line in lines) == 1
     assert lines[-2].startswith("exiting program at iteration ")
-    assert lines[-1] == f" > to continue: megatron train --continue {tmp_path}/checkpoints"
+    assert lines[-1] == f" > to resume: megatron train --resume {tmp_path}/checkpoints"
     assert newest(tmp_path / "checkpoints").is_dir()
 
 
@@ -280,7 +280,7 @@ def test_ctrl_c_saves_and_ends_one_process(command, tmp_path: Path) -> None:
     status, lines = run.end()
     assert status == 130
     assert lines[-2].startswith("exiting program at iteration ")
-    assert lines[-1] == f" > to continue: megatron train --continue {tmp_path}/checkpoints"
+    assert lines[-1] == f" > to resume: megatron train --resume {tmp_path}/checkpoints"
     assert newest(tmp_path / "checkpoints").is_dir()
 
 

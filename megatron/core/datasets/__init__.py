@@ -34,7 +34,18 @@ if TYPE_CHECKING:
         is_raw,
         mask_prefix,
     )
-    from megatron.core.datasets.data_history import DataHistory, LeftOut, RunPosition, SkippedSamples, recorded_history
+    from megatron.core.datasets.data_history import (
+        BlendPart,
+        DataHistory,
+        DataSetKey,
+        LeftOut,
+        RunPosition,
+        Segment,
+        SkippedSamples,
+        begin_history,
+        continue_history,
+        recorded_history,
+    )
     from megatron.core.datasets.data_samplers import (
         DataloaderType,
         MicroBatchSampler,
@@ -109,7 +120,10 @@ __getattr__ = lazy_exports(
         "conversation_file": (
             "ConversationEncoder ConversationFile ConversationOptions EncodedConversation MASK_DTYPE is_raw mask_prefix"
         ),
-        "data_history": "DataHistory LeftOut RunPosition SkippedSamples recorded_history",
+        "data_history": (
+            "BlendPart DataHistory DataSetKey LeftOut RunPosition Segment SkippedSamples begin_history "
+            "continue_history recorded_history"
+        ),
         "data_samplers": "DataloaderType MicroBatchSampler SampleOrder WholeSetSampler sample_ids_hash",
         "fill_in_the_middle": "FillInTheMiddle special_token_id",
         "gpt_dataset": "DataUsage ExternalSamples GPTDataset GPTSample SampleDataset make_sample",

@@ -319,8 +319,8 @@ def continue_history(
         return history, None
     if dataloader_type == "cyclic":
         raise DataError(
-            "the blend differs from the checkpoint's, but --dataloader-type cyclic shuffled all samples of the old "
-            "blend together; use the --data-path of the checkpoint's run, or --finetune to start a new run"
+            "the data differs from the checkpoint's, but --dataloader-type cyclic shuffled all samples of the old data "
+            "together; use the data of the checkpoint's run, or --finetune to start a new run"
         )
     phase = _next_phase(history, parts, numbers, weights, consumed_samples, num_samples)
     kept = history.phases if last.start < consumed_samples else history.phases[:-1]

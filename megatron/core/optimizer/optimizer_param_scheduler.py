@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megatron.core.config_base import config_from_dict, config_to_dict
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.registry import find_registered, registered_names
+from megatron.core.registry import find_registered
 
 DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -25,13 +25,11 @@ _STYLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "lr_decay_style": ("constant", "inverse-square-root", "WSD", *DECAYS),
         "lr_wsd_decay_style": tuple(DECAYS),
-        "wd_incr_style": ("constant", "linear", "cosine"),
     }
 )
 SCHEDULES = "learning-rate schedule"
 """Kind under which scripts register decay styles like those of `DECAYS`."""
-REGISTERED_STYLES = ("lr_decay_style", "lr_wsd_decay_style")
-_FLAGS = {"wd_incr_style": "weight_decay_incr_style"}
+_WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 _IN_MEGATRON: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
@@ -75,16 +73,12 @@ class ScheduleConfig:
     decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
-        """Reject unknown styles, and schedules that are incomplete or inconsistent."""
-        for name, styles in _STYLES.items():
-            if name in REGISTERED_STYLES:
-                styles = (*styles, *registered_names(SCHEDULES))
-            if getattr(self, name) not in styles:
-                flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
-                raise ConfigurationError(
-                    f"{flag} {getattr(self, name)} is unknown; possible values: {', '.join(styles)}"
-                    + (", or a name that the script registers" if name in REGISTERED_STYLES else "")
-                )
+        """Reject schedules that are incomplete or inconsistent."""
+        if self.wd_incr_style not in _WEIGHT_DECAY_STYLES:
+            raise ConfigurationError(
+                f"--weight-decay-incr-style {self.wd_incr_style} is unknown; possible values: "
+                f"{', '.join(_WEIGHT_DECAY_STYLES)}"
+            )
         if self.lr_decay_style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigurationError(
                 "--lr-decay-style WSD needs the length of its decay; pass --lr-wsd-decay-iters or "
@@ -95,6 +89,18 @@ class ScheduleConfig:
                 f"--start-weight-decay {self.start_wd} and --end-weight-decay {self.end_wd} differ, but "
                 "--weight-decay-incr-style is constant; use linear or cosine, or equal values"
             )
+
+    def check_registered(self) -> None:
+        """Check that the decay styles are built in or registered.
+
+        A stored schedule that the run does not use may have the style of another script.
+
+        Raises:
+            ConfigurationError: one of them is not.
+        """
+        for name, built_in in _STYLES.items():
+            if getattr(self, name) not in built_in:
+                find_registered(SCHEDULES, getattr(self, name))
 
 
 def learning_rate(config: ScheduleConfig, num_samples: int) -> float:
@@ -168,6 +174,7 @@ class OptimizerParamScheduler:
     """
 
     def __init__(self, optimizer: HasLearningRate, config: ScheduleConfig) -> None:
+        config.check_registered()
         self._optimizer = optimizer
         self.config = config
         self.num_samples = 0
@@ -198,12 +205,15 @@ class OptimizerParamScheduler:
 
         Raises:
             CheckpointError: the schedules differ and no option selects one of them.
+            ConfigurationError: the selected schedule is not registered.
         """
         stored = config_from_dict(ScheduleConfig, state["schedule"])
         num_samples = int(state["num_samples"])
-        self.config, lines = reconcile_schedules(
+        chosen, lines = reconcile_schedules(
             stored, self.config, num_samples, override=override, use_checkpoint=use_checkpoint
         )
+        chosen.check_registered()
+        self.config = chosen
         self.num_samples = num_samples
         self._apply()
         return lines

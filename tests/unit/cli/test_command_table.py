@@ -154,7 +154,7 @@ def test_the_deprecated_name_of_the_memory_plot_works(capsys: pytest.CaptureFixt
     ("parser", "name", "flags"),
     [
         (train.build_parser(), "nproc", ("--nproc", "--nproc-per-node")),
-        (train.build_parser(), "continue", ("--continue", "--resume")),
+        (train.build_parser(), "resume", ("--resume", "--continue")),
         (plan.build_parser(), "gpus", ("--gpus", "--world-size")),
         (explain.build_parser(1), "world_size", ("--world-size", "--gpus")),
         (chat.build_parser(), "max_tokens", ("--max-tokens", "--tokens-to-generate")),

@@ -170,7 +170,7 @@ def test_print_config_writes_a_file_with_the_help_of_every_flag(tmp_path: Path) 
         ("a.toml", "lr = 2020-01-01", "lr has a value of type date; use a number, string, true, false or a list"),
         ("a.toml", "[a.b.c]\nlr = 1", "b has a value of type dict; use"),
         ("a.toml", "lr = ", "is not valid TOML: Invalid value (at end of document)"),
-        ("a.toml", 'config = "b.toml"', "config belongs on the command line; remove it from the file"),
+        ("a.toml", 'config = "b.toml"', "config belongs on the command line; omit it"),
         ("a.yaml", "lr: [1", "is not valid YAML: while parsing a flow sequence"),
         ("a.yaml", "- lr", "contains no keys; write lines such as num_layers = 24"),
         ("a.yaml", "lr: {a: {b: 1}}", "a has a value of type dict; use"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,14 @@ def test_the_defaults_of_a_script_precede_presets_files_and_flags(tmp_path: Any)
     config = parse(f"--config {file} --my-rate 6 --lr-decay-style constant")
     assert (config.scheduler.lr_decay_style, config.extra.my_rate) == ("constant", 6.0)
     assert config.optimizer.clip_grad == 0.25
+    own = {"normalization": "LayerNorm", "num_query_groups": 2, "my_names": ("b", Path("c"))}
+    declare_arguments(add_all, {"model_preset": "llama3.1-8b", **own}, ())
+    config = parse("")
+    assert (config.model.swiglu, config.model.normalization, config.extra.my_names) == (True, "LayerNorm", ("b", "c"))
+    assert parse("--model-preset llama3.1-8b --num-query-groups 2").model.normalization == "RMSNorm"
+    declare_arguments(None, {"config": "run.toml"}, all_flags())
+    with pytest.raises(ConfigurationError, match="args_defaults: config belongs on the command line; omit it"):
+        parse("")
     declare_arguments(None, {"lr_decay_styl": "cosine"}, all_flags())
     with pytest.raises(
         ConfigurationError, match="args_defaults: unknown key lr_decay_styl; did you mean lr_decay_style"
@@ -124,6 +133,11 @@ def adding(*names: str, **options: Any) -> Callable[[argparse.ArgumentParser], A
         (adding("--mine", type=bool), "extra_args: --mine: type=bool is not supported; use int, float, str or store_t"),
         (adding("--mine", type=int, default="3"), "extra_args: --mine: its default '3' is not a value of type int"),
         (adding("--mine", action="count"), "extra_args: --mine: only the actions store, store_true, store_false and a"),
+        (lambda parser: parser.set_defaults(lr=1.0), "extra_args: set_defaults: lr is not a flag that the script adds"),
+        (
+            lambda parser: parser.add_mutually_exclusive_group().add_argument("--mine"),
+            "extra_args: mutually exclusive groups are not supported",
+        ),
         (adding("--mine", nargs="?"), "extra_args: --mine: nargs=? is not supported"),
         (adding("--mine", action="store_true", default=True), "extra_args: --mine: its default is True; False is exp"),
     ],

@@ -81,7 +81,7 @@ def test_a_run_that_replaces_another_one_is_warned_of(name: str, tmp_path: Path)
     report_earlier_run(config, lines.append)
     assert lines == [
         f"WARNING: {directory} has a checkpoint of iteration 4, and --load is not set: this run starts from random "
-        f"weights and replaces that run; to continue it, pass --continue {directory}"
+        f"weights and replaces that run; to resume it, pass --resume {directory}"
     ]
     config.checkpoint = replace(checkpoint, load=directory)
     report_earlier_run(config, lines.append)

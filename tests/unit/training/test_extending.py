@@ -281,6 +281,14 @@ def test_a_script_is_imported_for_its_registrations_only(tmp_path: Path) -> None
         import_script(str(tmp_path))
 
 
+def test_an_unknown_argument_is_reported_with_the_command_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extending._Run, "arguments", {"lr": 1.0})
+    assert extending.get_args().lr == 1.0
+    assert getattr(extending.get_args(), "exponent", None) is None
+    with pytest.raises(AttributeError, match="there is no argument exponent; if extra_args adds it, only the script"):
+        extending.get_args().exponent  # noqa: B018
+
+
 def test_the_public_api_is_what_the_page_lists() -> None:
     page = (REPOSITORY / "docs/extending.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"version 1 of the public API: (.*?) of `megatron\.training`", page, re.DOTALL)

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint import TrainState
 from megatron.config import RunConfig, resolve_arguments
 from megatron.core import registry
-from megatron.core.datasets import DatasetSplits
+from megatron.core.datasets import DataHistory, DatasetSplits, ReadCounter
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers import NullTokenizer
 from megatron.training import extending
+from megatron.training.batch_source import sample_order
 from megatron.training.data_plan import sample_targets
 from megatron.training.gpt import provide_datasets
 from megatron.training.registered_dataset import MapStyleDataset
@@ -115,10 +117,10 @@ def config_of(more: str) -> RunConfig:
     return resolve_arguments([*words.split(), *more.split()], 1).config
 
 
-def build(more: str = "") -> tuple[DatasetSplits, list[str]]:
+def build(more: str = "", done: TrainState | None = None) -> tuple[DatasetSplits, list[str]]:
     lines: list[str] = []
     config = config_of(more)
-    builder = provide_datasets(config, NullTokenizer(10), sample_targets(config), lines.append)
+    builder = provide_datasets(config, NullTokenizer(10), sample_targets(config, done), lines.append)
     builder.check()
     return builder.build(), lines
 
@@ -137,6 +139,42 @@ def test_one_data_set_is_read_for_training_unless_it_is_split(register: Callable
     # A cyclic order repeats the samples itself, and so does not depend on the length of the run.
     splits, _ = build("--dataloader-type cyclic")
     assert len(splits.train) == 8  # type: ignore[arg-type]
+
+
+def test_a_resumed_run_continues_and_reports_a_data_set_of_another_length(
+    monkeypatch: pytest.MonkeyPatch, register: Callable[[Any], None]
+) -> None:
+    def resumed(num_items: int, history: DataHistory, more: str = "") -> tuple[DatasetSplits, list[str]]:
+        monkeypatch.setattr(registry, "_REGISTERED", {})
+        register(Items(*([number, number] for number in range(num_items))))
+        done = TrainState(iteration=2, consumed_train_samples=4, train_data=history.to_dict())
+        return build(more, done)
+
+    register(Items(*([number, number] for number in range(8))))
+    for more in ("", "--dataloader-type cyclic"):
+        splits, _ = build(more)
+        assert splits.train is not None
+        assert splits.history is not None
+        order = sample_order(splits.train, config_of(more))  # type: ignore[arg-type]
+        history = ReadCounter(splits.history, splits.train, order).history_at(4)  # type: ignore[arg-type]
+        same, lines = resumed(8, history, more)
+        assert same.history == history
+        assert [same.train[index]["tokens"][0] for index in range(4, 8)] == [4, 5, 6, 7]  # type: ignore[index]
+        assert not [line for line in lines if "changes" in line]
+        if more:
+            with pytest.raises(DataError, match="the data differs from the checkpoint's, but --dataloader-type cyclic"):
+                resumed(9, history, more)
+            continue
+        other, lines = resumed(9, history)
+        assert [other.train[index]["tokens"][0] for index in (4, 5, 9)] == [0, 1, 5]  # type: ignore[index]
+        change = "mine is read from its beginning, because its text has changed"
+        assert lines[0] == f" > the training data changes after 4 samples: {change}"
+        # Back to the first data set, which continues where it ended.
+        later = ReadCounter(other.history, other.train, order).history_at(6)  # type: ignore[arg-type]
+        monkeypatch.setattr(registry, "_REGISTERED", {})
+        register(Items(*([number, number] for number in range(8))))
+        again, _ = build("", TrainState(iteration=3, consumed_train_samples=6, train_data=later.to_dict()))
+        assert [again.train[index]["tokens"][0] for index in (6, 9)] == [4, 7]  # type: ignore[index]
 
 
 def test_a_data_set_may_have_its_own_splits(register: Callable[[Any], None]) -> None:

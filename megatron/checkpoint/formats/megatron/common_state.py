@@ -188,6 +188,8 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
         iterations, samples = arguments.get("lr_wsd_decay_iters"), arguments.get("lr_wsd_decay_samples")
         values["wsd_decay_steps"] = samples if samples is not None else (iterations or 0) * batch
         values["lr_wsd_decay_style"] = arguments.get("lr_wsd_decay_style") or "exponential"
+    if unknown := styles_unknown_to_megatron(values):
+        raise CheckpointError(f"opt_param_scheduler: {', '.join(unknown)} is not a style of Megatron-LM")
     try:
         schedule = ScheduleConfig(**values)
     except ConfigurationError as error:

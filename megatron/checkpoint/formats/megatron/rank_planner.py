@@ -345,6 +345,7 @@ class RankPlanner:
         cuts_narrow = self.model.transformer_impl == "local" and all(rows % self.tp == 0 for rows in narrow)
         self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=cuts_narrow)
         self.ep = self.model.expert_model_parallel_size
+        self._schedule = None if common["scheduler"] is None else stored_schedule(common["scheduler"])
         self.terms = None if common["optimizer"] is None else self._optimizer_terms()
 
     @property
@@ -372,13 +373,12 @@ class RankPlanner:
         optimizers = [part.state for part in parts]
         flats = [part.flat if has_first or part.is_experts else None for part in parts]
         slots += (slot for part in parts for slot in part.slots)
-        scheduler = self.common["scheduler"]
         value = rank_value(
             namespace(arguments),
             iteration,
             [model.value for model in models],
             _alone(optimizers),
-            None if scheduler is None else stored_schedule(scheduler),
+            self._schedule,
             extras.rng_state,
             float(self.common["progress"]["floating_point_operations_so_far"]),
         )

@@ -229,8 +229,8 @@ def test_a_decay_over_one_sample_starts_at_the_largest_rate(style: str) -> None:
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("lr_decay_style", r"--lr-decay-style quadratic is unknown; possible values: constant, .*cosine"),
-        ("lr_wsd_decay_style", r"--lr-wsd-decay-style quadratic is unknown; possible values: linear, "),
+        ("lr_decay_style", "learning-rate schedule quadratic is not registered; pass the script that registers it"),
+        ("lr_wsd_decay_style", "learning-rate schedule quadratic is not registered; pass the script"),
         ("wd_incr_style", r"--weight-decay-incr-style quadratic is unknown; possible values: constant, linear, cosine"),
     ],
 )
@@ -238,7 +238,18 @@ def test_a_style_of_another_program_is_rejected_by_name(field: str, message: str
     state = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0)).state_dict()
     stored = {**state, "schedule": {**state["schedule"], field: "quadratic"}}
     with pytest.raises(ConfigurationError, match=message):
-        OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0)).load_state_dict(stored)
+        OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0)).load_state_dict(stored, use_checkpoint=True)
+
+
+def test_a_schedule_that_is_overridden_need_not_be_registered() -> None:
+    scheduler = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0, lr_decay_style="cosine"))
+    state = scheduler.state_dict()
+    stored = {**state, "schedule": {**state["schedule"], "lr_decay_style": "restarts"}}
+    with pytest.raises(CheckpointError, match="lr_decay_style: restarts → cosine"):
+        scheduler.load_state_dict(stored)
+    assert scheduler.load_state_dict(stored, override=True) == ("lr_decay_style: restarts → cosine",)
+    with pytest.raises(ConfigurationError, match="Megatron's format cannot store --lr-decay-style restarts"):
+        stored_schedule(stored)
 
 
 def test_megatrons_files_reject_a_schedule_that_megatron_does_not_have() -> None:
@@ -256,7 +267,7 @@ def test_a_schedule_of_megatrons_files_that_is_not_known_is_rejected_by_name() -
     stored = {"max_lr": 1.0, "lr_decay_steps": 40, "num_steps": 8}
     assert schedule_state(stored, {})["schedule"]["lr_decay_style"] == "linear"
     with pytest.raises(
-        CheckpointError, match=("opt_param_scheduler: --lr-decay-style quadratic is unknown; possible values: ")
+        CheckpointError, match="opt_param_scheduler: --lr-decay-style quadratic is not a style of Megatron-LM"
     ):
         schedule_state({**stored, "lr_decay_style": "quadratic"}, {})
 
@@ -284,8 +295,8 @@ def test_a_registered_schedule_has_the_remaining_fraction_of_the_decay(monkeypat
     with pytest.raises(ConfigurationError, match="learning-rate schedule cosine is built in"):
         register_lr_schedule("cosine", lambda elapsed: 0.0)
     monkeypatch.setattr(registry, "_REGISTERED", {})
-    with pytest.raises(ConfigurationError, match="square is unknown; possible values: constant, inverse"):
-        ScheduleConfig(max_lr=1.0, lr_decay_style="square")
+    with pytest.raises(ConfigurationError, match="learning-rate schedule square is not registered"):
+        OptimizerParamScheduler(Recorder(), config)
 
 
 def test_a_registered_schedule_without_a_finite_value_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
