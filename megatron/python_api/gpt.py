@@ -212,7 +212,6 @@ class GPT:
             with _finishing_step() as was_interrupted:
                 train_held(config, self._state.runtime, program, self._state.held)
         finally:
-            recorder.complete()
             self.history.extend(recorder.history)
         is_stopped = recorder.history.stop_reason is not None
         if is_stopped and any_rank(was_interrupted(), self._state.runtime.state.world):

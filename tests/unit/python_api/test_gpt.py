@@ -21,6 +21,8 @@ from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.data.input_files import cut_text
 from megatron.training import get_args, register_dataset, register_loss
 from megatron.training.callbacks import Callback
+from megatron.training.step_position import find_step
+from megatron.training.step_samples import StepSamples
 from tests.harness.byte_vocabulary import write_vocabulary
 from tests.harness.forked_training import fork_training
 
@@ -213,6 +215,26 @@ def test_a_data_set_is_read_in_epochs() -> None:
         assert model.config.data.dataloader_type == "single"
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
+
+
+def test_texts_continue_after_a_data_set_with_their_next_sample(tokens: Path, tmp_path: Path) -> None:
+    training = {**TRAINING, "lr_warmup_iters": 0, "iterations_to_skip": [0]}
+    model = GPT.build(**MODEL)
+    model.fit(tokens, 2, **training)
+    model.fit(Rows(as_dict=True), 1)
+    model.fit(tokens, 1)
+    model.save(tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "iter_0000004" / "index.json").read_text())["common"]["progress"]
+    data = record["train_data"]
+    assert [(phase["start"], phase["data_sets"]) for phase in data["phases"]] == [(0, [0]), (8, []), (12, [0])]
+    assert data["phases"][-1]["offsets"] == [8]
+    assert [each["consumed_samples"] for each in data["data_sets"]] == [12]
+    assert [(each["start"], each["end"]) for each in data["left_out"]] == [(0, 4)]
+    with pytest.raises(
+        DataError, match="step 3 did not read files, so its samples cannot be shown; the run read other"
+    ):
+        StepSamples(find_step(tmp_path / "run", 3, None, None), model.tokenizer, print)
+    assert GPT.load(tmp_path / "run").fit(tokens, 1).iterations == [5]
 
 
 def test_the_label_of_cross_entropy_is_excluded_from_the_loss() -> None:
