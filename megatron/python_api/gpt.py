@@ -237,9 +237,8 @@ class GPT:
         settings = self._settings.without(self._chosen).updated(flags)
         if data is None:
             return settings, provide_datasets, ()
-        folder = settings.values.get("data_cache_path")
-        found = flags_of_data(data, self.tokenizer, folder, "GPT.fit")
-        given = settings.resolve("GPT.fit", self._launch.world_size, has_data=False)[0].logging.given_arguments
+        config, _ = settings.resolve("GPT.fit", self._launch.world_size, has_data=False)
+        found, given = flags_of_data(data, self.tokenizer, config.data, "GPT.fit"), config.logging.given_arguments
         defaults = {} if "split" in given else {"split": "1,0,0", "eval_iters": 0}
         values = {**dict.fromkeys(sources), "mock_data": False, **defaults, **found.values}
         free = {name: value for name, value in values.items() if name in sources or name not in given}
@@ -301,7 +300,7 @@ class GPT:
             return evaluate(self.config, runtime, self._state.held.parts, forward_step, source, number)
 
     def _evaluation_data(self, data: object) -> SampleDataset:
-        found = flags_of_data(data, self.tokenizer, self.config.data.data_cache_path, "GPT.evaluate")
+        found = flags_of_data(data, self.tokenizer, self.config.data, "GPT.evaluate")
         values: dict[str, Any] = {
             **dict.fromkeys(SOURCES, ()),
             "data_args_path": None,

@@ -187,6 +187,21 @@ def test_text_files_are_the_same_data_as_texts(tmp_path: Path) -> None:
     assert evaluated == [evaluated[0]] * 3
 
 
+def test_conversations_are_read_from_their_file(tmp_path: Path) -> None:
+    roles = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the quick brown fox"}]
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': roles})}\n" * 20)
+    model = byte_model(tmp_path, sft=True, seq_length=128)
+    before = model.evaluate(tmp_path / "talk.jsonl")
+    assert before > 1.0
+    model.fit(tmp_path / "talk.jsonl", 4, lr=1e-2)
+    assert model.evaluate(tmp_path / "talk.jsonl") < before
+    assert model.fit(steps=1, split="9,1,0").iterations == [5]
+    with pytest.raises(ConfigurationError, match="texts and tokens are no conversations, which sft needs"):
+        model.fit(TEXTS, 1)
+    with pytest.raises(ConfigurationError, match="texts and tokens are no conversations"):
+        model.evaluate(np.zeros(200, np.int64))
+
+
 class Rows:
     """A data set of a caller."""
 
@@ -442,7 +457,7 @@ def test_adapters_are_not_written_as_a_hugging_face_model(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_short_sample_of_a_data_set_is_an_error() -> None:
+def test_a_wrong_sample_of_a_data_set_is_an_error() -> None:
     class Short(Rows):
         def __getitem__(self, index: int) -> Any:
             return super().__getitem__(index)[:16]
@@ -450,6 +465,8 @@ def test_a_short_sample_of_a_data_set_is_an_error() -> None:
     message = "sample 0 of Short has 15 tokens with a label, but seq_length is 16; return 17 tokens, or a dict with 16"
     with pytest.raises(DataError, match=message):
         GPT.build(**MODEL).evaluate(Short(as_dict=False))
+    with pytest.raises(DataError, match="sample 0 of Rows has no document_ids, which reset_attention_mask needs"):
+        GPT.build(**MODEL, sft=True).evaluate(Rows(as_dict=True))
 
 
 def test_importing_the_class_name_waits_for_torch() -> None:
