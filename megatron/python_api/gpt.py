@@ -29,7 +29,7 @@ from megatron.core.collectives import all_gather_last_dim, any_rank, run_on_all_
 from megatron.core.console import print_line
 from megatron.core.datasets import BlendedDatasetBuilder, ExternalSamples, SampleDataset
 from megatron.core.dist_checkpointing import read_index_file
-from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError
 from megatron.core.inference import (
     BeamConfig,
     GenerationRequest,
@@ -53,9 +53,11 @@ from megatron.python_api.settings import (
     kept_settings,
     loaded_settings,
     recorded_values,
+    refuse_misplaced,
     refuse_other_model,
     settings_of,
     with_chosen_values,
+    without_load,
 )
 from megatron.python_api.training_data import SOURCES, flags_of_data
 from megatron.training import (
@@ -78,13 +80,6 @@ from megatron.training.callbacks import Callback, open_engine
 Tokens: TypeAlias = "str | Sequence[int] | Sequence[Sequence[int]] | NDArray[Any] | torch.Tensor"
 """A text, or token ids of the shape ``[s]`` or ``[b, s]``."""
 
-_NOT_HERE = {
-    "load": "GPT.load(folder) loads a checkpoint",
-    "pretrained_checkpoint": "GPT.load(folder, finetune=True) loads weights",
-    "use_checkpoint_args": "GPT.load(folder) reads the model from the checkpoint",
-    "skip_train": "evaluate(data) evaluates without training",
-    "inprocess_restart": "only pretrain_gpt.py restarts its ranks",
-}
 _DEFAULT_NEW_TOKENS = 64
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
 
@@ -108,6 +103,8 @@ class GPT:
     def __init__(self, settings: Settings, launch: LaunchEnvironment, caller: str) -> None:
         """Build the model that the settings describe; `build` and `load` are the public ways."""
         config, notes = settings.resolve(caller, launch.world_size, has_data=False)
+        if caller == "GPT.build":
+            refuse_misplaced({**vars(config.checkpoint), **vars(config.restart)}, caller)
         # A load need not say which flags it read.
         shown = notes if not config.checkpoint.use_checkpoint_args else ()
         for note in shown if launch.rank == 0 else ():
@@ -141,7 +138,9 @@ class GPT:
         Raises:
             ConfigurationError: a flag is unknown, or the flags do not fit together; with every problem.
         """
-        return cls(settings_of(config, flags, tokenizer), read_launch(), "GPT.build")
+        settings = settings_of(config, flags, tokenizer)
+        refuse_misplaced(settings.values, "GPT.build")
+        return cls(settings, read_launch(), "GPT.build")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], **flags: Any) -> GPT:
@@ -157,14 +156,12 @@ class GPT:
             ConfigurationError: a flag is unknown, or the flags do not fit together.
             CheckpointError: there is no checkpoint, or it cannot be read.
         """
+        refuse_misplaced(flags, "GPT.load")
         launch, place = read_launch(), os.fspath(folder)
         settings = loaded_settings(place, _recorded(place, flags.get("ckpt_step")), flags)
         model = cls(settings, launch, "GPT.load")
         model._state.load(model.config)
-        model.config = dataclasses.replace(
-            model.config, checkpoint=dataclasses.replace(model.config.checkpoint, load=None, finetune=False)
-        )
-        model._state.config = model.config
+        model.config = model._state.config = without_load(model.config)
         model._settings = kept_settings(model.config)
         return model
 
@@ -224,15 +221,14 @@ class GPT:
         Raises:
             ConfigurationError: a flag does not belong here, or the data is none of the accepted kinds.
         """
-        wrong = [f"GPT.fit: {name} belongs elsewhere: {hint}" for name, hint in _NOT_HERE.items() if name in flags]
+        refuse_misplaced(flags, "GPT.fit")
         sources: tuple[str, ...] = SOURCES
         if is_registered("data set", flags.get("dataset", self._settings.values.get("dataset"))):
             sources = (*SOURCES, "dataset")
-        if data is not None:
-            wrong += [f"GPT.fit: data and {name} both name data; omit one" for name in sources if name in flags]
-        if wrong:
-            raise ConfigurationError(wrong)
-        if data is None and not any(name in flags for name in sources):
+        named = [name for name in sources if name in flags]
+        if data is not None and named:
+            raise ConfigurationError([f"GPT.fit: data and {name} both name data; omit one" for name in named])
+        if data is None and not named:
             return self._settings.updated(flags), self._provider, self._chosen
         settings = self._settings.without(self._chosen).updated(flags)
         if data is None:
@@ -271,6 +267,7 @@ class GPT:
                 f"before {steps} more; pass {planned.train_iters - done} steps or fewer, or more train_samples"
             )
         config, notes = settings.resolve("GPT.fit", world_size, has_data=True, needs_files=provider is provide_datasets)
+        refuse_misplaced(vars(config.training), "GPT.fit")
         config = with_chosen_values(config, self.config)
         refuse_other_model(config, self.config, "GPT.fit")
         if config.data.train_data:
@@ -531,13 +528,21 @@ class GPT:
 
 
 def _recorded(folder: str, ckpt_step: int | None) -> dict[str, Any]:
-    """Return the flags of training that a native checkpoint records, or none for another folder.
+    """Return the flags of training that a native checkpoint records, or none for a checkpoint of another format.
 
     Without optimizer state in the checkpoint, they include ``no_load_optim``.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
     """
     place = as_path(folder)
     found = candidate_folders(place, ckpt_step) if place.exists() else []
-    if not found or detect_format(found[0]) != "native":
+    if not found:
+        wrong = "contains no checkpoint" if place.exists() else "does not exist"
+        raise CheckpointError(
+            f"GPT.load: {folder} {wrong}; pass the folder that a run saved to, or the folder of a model"
+        )
+    if detect_format(found[0]) != "native":
         return {}
     values = recorded_values(RunConfig.from_dict(recorded_config(found[0])))
     has_optimizer = read_index_file(found[0])["common"]["optimizer"] is not None

@@ -17,7 +17,7 @@ import torch
 from megatron import GPT
 from megatron.core import registry
 from megatron.core.datasets import IndexedDatasetBuilder
-from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError
 from megatron.data.input_files import cut_text
 from megatron.training import get_args, register_dataset, register_loss
 from megatron.training.callbacks import Callback
@@ -108,8 +108,9 @@ def test_a_saved_model_continues_on_the_command_line_and_in_python(
     model.save(folder)
     assert command_line_losses(tokens, tmp_path / "metrics.jsonl", "--load", str(folder)) == reference[3:]
 
-    loaded = GPT.load(folder)
+    loaded = GPT.load(folder, ckpt_step=3)
     assert loaded.iteration == 3
+    assert str(GPT.build(loaded.config)) == str(GPT.build(**MODEL))
     assert torch.equal(loaded.logits([1, 2, 3]), model.logits([1, 2, 3]))
     assert loaded.fit(tokens).losses == reference[3:]
 
@@ -359,6 +360,10 @@ def test_a_model_is_built_from_each_kind_of_configuration(tmp_path: Path) -> Non
         ({"hidden_size": "wide"}, "--hidden-size wide: an integer is expected"),
         ({"swiglu": 1}, "GPT.build: swiglu = 1: true or false is expected"),
         ({"explain": True}, "GPT.build: explain belongs on the command line; omit it"),
+        ({"load": "x"}, "GPT.build: load belongs elsewhere: GPT.load(folder) loads a checkpoint"),
+        ({"config": "--load x"}, "GPT.build: load belongs elsewhere: GPT.load(folder) loads a checkpoint"),
+        ({"finetune": True}, "GPT.build: finetune belongs elsewhere: it is a flag of GPT.load(folder, finetune=...)"),
+        ({"config": "--inprocess-restart"}, "GPT.build: inprocess_restart belongs elsewhere: only pretrain_gpt.py"),
         ({"tokenizer": "nothing"}, "tokenizer='nothing' is neither a folder with tokenizer.json"),
     ],
 )
@@ -431,8 +436,23 @@ def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
         untrained.loss([1, 99])
     with pytest.raises(InputError, match="1 tokens have no next token"):
         untrained.loss([1])
-    with pytest.raises(InputError, match="does not exist; pass the folder that a run saved to"):
+
+
+def test_a_folder_without_a_checkpoint_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"GPT.load: missing does not exist; pass the folder that a run saved to"):
         GPT.load("missing")
+    with pytest.raises(CheckpointError, match=f"GPT.load: {tmp_path} contains no checkpoint; pass the folder"):
+        GPT.load(tmp_path, **MODEL)
+    with pytest.raises(ConfigurationError, match=r"GPT.load: load belongs elsewhere"):
+        GPT.load(tmp_path, load="x")
+    with pytest.raises(ConfigurationError, match=r"GPT.load: skip_train belongs elsewhere: evaluate"):
+        GPT.load(tmp_path, skip_train=True)
+
+
+def test_flags_that_skip_the_training_are_rejected_by_fit() -> None:
+    model = GPT.build("--skip-train", **MODEL)
+    with pytest.raises(ConfigurationError, match=r"GPT.fit: skip_train belongs elsewhere"):
+        model.fit([[1] * 40], 1, lr=1e-3)
 
 
 def test_a_list_of_texts_and_an_empty_text_have_no_loss(tmp_path: Path) -> None:
