@@ -76,6 +76,7 @@ from megatron.training import (
     train_held,
 )
 from megatron.training.callbacks import Callback, open_engine
+from megatron.training.loggers import RunRecord
 
 Tokens: TypeAlias = "str | Sequence[int] | Sequence[Sequence[int]] | NDArray[Any] | torch.Tensor"
 """A text, or token ids of the shape ``[s]`` or ``[b, s]``."""
@@ -486,10 +487,18 @@ class GPT:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save a checkpoint that `load` and every command reads, in the format of ``ckpt_format``.
 
+        ``megatron train --continue`` continues the training if its data are files, unless they were temporary.
+
         Raises:
             MegatronError: it cannot be written.
         """
-        self._state.save(os.fspath(folder))
+        place = os.fspath(folder)
+        self._state.save(place)
+        if self._state.runtime.is_reporter:
+            config = dataclasses.replace(
+                self.config, checkpoint=dataclasses.replace(self.config.checkpoint, save=place)
+            )
+            RunRecord(config, self._launch, self.iteration, print_line).end(self.iteration, None)
 
     def to_hf(self, folder: str | os.PathLike[str]) -> None:
         """Write a Hugging Face model with its tokenizer, which transformers loads.

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron import GPT
+from megatron.cli.train import ContinuedRun
 from megatron.core import registry
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError
@@ -120,6 +121,10 @@ def test_a_saved_model_continues_on_the_command_line_and_in_python(
     assert losses[0] == reference[3]
     assert losses != reference[3:]
     assert GPT.load(folder).fit(tokens, 3, optimizer="sgd").losses[0] == reference[3]
+
+    words = [*ContinuedRun.read(str(folder)).words, "--metrics-jsonl", str(tmp_path / "continued.jsonl")]
+    assert fork_training(words).check().losses() == reference[3:]
+    assert GPT.load(folder).iteration == 6
 
 
 def test_fit_saves_checkpoints_that_the_command_line_continues(
