@@ -306,6 +306,8 @@ class GPT:
         }
         values |= {name: tuple(value) for name, value in found.values.items() if name in SOURCES}
         values |= {"mock_data": False, "split": "0,1,0"}
+        if self.config.data.is_registered:
+            values["dataset"] = None
         config = dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, **values))
         if config.data.train_data:
             config = with_tokenized_text(config, is_reporter=False)
@@ -583,7 +585,14 @@ def _sampling(values: Mapping[str, Any]) -> SamplingConfig:
 
 
 def _beams(num_beams: int, length_penalty: float, early_stopping: bool | Literal["never"]) -> BeamConfig | None:
+    if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float):
+        raise ConfigurationError(f"GPT.generate: length_penalty is {length_penalty!r}; pass {_KINDS[float]}")
     if num_beams == 1:
+        if length_penalty != 1.0 or early_stopping is not False:
+            raise ConfigurationError(
+                "GPT.generate: length_penalty and early_stopping are for beam search; pass num_beams of 2 or more, or "
+                "omit them"
+            )
         return None
     return BeamConfig(num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping)
 

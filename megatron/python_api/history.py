@@ -46,10 +46,11 @@ class TrainingHistory:
         self.stop_reason = other.stop_reason
 
     def cut(self, iteration: int) -> None:
-        """Remove the iterations after this one."""
+        """Remove the iterations after this one, and their evaluations."""
         kept = sum(number <= iteration for number in self.iterations)
         for values in (self.iterations, self.losses, self.learning_rates, self.grad_norms):
             del values[kept:]
+        self.evaluations = [each for each in self.evaluations if each[0] <= iteration]
 
 
 class Recorder(Callback):

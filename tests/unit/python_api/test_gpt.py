@@ -20,6 +20,7 @@ from megatron.core import registry
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError
 from megatron.data.input_files import cut_text
+from megatron.python_api import TrainingHistory
 from megatron.training import get_args, register_dataset, register_loss
 from megatron.training.callbacks import Callback
 from megatron.training.step_position import find_step
@@ -272,7 +273,7 @@ def test_the_label_of_cross_entropy_is_excluded_from_the_loss() -> None:
     assert model.evaluate(Ignoring(as_dict=True)) == model.evaluate(Masking(as_dict=True))
 
 
-def test_a_script_s_parts_train_from_python_with_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_s_parts_train_from_python_with_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {})
     monkeypatch.setattr(registry, "_SCRIPTS", [])
     register_loss("scaled", lambda inputs: inputs.cross_entropy() * get_args().global_batch_size)
@@ -290,6 +291,9 @@ def test_a_script_s_parts_train_from_python_with_the_arguments(monkeypatch: pyte
     model.fit(None, 1, dataset="rows", split="1,0,0")
     assert model.config.data.dataset == "rows"
     assert model.config.data.data_path == ()
+    evaluated = model.evaluate([[1, 2, 3] * 20])
+    model.save(tmp_path / "run")
+    assert GPT.load(tmp_path / "run", dataset=None).evaluate([[1, 2, 3] * 20]) == evaluated
     (scaled,) = GPT.build(**MODEL).fit(None, 1, **flags, loss="scaled").losses
     assert scaled == pytest.approx(4 * plain[0])
 
@@ -330,6 +334,13 @@ def test_an_exception_leaves_a_usable_model(tokens: Path, reference: list[float]
         model.fit(tokens, 6, callbacks=[Fail()], train_iters=6, **TRAINING)
     assert model.iteration == 1
     assert model.fit().losses == reference[1:]
+
+
+def test_a_rollback_removes_iterations_and_evaluations_from_the_history() -> None:
+    history = TrainingHistory([1, 2, 3], [3.0, 2.0, 1.0], [0.1] * 3, [1.0, None, 1.0], [(2, "a", 2.5), (3, "a", 1.5)])
+    history.cut(2)
+    kept = TrainingHistory([1, 2], [3.0, 2.0], [0.1] * 2, [1.0, None], [(2, "a", 2.5)])
+    assert vars(history) == vars(kept)
 
 
 def test_two_models_are_independent(tokens: Path, reference: list[float]) -> None:
@@ -427,6 +438,10 @@ def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
         untrained.generate([1], top_k=1.5)
     with pytest.raises(ConfigurationError, match="num_beams is 0; pass a whole number of 1 or more"):
         untrained.generate([1], num_beams=0)
+    with pytest.raises(ConfigurationError, match="length_penalty and early_stopping are for beam search; pass"):
+        untrained.generate([1], length_penalty=2.0)
+    with pytest.raises(ConfigurationError, match="length_penalty is 'long'; pass a number"):
+        untrained.generate([1], num_beams=2, length_penalty="long")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="temperature is 'hot'; pass a number"):
         untrained.generate([1], temperature="hot")
     with pytest.raises(ConfigurationError, match="pass a whole number of 1 or more"):
