@@ -29,7 +29,7 @@ from megatron.core.collectives import all_gather_last_dim, any_rank, run_on_all_
 from megatron.core.console import print_line
 from megatron.core.datasets import BlendedDatasetBuilder, ExternalSamples, SampleDataset
 from megatron.core.dist_checkpointing import read_index_file
-from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError
 from megatron.core.inference import (
     BeamConfig,
     GenerationRequest,
@@ -53,9 +53,11 @@ from megatron.python_api.settings import (
     kept_settings,
     loaded_settings,
     recorded_values,
+    refuse_misplaced,
     refuse_other_model,
     settings_of,
     with_chosen_values,
+    without_load,
 )
 from megatron.python_api.training_data import SOURCES, flags_of_data
 from megatron.training import (
@@ -74,17 +76,11 @@ from megatron.training import (
     train_held,
 )
 from megatron.training.callbacks import Callback, open_engine
+from megatron.training.loggers import RunRecord
 
 Tokens: TypeAlias = "str | Sequence[int] | Sequence[Sequence[int]] | NDArray[Any] | torch.Tensor"
 """A text, or token ids of the shape ``[s]`` or ``[b, s]``."""
 
-_NOT_HERE = {
-    "load": "GPT.load(folder) loads a checkpoint",
-    "pretrained_checkpoint": "GPT.load(folder, finetune=True) loads weights",
-    "use_checkpoint_args": "GPT.load(folder) reads the model from the checkpoint",
-    "skip_train": "evaluate(data) evaluates without training",
-    "inprocess_restart": "only pretrain_gpt.py restarts its ranks",
-}
 _DEFAULT_NEW_TOKENS = 64
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
 
@@ -108,6 +104,8 @@ class GPT:
     def __init__(self, settings: Settings, launch: LaunchEnvironment, caller: str) -> None:
         """Build the model that the settings describe; `build` and `load` are the public ways."""
         config, notes = settings.resolve(caller, launch.world_size, has_data=False)
+        if caller == "GPT.build":
+            refuse_misplaced({**vars(config.checkpoint), **vars(config.restart)}, caller)
         # A load need not say which flags it read.
         shown = notes if not config.checkpoint.use_checkpoint_args else ()
         for note in shown if launch.rank == 0 else ():
@@ -141,7 +139,9 @@ class GPT:
         Raises:
             ConfigurationError: a flag is unknown, or the flags do not fit together; with every problem.
         """
-        return cls(settings_of(config, flags, tokenizer), read_launch(), "GPT.build")
+        settings = settings_of(config, flags, tokenizer)
+        refuse_misplaced(settings.values, "GPT.build")
+        return cls(settings, read_launch(), "GPT.build")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], **flags: Any) -> GPT:
@@ -157,14 +157,12 @@ class GPT:
             ConfigurationError: a flag is unknown, or the flags do not fit together.
             CheckpointError: there is no checkpoint, or it cannot be read.
         """
+        refuse_misplaced(flags, "GPT.load")
         launch, place = read_launch(), os.fspath(folder)
         settings = loaded_settings(place, _recorded(place, flags.get("ckpt_step")), flags)
         model = cls(settings, launch, "GPT.load")
         model._state.load(model.config)
-        model.config = dataclasses.replace(
-            model.config, checkpoint=dataclasses.replace(model.config.checkpoint, load=None, finetune=False)
-        )
-        model._state.config = model.config
+        model.config = model._state.config = without_load(model.config)
         model._settings = kept_settings(model.config)
         return model
 
@@ -212,7 +210,6 @@ class GPT:
             with _finishing_step() as was_interrupted:
                 train_held(config, self._state.runtime, program, self._state.held)
         finally:
-            recorder.complete()
             self.history.extend(recorder.history)
         is_stopped = recorder.history.stop_reason is not None
         if is_stopped and any_rank(was_interrupted(), self._state.runtime.state.world):
@@ -225,22 +222,20 @@ class GPT:
         Raises:
             ConfigurationError: a flag does not belong here, or the data is none of the accepted kinds.
         """
-        wrong = [f"GPT.fit: {name} belongs elsewhere: {hint}" for name, hint in _NOT_HERE.items() if name in flags]
+        refuse_misplaced(flags, "GPT.fit")
         sources: tuple[str, ...] = SOURCES
         if is_registered("data set", flags.get("dataset", self._settings.values.get("dataset"))):
             sources = (*SOURCES, "dataset")
-        if data is not None:
-            wrong += [f"GPT.fit: data and {name} both name data; omit one" for name in sources if name in flags]
-        if wrong:
-            raise ConfigurationError(wrong)
-        if data is None and not any(name in flags for name in sources):
+        named = [name for name in sources if name in flags]
+        if data is not None and named:
+            raise ConfigurationError([f"GPT.fit: data and {name} both name data; omit one" for name in named])
+        if data is None and not named:
             return self._settings.updated(flags), self._provider, self._chosen
         settings = self._settings.without(self._chosen).updated(flags)
         if data is None:
             return settings, provide_datasets, ()
-        folder = settings.values.get("data_cache_path")
-        found = flags_of_data(data, self.tokenizer, folder, "GPT.fit")
-        given = settings.resolve("GPT.fit", self._launch.world_size, has_data=False)[0].logging.given_arguments
+        config, _ = settings.resolve("GPT.fit", self._launch.world_size, has_data=False)
+        found, given = flags_of_data(data, self.tokenizer, config.data, "GPT.fit"), config.logging.given_arguments
         defaults = {} if "split" in given else {"split": "1,0,0", "eval_iters": 0}
         values = {**dict.fromkeys(sources), "mock_data": False, **defaults, **found.values}
         free = {name: value for name, value in values.items() if name in sources or name not in given}
@@ -273,6 +268,7 @@ class GPT:
                 f"before {steps} more; pass {planned.train_iters - done} steps or fewer, or more train_samples"
             )
         config, notes = settings.resolve("GPT.fit", world_size, has_data=True, needs_files=provider is provide_datasets)
+        refuse_misplaced(vars(config.training), "GPT.fit")
         config = with_chosen_values(config, self.config)
         refuse_other_model(config, self.config, "GPT.fit")
         if config.data.train_data:
@@ -302,7 +298,7 @@ class GPT:
             return evaluate(self.config, runtime, self._state.held.parts, forward_step, source, number)
 
     def _evaluation_data(self, data: object) -> SampleDataset:
-        found = flags_of_data(data, self.tokenizer, self.config.data.data_cache_path, "GPT.evaluate")
+        found = flags_of_data(data, self.tokenizer, self.config.data, "GPT.evaluate")
         values: dict[str, Any] = {
             **dict.fromkeys(SOURCES, ()),
             "data_args_path": None,
@@ -310,6 +306,8 @@ class GPT:
         }
         values |= {name: tuple(value) for name, value in found.values.items() if name in SOURCES}
         values |= {"mock_data": False, "split": "0,1,0"}
+        if self.config.data.is_registered:
+            values["dataset"] = None
         config = dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, **values))
         if config.data.train_data:
             config = with_tokenized_text(config, is_reporter=False)
@@ -491,10 +489,18 @@ class GPT:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save a checkpoint that `load` and every command reads, in the format of ``ckpt_format``.
 
+        ``megatron train --continue`` continues the training if its data are files, unless they were temporary.
+
         Raises:
             MegatronError: it cannot be written.
         """
-        self._state.save(os.fspath(folder))
+        place = os.fspath(folder)
+        self._state.save(place)
+        if self._state.runtime.is_reporter:
+            config = dataclasses.replace(
+                self.config, checkpoint=dataclasses.replace(self.config.checkpoint, save=place)
+            )
+            RunRecord(config, self._launch, self.iteration, print_line).end(self.iteration, None)
 
     def to_hf(self, folder: str | os.PathLike[str]) -> None:
         """Write a Hugging Face model with its tokenizer, which transformers loads.
@@ -533,13 +539,21 @@ class GPT:
 
 
 def _recorded(folder: str, ckpt_step: int | None) -> dict[str, Any]:
-    """Return the flags of training that a native checkpoint records, or none for another folder.
+    """Return the flags of training that a native checkpoint records, or none for a checkpoint of another format.
 
     Without optimizer state in the checkpoint, they include ``no_load_optim``.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
     """
     place = as_path(folder)
     found = candidate_folders(place, ckpt_step) if place.exists() else []
-    if not found or detect_format(found[0]) != "native":
+    if not found:
+        wrong = "contains no checkpoint" if place.exists() else "does not exist"
+        raise CheckpointError(
+            f"GPT.load: {folder} {wrong}; pass the folder that a run saved to, or the folder of a model"
+        )
+    if detect_format(found[0]) != "native":
         return {}
     values = recorded_values(RunConfig.from_dict(recorded_config(found[0])))
     has_optimizer = read_index_file(found[0])["common"]["optimizer"] is not None
@@ -571,7 +585,14 @@ def _sampling(values: Mapping[str, Any]) -> SamplingConfig:
 
 
 def _beams(num_beams: int, length_penalty: float, early_stopping: bool | Literal["never"]) -> BeamConfig | None:
+    if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float):
+        raise ConfigurationError(f"GPT.generate: length_penalty is {length_penalty!r}; pass {_KINDS[float]}")
     if num_beams == 1:
+        if length_penalty != 1.0 or early_stopping is not False:
+            raise ConfigurationError(
+                "GPT.generate: length_penalty and early_stopping are for beam search; pass num_beams of 2 or more, or "
+                "omit them"
+            )
         return None
     return BeamConfig(num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping)
 

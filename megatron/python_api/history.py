@@ -46,10 +46,11 @@ class TrainingHistory:
         self.stop_reason = other.stop_reason
 
     def cut(self, iteration: int) -> None:
-        """Remove the iterations after this one."""
+        """Remove the iterations after this one, and their evaluations."""
         kept = sum(number <= iteration for number in self.iterations)
         for values in (self.iterations, self.losses, self.learning_rates, self.grad_norms):
             del values[kept:]
+        self.evaluations = [each for each in self.evaluations if each[0] <= iteration]
 
 
 class Recorder(Callback):
@@ -57,11 +58,9 @@ class Recorder(Callback):
 
     def __init__(self, history: TrainingHistory) -> None:
         self.history = history
-        self._run: TrainingRun | None = None
 
     def on_begin(self, run: TrainingRun) -> None:
         """Forget the iterations that a rollback repeats."""
-        self._run = run
         self.history.cut(run.train_state.iteration)
 
     def after_step(self, run: TrainingRun, report: StepReport) -> None:
@@ -78,10 +77,3 @@ class Recorder(Callback):
     def on_end(self, run: TrainingRun, reason: str | None) -> None:
         """Record why the training ends."""
         self.history.stop_reason = reason
-
-    def complete(self) -> None:
-        """Record in the run's progress which samples were read, as before a save."""
-        run = self._run
-        if run is not None and run.counter is not None:
-            state = run.train_state
-            state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()

@@ -73,7 +73,7 @@ def connect(config: RunConfig, launch: LaunchEnvironment, tokenizer: Tokenizer) 
 
 
 def _dependencies(config: RunConfig) -> tuple[Any, ...]:
-    """Return what model and optimizer are built from, apart from the schedule."""
+    """Return the parts of the configuration on which model and optimizer depend, apart from the schedule."""
     training = dataclasses.replace(config.training, **_OF_A_TRAINING)
     optimizer = dataclasses.replace(config.optimizer, lr=0.0, min_lr=0.0)
     data = (config.data.seq_length, config.data.reset_attention_mask)

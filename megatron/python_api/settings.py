@@ -14,6 +14,7 @@ from megatron.config import (
     DEFAULT_SPLIT,
     PRECISION,
     TOKENIZER,
+    CheckpointConfig,
     RunConfig,
     command_line_fields,
     keyword_words,
@@ -35,6 +36,14 @@ _OF_LOAD = (
     "no_load_optim",
     "no_load_rng",
 )
+_ELSEWHERE: Mapping[str, str] = {
+    "load": "GPT.load(folder) loads a checkpoint",
+    "pretrained_checkpoint": "GPT.load(folder, finetune=True) loads weights",
+    "use_checkpoint_args": "GPT.load(folder) reads the model from the checkpoint",
+    "skip_train": "evaluate(data) evaluates without training",
+    "inprocess_restart": "only pretrain_gpt.py restarts its ranks",
+}
+"""Flags that no function takes, and what replaces each."""
 _FIXED_PARTS = ("tokenizer", "initialization")
 _FREE = ("num_threads", "used_threads", "hang_timeout_seconds", "distributed_timeout_minutes")
 _MEASURED = ("cpu_gemm_backend", "tp_comm_overlap_impl", "transformer_impl", "vocab_size")
@@ -128,6 +137,20 @@ def _tokenizer_values(tokenizer: str | os.PathLike[str]) -> dict[str, Any]:
     )
 
 
+def refuse_misplaced(values: Mapping[str, Any], caller: str) -> None:
+    """Reject flags, by field, that have no meaning for a function of `GPT`.
+
+    Raises:
+        ConfigurationError: some are set; the message has a line for each.
+    """
+    hints = dict(_ELSEWHERE)
+    if caller != "GPT.load":
+        hints |= {name: f"it is a flag of GPT.load(folder, {name}=...)" for name in _OF_LOAD if name not in hints}
+    wrong = [name for name in hints if values.get(name) is not None and values[name] is not False]
+    if wrong:
+        raise ConfigurationError([f"{caller}: {name} belongs elsewhere: {hints[name]}" for name in wrong])
+
+
 def config_values(config: RunConfig | GPTConfig, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of a configuration that are not at their defaults, by field."""
     if isinstance(config, RunConfig):
@@ -156,8 +179,14 @@ def loaded_settings(folder: str, recorded: Mapping[str, Any], flags: Mapping[str
     return Settings((), {**recorded, **flags, "load": folder, "use_checkpoint_args": True})
 
 
+def without_load(config: RunConfig) -> RunConfig:
+    """Return the configuration of a model that was loaded, which no longer names the folder."""
+    defaults = {spec.name: spec.default for spec in field_specs(CheckpointConfig) if spec.name in _OF_LOAD}
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **defaults))
+
+
 def kept_settings(config: RunConfig) -> Settings:
-    """Return the settings of a model that was loaded, which no longer name the folder."""
+    """Return the settings of a model that was loaded."""
     return Settings((), _values_without_load(config))
 
 

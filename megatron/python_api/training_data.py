@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.config import RunConfig
+from megatron.config import DataConfig, RunConfig
 from megatron.core.datasets import (
     DatasetSplits,
     ExternalSamples,
@@ -62,21 +62,29 @@ class DataFlags:
     provider: DatasetsProvider = provide_datasets
 
 
-def flags_of_data(data: object, tokenizer: Tokenizer, folder: str | None, caller: str) -> DataFlags:
-    """Return the flags for data in Python. Texts and tokens are written as token files to ``folder`` first.
+def flags_of_data(data: object, tokenizer: Tokenizer, options: DataConfig, caller: str) -> DataFlags:
+    """Return the flags for data in Python. Texts and tokens are written to ``data_cache_path`` as token files first.
 
-    Without a folder, the files are in a temporary folder, which is removed when the process ends.
+    Without this folder, the files are in a temporary folder, which is removed when the process ends.
 
     Raises:
         ConfigurationError: the data is none of the accepted kinds.
         InputError: a file cannot be read, or a text cannot be encoded.
     """
     if isinstance(data, str | os.PathLike):
-        return _flags_of_path(Path(data), caller)
-    if isinstance(data, np.ndarray | torch.Tensor):
-        return _write(_documents_of_array(data, caller), tokenizer, folder)
-    if isinstance(data, list | tuple):
-        return _write(_documents_of_list(data, tokenizer, caller), tokenizer, folder)
+        return _flags_of_path(Path(data), options, caller)
+    if isinstance(data, np.ndarray | torch.Tensor | list | tuple):
+        if options.sft:
+            raise ConfigurationError(
+                f"{caller}: texts and tokens are no conversations, which sft needs; pass a .jsonl file of "
+                "conversations, token files of megatron preprocess --sft, or a data set whose items have a loss_mask"
+            )
+        documents = (
+            _documents_of_list(data, tokenizer, caller)
+            if isinstance(data, list | tuple)
+            else _documents_of_array(data, caller)
+        )
+        return _write(documents, tokenizer, options.data_cache_path)
     if isinstance(data, ExternalSamples):
         return DataFlags({"dataloader_type": "external"}, _provider_of(data))
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
@@ -84,10 +92,11 @@ def flags_of_data(data: object, tokenizer: Tokenizer, folder: str | None, caller
     raise ConfigurationError(f"{caller}: data has the type {type(data).__name__}; pass {_ACCEPTED}")
 
 
-def _flags_of_path(path: Path, caller: str) -> DataFlags:
+def _flags_of_path(path: Path, options: DataConfig, caller: str) -> DataFlags:
     # These functions of os.path also answer for a text that is too long for the name of a file.
     if os.path.isfile(path) and path.suffix not in (".bin", ".idx"):
-        return DataFlags({"train_data": [str(path)]})
+        # Conversations are read from their file as they are, and text is tokenized first.
+        return DataFlags({"data_path" if options.sft else "train_data": [str(path)]})
     prefix = str(path.with_suffix("")) if path.suffix in (".bin", ".idx") else str(path)
     if os.path.isdir(path):
         found = sorted(each.with_suffix("") for each in path.glob("*.idx"))
@@ -204,23 +213,29 @@ class _Provided:
     """Builder of data sets that exist already."""
 
     dataset: SampleDataset | ExternalSamples
-    length: int
+    options: DataConfig
 
     def check(self) -> None:
         """Check the first sample of the data set.
 
         Raises:
-            DataError: it has the wrong length, or there is none.
+            DataError: it has the wrong length, or lacks its documents, or there is none.
         """
         if not isinstance(self.dataset, Samples):
             return
         if not len(self.dataset):
             raise DataError("the data set has no samples; pass one with at least one sample")
-        found = len(self.dataset[0]["tokens"])
-        if found != self.length:
+        sample, length = self.dataset[0], self.options.seq_length
+        found = len(sample["tokens"])
+        if found != length:
             raise DataError(
-                f"{self.dataset.source_of(0)} has {found} tokens with a label, but seq_length is {self.length}; return "
-                f"{self.length + 1} tokens, or a dict with {self.length} tokens and {self.length} labels"
+                f"{self.dataset.source_of(0)} has {found} tokens with a label, but seq_length is {length}; return "
+                f"{length + 1} tokens, or a dict with {length} tokens and {length} labels"
+            )
+        if self.options.reset_attention_mask and "document_ids" not in sample:
+            raise DataError(
+                f"{self.dataset.source_of(0)} has no document_ids, which reset_attention_mask needs; return the number "
+                "of each token's document, or turn reset_attention_mask off (with sft: sft_packing=False)"
             )
 
     def build(self) -> DatasetSplits:
@@ -232,6 +247,6 @@ def _provider_of(dataset: SampleDataset | ExternalSamples) -> DatasetsProvider:
     def provide(
         config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
     ) -> _Provided:
-        return _Provided(dataset, config.data.seq_length)
+        return _Provided(dataset, config.data)
 
     return provide

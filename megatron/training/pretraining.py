@@ -333,6 +333,8 @@ def _run(setup: RunSetup) -> None:
             run.checkpoints.finish()
             raise
         finally:
+            if setup.held is not None:
+                run.record_data_read()  # a later training continues from it
             if run.metrics is not None:
                 run.metrics.close()
 

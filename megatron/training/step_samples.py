@@ -102,6 +102,11 @@ def _open_data(
     history = history.until(position.first_sample)
     num_samples = later[0] if later else max(config.train_samples, position.first_sample + position.num_samples)
     numbers = history.phases[-1].data_sets
+    if not numbers:
+        raise DataError(
+            f"step {position.step} did not read files, so its samples cannot be shown; the run read other data between "
+            f"samples {history.phases[-1].start} and {later[0] if later else history.consumed_samples}"
+        )
     own = dataset_config(config, tokenizer)
     dataset_options = GPTDatasetConfig(
         sequence_length=history.data_sets[numbers[0]].key.sequence_length,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron.checkpoint import TrainState
 from megatron.config import RunConfig
 from megatron.core.collectives import all_reduce
-from megatron.core.datasets import Batch
+from megatron.core.datasets import Batch, SkippedSamples
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models import Model
@@ -244,7 +244,12 @@ class BegunStep:
 
 
 class StepGuard(Protocol):
-    """Checks the results of training steps, and decides about those that look wrong; the same on all ranks."""
+    """Checks the results of training steps, and decides about those that look wrong; the same on all ranks.
+
+    ``left_out`` are the samples that the run has skipped.
+    """
+
+    left_out: SkippedSamples
 
     @property
     def limits(self) -> tuple[float, float] | None:

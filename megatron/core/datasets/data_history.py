@@ -126,7 +126,10 @@ class DataSetRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One blend of a run: its data sets by number, their weights, and the samples read from each before the phase."""
+    """One blend of a run: its data sets by number, their weights, and the samples read from each before the phase.
+
+    A phase without data sets read other data than files.
+    """
 
     start: int
     """Consumed samples of the run at the start of the phase."""
@@ -185,6 +188,16 @@ class DataHistory:
         """Return the history with the sample counts of an earlier point of the same run."""
         counts = [record.consumed_samples for record in earlier.data_sets]
         return self.with_consumed(earlier.consumed_samples, counts + [0] * (len(self.data_sets) - len(counts)))
+
+    def after_other_data(self, consumed_samples: int) -> DataHistory:
+        """Return the history after the run has read other data than files up to ``consumed_samples``."""
+        if consumed_samples == self.consumed_samples:
+            return self
+        phases = self.phases
+        if phases[-1].data_sets:
+            start = self.consumed_samples
+            phases = (*phases, Phase(start=start, data_sets=(), weights=(), has_given_weights=False, offsets=()))
+        return dataclasses.replace(self, consumed_samples=consumed_samples, phases=phases)
 
     def with_consumed(self, consumed_samples: int, of_data_sets: Sequence[int]) -> DataHistory:
         """Return the history with new sample counts, one per data set."""
@@ -317,6 +330,11 @@ def continue_history(
     last = history.phases[-1]
     if _is_same_blend(last, numbers, weights):
         return history, None
+    if dataloader_type == "cyclic" and not last.data_sets:
+        raise DataError(
+            f"the run read other data than files after {last.start} samples, after which --dataloader-type cyclic "
+            "cannot continue; use --finetune to start a new run"
+        )
     if dataloader_type == "cyclic":
         raise DataError(
             "the data differs from the checkpoint's, but --dataloader-type cyclic shuffled all samples of the old data "

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.checkpoint import TrainState
 from megatron.config import RunConfig
 from megatron.core.console import print_line
-from megatron.core.datasets import ReadCounter
+from megatron.core.datasets import ReadCounter, recorded_history
 from megatron.core.dist_checkpointing import Progress, ignore_progress
 from megatron.core.pipeline_parallel import Action
 from megatron.core.timers import Timers
@@ -196,6 +196,18 @@ class TrainingRun:
     guard: StepGuard | None = None
     evaluations: EvaluationRecord = field(default_factory=EvaluationRecord)
     show_progress: Progress = ignore_progress
+
+    def record_data_read(self) -> None:
+        """Record in ``train_state`` which samples of each data set were read, and which steps were skipped."""
+        state = self.train_state
+        recorded = dict(state.train_data or {})
+        if self.counter is not None:
+            recorded |= self.counter.history_at(state.consumed_train_samples).to_dict()
+        elif (history := recorded_history(state.train_data)) is not None:
+            recorded |= history.after_other_data(state.consumed_train_samples).to_dict()
+        if self.guard is not None:
+            recorded |= self.guard.left_out.to_dict()
+        state.train_data = recorded or None
 
     def log(self, text: str) -> None:
         """Print a line on the reporting rank."""

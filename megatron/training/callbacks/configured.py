@@ -24,12 +24,10 @@ from megatron.training.loggers import IntervalAverage, StepReport
 
 
 class DataHistory(Callback):
-    """Record in ``run.train_state`` which samples of each data set were read; only for data read from files."""
+    """Record in ``run.train_state`` which samples were read."""
 
     def before_save(self, run: TrainingRun) -> None:
-        state = run.train_state
-        if run.counter is not None:
-            state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
+        run.record_data_read()
 
 
 class MetricsLog(Callback):

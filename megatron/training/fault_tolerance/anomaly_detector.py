@@ -273,10 +273,6 @@ class AnomalyDetector(Callback):
     def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
         self.log_variation()
 
-    def before_save(self, run: TrainingRun) -> None:
-        if left_out := self.left_out.to_dict():
-            run.train_state.train_data = {**(run.train_state.train_data or {}), **left_out}
-
     def accepted(self, report: StepReport) -> None:
         """Record that the latest step was accepted and its update applied."""
         self._updated = self._begun

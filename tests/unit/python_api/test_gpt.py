@@ -15,12 +15,16 @@ import pytest
 import torch
 
 from megatron import GPT
+from megatron.cli.train import ContinuedRun
 from megatron.core import registry
 from megatron.core.datasets import IndexedDatasetBuilder
-from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.core.errors import CheckpointError, ConfigurationError, DataError, InputError
 from megatron.data.input_files import cut_text
+from megatron.python_api import TrainingHistory
 from megatron.training import get_args, register_dataset, register_loss
 from megatron.training.callbacks import Callback
+from megatron.training.step_position import find_step
+from megatron.training.step_samples import StepSamples
 from tests.harness.byte_vocabulary import write_vocabulary
 from tests.harness.forked_training import fork_training
 
@@ -106,8 +110,9 @@ def test_a_saved_model_continues_on_the_command_line_and_in_python(
     model.save(folder)
     assert command_line_losses(tokens, tmp_path / "metrics.jsonl", "--load", str(folder)) == reference[3:]
 
-    loaded = GPT.load(folder)
+    loaded = GPT.load(folder, ckpt_step=3)
     assert loaded.iteration == 3
+    assert str(GPT.build(loaded.config)) == str(GPT.build(**MODEL))
     assert torch.equal(loaded.logits([1, 2, 3]), model.logits([1, 2, 3]))
     assert loaded.fit(tokens).losses == reference[3:]
 
@@ -117,6 +122,10 @@ def test_a_saved_model_continues_on_the_command_line_and_in_python(
     assert losses[0] == reference[3]
     assert losses != reference[3:]
     assert GPT.load(folder).fit(tokens, 3, optimizer="sgd").losses[0] == reference[3]
+
+    words = [*ContinuedRun.read(str(folder)).words, "--metrics-jsonl", str(tmp_path / "continued.jsonl")]
+    assert fork_training(words).check().losses() == reference[3:]
+    assert GPT.load(folder).iteration == 6
 
 
 def test_fit_saves_checkpoints_that_the_command_line_continues(
@@ -185,6 +194,21 @@ def test_text_files_are_the_same_data_as_texts(tmp_path: Path) -> None:
     assert evaluated == [evaluated[0]] * 3
 
 
+def test_conversations_are_read_from_their_file(tmp_path: Path) -> None:
+    roles = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the quick brown fox"}]
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': roles})}\n" * 20)
+    model = byte_model(tmp_path, sft=True, seq_length=128)
+    before = model.evaluate(tmp_path / "talk.jsonl")
+    assert before > 1.0
+    model.fit(tmp_path / "talk.jsonl", 4, lr=1e-2)
+    assert model.evaluate(tmp_path / "talk.jsonl") < before
+    assert model.fit(steps=1, split="9,1,0").iterations == [5]
+    with pytest.raises(ConfigurationError, match="texts and tokens are no conversations, which sft needs"):
+        model.fit(TEXTS, 1)
+    with pytest.raises(ConfigurationError, match="texts and tokens are no conversations"):
+        model.evaluate(np.zeros(200, np.int64))
+
+
 class Rows:
     """A data set of a caller."""
 
@@ -215,6 +239,26 @@ def test_a_data_set_is_read_in_epochs() -> None:
     assert len(losses[0]) == 4
 
 
+def test_texts_continue_after_a_data_set_with_their_next_sample(tokens: Path, tmp_path: Path) -> None:
+    training = {**TRAINING, "lr_warmup_iters": 0, "iterations_to_skip": [0]}
+    model = GPT.build(**MODEL)
+    model.fit(tokens, 2, **training)
+    model.fit(Rows(as_dict=True), 1)
+    model.fit(tokens, 1)
+    model.save(tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "iter_0000004" / "index.json").read_text())["common"]["progress"]
+    data = record["train_data"]
+    assert [(phase["start"], phase["data_sets"]) for phase in data["phases"]] == [(0, [0]), (8, []), (12, [0])]
+    assert data["phases"][-1]["offsets"] == [8]
+    assert [each["consumed_samples"] for each in data["data_sets"]] == [12]
+    assert [(each["start"], each["end"]) for each in data["left_out"]] == [(0, 4)]
+    with pytest.raises(
+        DataError, match="step 3 did not read files, so its samples cannot be shown; the run read other"
+    ):
+        StepSamples(find_step(tmp_path / "run", 3, None, None), model.tokenizer, print)
+    assert GPT.load(tmp_path / "run").fit(tokens, 1).iterations == [5]
+
+
 def test_the_label_of_cross_entropy_is_excluded_from_the_loss() -> None:
     class Ignoring(Rows):
         def __getitem__(self, index: int) -> Any:
@@ -229,7 +273,7 @@ def test_the_label_of_cross_entropy_is_excluded_from_the_loss() -> None:
     assert model.evaluate(Ignoring(as_dict=True)) == model.evaluate(Masking(as_dict=True))
 
 
-def test_a_script_s_parts_train_from_python_with_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_s_parts_train_from_python_with_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {})
     monkeypatch.setattr(registry, "_SCRIPTS", [])
     register_loss("scaled", lambda inputs: inputs.cross_entropy() * get_args().global_batch_size)
@@ -247,6 +291,9 @@ def test_a_script_s_parts_train_from_python_with_the_arguments(monkeypatch: pyte
     model.fit(None, 1, dataset="rows", split="1,0,0")
     assert model.config.data.dataset == "rows"
     assert model.config.data.data_path == ()
+    evaluated = model.evaluate([[1, 2, 3] * 20])
+    model.save(tmp_path / "run")
+    assert GPT.load(tmp_path / "run", dataset=None).evaluate([[1, 2, 3] * 20]) == evaluated
     (scaled,) = GPT.build(**MODEL).fit(None, 1, **flags, loss="scaled").losses
     assert scaled == pytest.approx(4 * plain[0])
 
@@ -289,6 +336,13 @@ def test_an_exception_leaves_a_usable_model(tokens: Path, reference: list[float]
     assert model.fit().losses == reference[1:]
 
 
+def test_a_rollback_removes_iterations_and_evaluations_from_the_history() -> None:
+    history = TrainingHistory([1, 2, 3], [3.0, 2.0, 1.0], [0.1] * 3, [1.0, None, 1.0], [(2, "a", 2.5), (3, "a", 1.5)])
+    history.cut(2)
+    kept = TrainingHistory([1, 2], [3.0, 2.0], [0.1] * 2, [1.0, None], [(2, "a", 2.5)])
+    assert vars(history) == vars(kept)
+
+
 def test_two_models_are_independent(tokens: Path, reference: list[float]) -> None:
     first, second = GPT.build(**MODEL), GPT.build(**MODEL)
     assert first.fit(tokens, 2, train_iters=6, **TRAINING).losses == reference[:2]
@@ -322,6 +376,10 @@ def test_a_model_is_built_from_each_kind_of_configuration(tmp_path: Path) -> Non
         ({"hidden_size": "wide"}, "--hidden-size wide: an integer is expected"),
         ({"swiglu": 1}, "GPT.build: swiglu = 1: true or false is expected"),
         ({"explain": True}, "GPT.build: explain belongs on the command line; omit it"),
+        ({"load": "x"}, "GPT.build: load belongs elsewhere: GPT.load(folder) loads a checkpoint"),
+        ({"config": "--load x"}, "GPT.build: load belongs elsewhere: GPT.load(folder) loads a checkpoint"),
+        ({"finetune": True}, "GPT.build: finetune belongs elsewhere: it is a flag of GPT.load(folder, finetune=...)"),
+        ({"config": "--inprocess-restart"}, "GPT.build: inprocess_restart belongs elsewhere: only pretrain_gpt.py"),
         ({"tokenizer": "nothing"}, "tokenizer='nothing' is neither a folder with tokenizer.json"),
     ],
 )
@@ -380,6 +438,10 @@ def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
         untrained.generate([1], top_k=1.5)
     with pytest.raises(ConfigurationError, match="num_beams is 0; pass a whole number of 1 or more"):
         untrained.generate([1], num_beams=0)
+    with pytest.raises(ConfigurationError, match="length_penalty and early_stopping are for beam search; pass"):
+        untrained.generate([1], length_penalty=2.0)
+    with pytest.raises(ConfigurationError, match="length_penalty is 'long'; pass a number"):
+        untrained.generate([1], num_beams=2, length_penalty="long")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="temperature is 'hot'; pass a number"):
         untrained.generate([1], temperature="hot")
     with pytest.raises(ConfigurationError, match="pass a whole number of 1 or more"):
@@ -394,8 +456,23 @@ def test_wrong_prompts_and_tokens_are_errors(untrained: GPT) -> None:
         untrained.loss([1, 99])
     with pytest.raises(InputError, match="1 tokens have no next token"):
         untrained.loss([1])
-    with pytest.raises(InputError, match="does not exist; pass the folder that a run saved to"):
+
+
+def test_a_folder_without_a_checkpoint_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"GPT.load: missing does not exist; pass the folder that a run saved to"):
         GPT.load("missing")
+    with pytest.raises(CheckpointError, match=f"GPT.load: {tmp_path} contains no checkpoint; pass the folder"):
+        GPT.load(tmp_path, **MODEL)
+    with pytest.raises(ConfigurationError, match=r"GPT.load: load belongs elsewhere"):
+        GPT.load(tmp_path, load="x")
+    with pytest.raises(ConfigurationError, match=r"GPT.load: skip_train belongs elsewhere: evaluate"):
+        GPT.load(tmp_path, skip_train=True)
+
+
+def test_flags_that_skip_the_training_are_rejected_by_fit() -> None:
+    model = GPT.build("--skip-train", **MODEL)
+    with pytest.raises(ConfigurationError, match=r"GPT.fit: skip_train belongs elsewhere"):
+        model.fit([[1] * 40], 1, lr=1e-3)
 
 
 def test_a_list_of_texts_and_an_empty_text_have_no_loss(tmp_path: Path) -> None:
@@ -420,7 +497,7 @@ def test_adapters_are_not_written_as_a_hugging_face_model(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_short_sample_of_a_data_set_is_an_error() -> None:
+def test_a_wrong_sample_of_a_data_set_is_an_error() -> None:
     class Short(Rows):
         def __getitem__(self, index: int) -> Any:
             return super().__getitem__(index)[:16]
@@ -428,6 +505,8 @@ def test_a_short_sample_of_a_data_set_is_an_error() -> None:
     message = "sample 0 of Short has 15 tokens with a label, but seq_length is 16; return 17 tokens, or a dict with 16"
     with pytest.raises(DataError, match=message):
         GPT.build(**MODEL).evaluate(Short(as_dict=False))
+    with pytest.raises(DataError, match="sample 0 of Rows has no document_ids, which reset_attention_mask needs"):
+        GPT.build(**MODEL, sft=True).evaluate(Rows(as_dict=True))
 
 
 def test_importing_the_class_name_waits_for_torch() -> None:

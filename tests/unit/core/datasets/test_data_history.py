@@ -295,6 +295,31 @@ def test_cyclic_permutes_what_it_permuted_before(texts: tuple[str, ...], tmp_pat
     assert run.keys[:50] != run.keys[50:100]
 
 
+def test_files_continue_after_other_data_with_their_next_sample(texts: tuple[str, ...], tmp_path: Path) -> None:
+    blend = Blend(texts[:2], (0.6, 0.4))
+    run = Run(tmp_path).train(blend, 60, 20)
+    for end in (24, 33):
+        assert run.history is not None
+        assert run.history.after_other_data(run.consumed) == run.history
+        run.consumed = end
+        run.history = DataHistory.from_dict(run.history.after_other_data(end).to_dict())
+    run.train(blend, 60)
+    assert_read_in_order(run)
+    assert sum(run.counts().values()) == len(run.places) == 20 + 27
+    assert run.history is not None
+    assert [(phase.start, phase.data_sets) for phase in run.history.phases] == [(0, (0, 1)), (20, ()), (33, (0, 1))]
+    (line,) = [line for line in run.lines if "changes after 33 samples" in line]
+    assert line.count("left out -> ") == 2
+
+
+def test_cyclic_does_not_continue_after_other_data(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path, "cyclic").train(Blend(texts[:1]), 50, 30)
+    assert run.history is not None
+    run.history, run.consumed = run.history.after_other_data(40), 40
+    with pytest.raises(DataError, match="other data than files after 30 samples, after which --dataloader-type cyclic"):
+        run.build(Blend(texts[:1]), 50)
+
+
 def test_what_cannot_go_on_is_refused(texts: tuple[str, ...], tmp_path: Path) -> None:
     blend = Blend(texts[:2], (0.6, 0.4))
     single = Run(tmp_path).train(blend, 50, 30)
