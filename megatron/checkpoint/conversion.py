@@ -335,7 +335,7 @@ def with_adapters(
     is_quantized = source.common["config"]["model"].get("lora_base_quantization") is not None
     if is_quantized and (merges or saver != "native"):
         source = DequantizedSource(source, open_checkpoint(base) if merges and base is not None else None)
-    if merges and base is not None and not is_quantized and not isinstance(source, PeftSource):
+    elif merges and base is not None and not isinstance(source, PeftSource):
         raise ConfigurationError(
             f"--base-model {base}: the weights of {source.folder} are not quantized, and the adapters belong to them; "
             "omit it"
