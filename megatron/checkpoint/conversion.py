@@ -463,12 +463,12 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         source = source.base
     if not given:
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
-    if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
-        given["tokenizer_type"] = HuggingFaceTokenizer.name
-    if "tokenizer_type" in given:
-        reject_unused_flags(given["tokenizer_type"], given)
+    if "tokenizer_type" not in given:
+        is_folder = "tokenizer_model" in given and Path(given["tokenizer_model"]).is_dir()
+        given["tokenizer_type"] = HuggingFaceTokenizer.name if is_folder else "GPT2BPETokenizer"
+    reject_unused_flags(given["tokenizer_type"], given)
     vocab_size = int(source.common["config"]["model"]["vocab_size"])
-    if given.get("tokenizer_type") == NullTokenizer.name:
+    if given["tokenizer_type"] == NullTokenizer.name:
         given["vocab_size"] = vocab_size - 1  # the setting excludes the end of document
     tokenizer = build_tokenizer(**given)
     if tokenizer.vocab_size > vocab_size:
