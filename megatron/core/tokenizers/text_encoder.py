@@ -246,8 +246,9 @@ def choose_encoder(
         return reference
     if isinstance(tokenizer, ByteTokenizer) and engine in ("auto", ByteEncoder.name):
         return ByteEncoder()
-    has_engines = isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer)
-    candidates = dict(_candidates(tokenizer)) if has_engines else {}
+    candidates = {}
+    if isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
+        candidates = dict(_candidates(tokenizer))
     if engine not in ("auto", *candidates):
         raise TokenizerError(f"--tokenizer-engine {engine} cannot be used with {tokenizer.name}; omit it")
     if not candidates:
