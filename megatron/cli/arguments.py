@@ -38,7 +38,7 @@ class SpellingParser(argparse.ArgumentParser):
     typed: Sequence[str] = ()
     """The words of the command line; empty if some of them are for another parser."""
     hint_for_extra_words = "see --help"
-    """What would work instead of a word that belongs to no flag."""
+    """Advice for a word that belongs to no flag."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
