@@ -25,7 +25,7 @@ from megatron.config import RunConfig
 from megatron.core.dist_checkpointing import MODEL_PREFIX, dtype_name
 from megatron.core.errors import InputError, MegatronError
 from megatron.core.sharding import split_box
-from megatron.core.tensor_parallel import CODES, LARGEST, MEAN, SCALES
+from megatron.core.tensor_parallel import CODES, STORED_PARTS
 
 MAX_BOX_BYTES = 64 * 1024 * 1024
 _CHUNK_ELEMENTS = 1 << 20
@@ -212,7 +212,7 @@ def mismatch(problems: list[str]) -> ConversionMismatchError:
 
 def parameters_of(source: CheckpointSource) -> int:
     """Return the number of parameters of the model; a tied weight counts once."""
-    elements = {CODES: 2} | dict.fromkeys((SCALES, LARGEST, MEAN), 0)  # A byte holds two codes.
+    elements = dict.fromkeys(STORED_PARTS, 0) | {CODES: 2}  # A byte holds two codes.
     return sum(
         info.num_elements * elements.get(name.rpartition(".")[2], 1)
         for name, info in source.tensors.items()

@@ -42,8 +42,9 @@ class ConfigChanges:
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigChanges:
     """Compare a checkpoint's configuration with the run's, both as nested dicts of plain values.
 
-    The role of a field decides. Differences in output fields are ignored, as are fields that only one release knows. A
-    field determines the model's shape only if it is in use, such as the number of positions with learned embeddings.
+    The role of a field decides. Differences in fields of the output or of one session are ignored, as are fields that
+    only one release knows. A field determines the model's shape only if it is in use, such as the number of positions
+    with learned embeddings.
     """
     old_values, new_values = _flatten(old), _flatten(new)
     fields = {f"{part}.{spec.name}": spec.options for part, cls in config_parts().items() for spec in field_specs(cls)}
@@ -53,7 +54,9 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
         section, _, _ = field.partition(".")
         before, after = old_values[field], new_values[field]
         role, where = (fields[field].role, fields[field].where) if field in fields else (None, None)
-        if before == after or role == "output" or (field == _LAYERS and _are_same_layers(before, after, new_values)):
+        if before == after or role in ("session", "output"):
+            continue
+        if field == _LAYERS and _are_same_layers(before, after, new_values):
             continue
         counts = where is None or new_values.get(f"{section}.{where[0]}") == where[1]
         counts = counts and field not in unused

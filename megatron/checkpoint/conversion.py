@@ -335,7 +335,7 @@ def with_adapters(
     is_quantized = source.common["config"]["model"].get("lora_base_quantization") is not None
     if is_quantized and (merges or saver != "native"):
         source = DequantizedSource(source, open_checkpoint(base) if merges and base is not None else None)
-    if merges and base is not None and not is_quantized and not isinstance(source, PeftSource):
+    elif merges and base is not None and not isinstance(source, PeftSource):
         raise ConfigurationError(
             f"--base-model {base}: the weights of {source.folder} are not quantized, and the adapters belong to them; "
             "omit it"
@@ -463,12 +463,12 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         source = source.base
     if not given:
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
-    if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
-        given["tokenizer_type"] = HuggingFaceTokenizer.name
-    if "tokenizer_type" in given:
-        reject_unused_flags(given["tokenizer_type"], given)
+    if "tokenizer_type" not in given:
+        is_folder = "tokenizer_model" in given and Path(given["tokenizer_model"]).is_dir()
+        given["tokenizer_type"] = HuggingFaceTokenizer.name if is_folder else "GPT2BPETokenizer"
+    reject_unused_flags(given["tokenizer_type"], given)
     vocab_size = int(source.common["config"]["model"]["vocab_size"])
-    if given.get("tokenizer_type") == NullTokenizer.name:
+    if given["tokenizer_type"] == NullTokenizer.name:
         given["vocab_size"] = vocab_size - 1  # the setting excludes the end of document
     tokenizer = build_tokenizer(**given)
     if tokenizer.vocab_size > vocab_size:

@@ -18,7 +18,7 @@ from megatron.checkpoint.checkpoint_folder import (
     iteration_of_folder,
 )
 from megatron.checkpoint.checkpoint_source import CheckpointSource
-from megatron.checkpoint.comparison import MAX_BOX_BYTES
+from megatron.checkpoint.comparison import MAX_BOX_BYTES, parameters_of
 from megatron.checkpoint.formats import NativeSource, idle_lines
 from megatron.checkpoint.formats.huggingface import HUB, MODEL_RECORD, HuggingFaceSource
 from megatron.checkpoint.progress import ByteProgress
@@ -119,7 +119,7 @@ def describe(found: FoundCheckpoint, source: CheckpointSource, *, is_whole: bool
     yield f"format: {FORMAT_NAMES[found.format]}"
     if (origin := (common.get(MODEL_RECORD) or {}).get(HUB)) is not None:
         yield f"from the Hugging Face Hub: {origin['name']}, revision {origin['revision']}"
-    yield f"parameters: {sum(info.num_elements for info in weights)} in {len(weights)} tensors"
+    yield f"parameters: {parameters_of(source)} in {len(weights)} tensors"
     kinds = Counter(name.split(".")[1] for name in source.tensors if name.startswith(OPTIMIZER_PREFIX))
     counts = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
     yield f"optimizer state: {len(states)} tensors" + (f" ({counts})" if counts else "")
@@ -155,7 +155,7 @@ def _changed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         spec = specs.get(name)
         same = tuple(value) if isinstance(value, list) else value
-        # The command line, of which the settings are the result, is not a setting.
+        # The values of the flags on the command line are in the other fields.
         if name == "given_arguments" or (spec is not None and not spec.is_required and same == spec.default):
             continue
         found[name] = value

@@ -454,9 +454,12 @@ def _load_folder(
 ) -> LoadedCheckpoint:
     """Load one folder. ``filled`` collects the tensors that a damaged checkpoint may have filled before it failed."""
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
-    stored = open_stored(folder, state, verify, config.get("model"))
-    log(f" checkpoint version {stored.version}")
     is_fresh_start = options.finetune or is_release(folder)
+    needs_streams = not is_fresh_start and not options.no_load_rng
+    stored = open_stored(folder, state, verify, config.get("model"), needs_streams)
+    log(f" checkpoint version {stored.version}")
+    if (line := stored.index.lost_streams_line(folder)) is not None:
+        log(line)
     common = stored.index.common
     changes = _compare_configuration(folder, stored.config, config, strictness)
     refuse_other_adapters(folder, stored.config, config)
@@ -480,7 +483,7 @@ def _load_folder(
     if optimizer is not None and strictness.allows_missing:
         _check_main_params(folder, described, stored.index, state)
     choice = None
-    if not is_fresh_start and not options.no_load_rng:
+    if needs_streams:
         choice = choose_streams(stored.index, tensors.rng, state, progress.iteration)
         described += choice.tensors
     scaling = choose_float8(stored.index, None if is_fresh_start else tensors.float8, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ class SpellingParser(argparse.ArgumentParser):
 
     typed: Sequence[str] = ()
     """The words of the command line; empty if some of them are for another parser."""
+    hint_for_extra_words = "see --help"
+    """Advice for a word that belongs to no flag."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,7 +87,9 @@ class SpellingParser(argparse.ArgumentParser):
         argparse checks required flags before it reports unknown flags: for ``--laod DIR`` it reports only that
         ``--load`` is missing.
         """
-        return f"{message}; {self._likely_typing_error(message) or 'see --help'}"
+        is_extra_word = re.match("unrecognized arguments: [^-]", message)
+        hint = self.hint_for_extra_words if is_extra_word else "see --help"
+        return f"{message}; {self._likely_typing_error(message) or hint}"
 
     def _likely_typing_error(self, message: str) -> str | None:
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]

@@ -37,6 +37,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.hint_for_extra_words = "pass texts with --text FILE … and tasks with --tasks TASK …"
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="task names or files, separated by spaces or commas")
     parser.add_argument(
         "--text", nargs="+", metavar="FILE", help=".jsonl files (one document per line) or text files (one document)"

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.console import print_line, waiting
 from megatron.core.errors import ConfigurationError
 from megatron.training import OWN_RUN_ID
+from megatron.training.fault_tolerance import HANG_PREFIX
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
 _POLL_S = 0.1
-_HANG = "HANG: "
-"""Start of the reason that the watchdog leaves for the rank at fault, which is killed if it cannot end itself."""
 _BY_SIGNAL = 128
 INTERRUPTED = _BY_SIGNAL + signal.SIGINT
 """Exit status after Ctrl-C, as shells report it."""
@@ -121,7 +120,7 @@ def _watch(context: PContext, place: Place) -> int:
         result = context.wait(timeout=0)
     if not result.failures:
         return INTERRUPTED if stop.received == signal.SIGINT else 0
-    hung = {rank: failure for rank, failure in result.failures.items() if _reason(failure).startswith(_HANG)}
+    hung = {rank: failure for rank, failure in result.failures.items() if _reason(failure).startswith(HANG_PREFIX)}
     failures = {rank: failure for rank, failure in result.failures.items() if rank in first} or result.failures
     rank, failure = min((hung or failures).items(), key=lambda item: _order(item[1]))
     # The watchdog kills ranks that cannot end themselves; schedulers read the status of SIGKILL as out of memory.

@@ -133,9 +133,9 @@ class TrainingConfig(Config, role="run"):
     """Iterations of the whole run."""
     train_samples: int = flag(0, bounds=NOT_NEGATIVE, in_args=True)
     """Samples of the whole run, instead of --train-iters."""
-    exit_interval: int | None = flag(None, bounds=POSITIVE)
+    exit_interval: int | None = flag(None, role="session", bounds=POSITIVE)
     """Exit (and save, with --save) at the first iteration divisible by N."""
-    exit_duration_in_mins: int | None = flag(None, bounds=POSITIVE)
+    exit_duration_in_mins: int | None = flag(None, role="session", bounds=POSITIVE)
     """Exit (and save, with --save) after N minutes."""
     exit_signal_handler: bool = flag(
         False, idle=idle_with("exit_signal", "SIGTERM", because=": a checkpoint is always saved on it")

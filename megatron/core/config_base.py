@@ -28,13 +28,13 @@ ConfigType = TypeVar("ConfigType")
 _METADATA_KEY = "flag"
 _GROUP_KEY = "group"
 
-Role = Literal["weights", "shape", "meaning", "recipe", "layout", "run", "output"]
+Role = Literal["weights", "shape", "meaning", "recipe", "layout", "run", "session", "output"]
 """Role of a field, which decides how a configuration is compared, recorded and restored.
 
 ``weights`` determines only which weights exist, ``shape`` also how they are interpreted, and ``meaning`` what is
 computed from the same weights. ``recipe`` describes how a model is trained and is kept from run to run. ``layout``
-distributes the work over processes. ``run`` is any other behavior of a run, and ``output`` is where files are written
-and what is reported.
+distributes the work over processes. ``session`` ends one session of a run early, and a later session does not take it
+over. ``run`` is any other behavior of a run, and ``output`` is where files are written and what is reported.
 """
 IDENTITY: tuple[Role, ...] = ("weights", "shape", "meaning")
 """The roles that together identify a model."""

@@ -165,8 +165,8 @@ def config_values(config: RunConfig | GPTConfig, without: Collection[str] = ()) 
 
 
 def recorded_values(config: RunConfig) -> dict[str, Any]:
-    """Return the flags of a run that say how it trains, but not the model, its layout, its tokenizer or its output."""
-    roles = (*IDENTITY, "layout", "output")
+    """Return the flags of a run that say how it trains, but not its model, layout, tokenizer, sessions or output."""
+    roles = (*IDENTITY, "layout", "session", "output")
     closed = (*PRECISION, *TOKENIZER)
     kept = {
         spec.name for _, spec in command_line_fields() if spec.options.role not in roles and spec.name not in closed

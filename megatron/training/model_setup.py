@@ -45,7 +45,7 @@ from megatron.core.optimizer import (
     make_optimizer,
     state_bytes,
 )
-from megatron.core.parallel_state import all_gather_from_world
+from megatron.core.parallel_state import ParallelState, all_gather_from_world
 from megatron.core.pipeline_parallel import (
     MessageOrders,
     PipelineConnection,
@@ -289,6 +289,8 @@ def build_model_and_optimizer(
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
     for line in describe_parameter_counts(config, chunks, runtime):
         log(line)
+    if config.model.lora_rank:
+        log(describe_trainable_parameters(chunks, runtime.state))
     device = runtime.device.torch_device
     has_documents = config.data.reset_attention_mask
     if not config.logging.brief_log:
@@ -476,3 +478,17 @@ def describe_parameter_counts(config: RunConfig, chunks: tuple[Model, ...], runt
         f" > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {rank_count}"
         for pp_rank, tp_rank, rank_count in sorted(counts)
     ]
+
+
+def describe_trainable_parameters(chunks: tuple[Model, ...], state: ParallelState) -> str:
+    """Return a line with the number of trainable parameters of the whole model; collective."""
+    here = {
+        spec_of(parameter).name: (math.prod(spec_of(parameter).global_shape), parameter.requires_grad)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    }
+    found = {name: each for rank in all_gather_objects(here, state.model_parallel) for name, each in rank.items()}
+    total = sum(size for size, _ in found.values())
+    trainable = sum(size for size, is_trainable in found.values() if is_trainable)
+    share = 100 * trainable / total
+    return f" > trainable parameters: {trainable:,} of {total:,} ({share:.2f}%), without padding of the vocabulary"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def merged(run: ForkedRun, folder: Path) -> Path:
 
 def test_adapters_alone_are_trained_and_resumed(run: ForkedRun, folder: Path) -> None:
     source = NativeSource(newest(folder / "run"))
+    sizes = {name: math.prod(info.global_shape) for name, info in source.tensors.items() if name.startswith("model.")}
+    trained = sum(size for name, size in sizes.items() if "adapters" in name)
+    assert f" > trainable parameters: {trained:,} of {sum(sizes.values()):,} (" in run.stdout
     base = load_file(folder / "hf" / "model.safetensors")
     for name in ("self_attention.linear_proj", "mlp.linear_fc2"):
         theirs = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj"}[name]
@@ -81,6 +85,8 @@ def test_adapters_are_resumed_at_another_layout(run: ForkedRun, folder: Path) ->
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --ckpt-step 2"
     resumed = train(folder / "run", layout, "--metrics-jsonl", folder / "tp2.jsonl", nproc=4).check()
     assert resumed.losses() == pytest.approx(run.losses()[2:], rel=1e-5)
+    (line,) = (line for line in run.stdout.splitlines() if line.startswith(" > trainable parameters: "))
+    assert line in resumed.stdout.splitlines()
 
 
 def test_generation_has_the_adapters_and_so_has_the_merged_model(

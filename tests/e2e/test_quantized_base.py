@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.formats.native import NativeSource
 from megatron.checkpoint.inference_model import streamed_logits
+from megatron.checkpoint.inspection import inspect_checkpoint
 from tests.e2e.test_convert import run_converter
 from tests.e2e.test_low_rank_adapters import train
 from tests.e2e.test_text_generation import call_tool
@@ -55,7 +56,14 @@ def test_a_checkpoint_has_codes_instead_of_weights(run: ForkedRun, folder: Path)
     codes = source.tensors[f"model.{LAYER}.codes"]
     assert (codes.global_shape, codes.dtype) == ((128, 64), torch.uint8)
     assert "model.embedding.word_embeddings.weight" in source.tensors
+    adapters = sum(
+        info.num_elements for name, info in source.tensors.items() if name.startswith("model.") and ".adapters." in name
+    )
     source.close()
+    base = sum(weight.numel() for weight in load_file(folder / "hf" / "model.safetensors").values())
+    lines: list[str] = []
+    inspect_checkpoint(folder / "run", log=lines.append)
+    assert any(line.startswith(f"parameters: {base + adapters} in ") for line in lines)
 
 
 @pytest.mark.long

@@ -498,6 +498,10 @@ _TRAINERS = {
     ".yml": _Trainer("nanotron", frozenset(("model", "parallelism", "tokens")), None, nanotron_settings),
     ".json": _Trainer("OLMo-core", frozenset(("model", "train_module", "trainer")), "WORLD_SIZE", olmo_core_settings),
 }
+_DEEPSPEED_KEYS = frozenset(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization")
+)
+"""Keys of DeepSpeed's configuration that OLMo-core's does not have."""
 
 
 def read_settings(path: Path, text: str, variables: Mapping[str, str]) -> AdoptedSettings:
@@ -518,6 +522,11 @@ def read_settings(path: Path, text: str, variables: Mapping[str, str]) -> Adopte
         settings = _parse(path, text)
     except ValueError as error:
         raise ConfigurationError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
+    if path.suffix == ".json" and isinstance(settings, dict) and _DEEPSPEED_KEYS & settings.keys():
+        raise ConfigurationError(
+            f"{path} is a configuration of DeepSpeed, which is not read; pass the launch script, whose flags are "
+            "translated"
+        )
     missing = sorted(trainer.sections - set(settings)) if isinstance(settings, dict) else sorted(trainer.sections)
     if missing:
         raise ConfigurationError(

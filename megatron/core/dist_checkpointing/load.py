@@ -119,9 +119,8 @@ def load_tensors(
             ordered = sorted(reads, key=lambda read: lazy.get(read.tensor.name, -1))
             for number, several in groupby(ordered, key=lambda read: lazy.get(read.tensor.name, -1)):
                 with ExitStack() as opened:
-                    for tensor in present if number >= 0 else ():
-                        if tensor.name == present[number].name:
-                            opened.enter_context(tensor.opened())
+                    if number >= 0:
+                        opened.enter_context(present[number].opened())
                     of_tensor = list(several)
                     for read in of_tensor:
                         if read.shard.file not in absent:

@@ -246,13 +246,16 @@ def choose_encoder(
         return reference
     if isinstance(tokenizer, ByteTokenizer) and engine in ("auto", ByteEncoder.name):
         return ByteEncoder()
-    if not isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
-        if engine != "auto":
-            raise TokenizerError(f"--tokenizer-engine {engine} cannot be used with {tokenizer.name}; omit it")
+    candidates = {}
+    if isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
+        candidates = dict(_candidates(tokenizer))
+    if engine not in ("auto", *candidates):
+        raise TokenizerError(f"--tokenizer-engine {engine} cannot be used with {tokenizer.name}; omit it")
+    if not candidates:
         return reference
     texts = [text.encode() if isinstance(text, str) else text for text in (*HARD_TEXTS, *sample)]
     expected = reference.encode(texts)
-    for name, load in _candidates(tokenizer):
+    for name, load in candidates.items():
         if engine not in ("auto", name):
             continue
         try:

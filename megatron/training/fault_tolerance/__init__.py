@@ -9,6 +9,7 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
     from megatron.training.fault_tolerance.hang_report import (
+        HANG_PREFIX,
         HangReport,
         HangReportError,
         describe_communication,
@@ -34,7 +35,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "anomaly_detector": "AnomalyDetector",
-        "hang_report": "HangReport HangReportError describe_communication read_hang_report",
+        "hang_report": "HANG_PREFIX HangReport HangReportError describe_communication read_hang_report",
         "inprocess_restart": "RendezvousMember train_with_restarts",
         "processes": (
             "KEEPER_NAME ProcessIdentity die_with_launcher find_launcher identify name_of parent_of process_start_time"

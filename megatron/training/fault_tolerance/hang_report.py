@@ -15,6 +15,9 @@ from megatron.core.errors import InputError
 from megatron.core.flight_recorder import Communication, format_ranks, parse_ranks
 from megatron.training.fault_tolerance.rank_state import RankState, at_work, is_waiting, short_path
 
+HANG_PREFIX = "HANG: "
+"""Start of the lines that report a hang."""
+
 
 @dataclass(frozen=True)
 class Culprit:
@@ -142,7 +145,7 @@ class HangReport:
         """Return a line with the time without progress and the number of completed iterations."""
         longest = max(self.idle_s.values(), default=0.0)
         iteration = max((state.iteration for state in self.states.values()), default=0)
-        return f"HANG: there was no progress for {longest:.1f} s; {iteration} iterations are done"
+        return f"{HANG_PREFIX}there was no progress for {longest:.1f} s; {iteration} iterations are done"
 
     def to_text(self, path: str = "") -> str:
         """Format the report for a terminal, with the root causes last; ``path`` is the file of the report."""
@@ -156,7 +159,7 @@ class HangReport:
                 lines.append(f"rank {rank} reads samples {self.answers[rank]['reading']}")
         if path:
             lines.append(f"report: {path}; megatron hang-report draws it")
-        return "\n".join([*lines, *(f"HANG: {line}" for line in self.culprit_lines())])
+        return "\n".join([*lines, *(f"{HANG_PREFIX}{line}" for line in self.culprit_lines())])
 
     def table(self) -> list[str]:
         """Format one line per rank: its process, phase and communication, and the ranks that it waits for."""

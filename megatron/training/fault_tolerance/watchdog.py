@@ -31,7 +31,7 @@ from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
 from megatron.training import abort_communication, connect_store, is_first_failure, launcher_error_file
-from megatron.training.fault_tolerance.hang_report import Diagnosis, HangReport, diagnose
+from megatron.training.fault_tolerance.hang_report import HANG_PREFIX, Diagnosis, HangReport, diagnose
 from megatron.training.fault_tolerance.hang_timeout import Patience
 from megatron.training.fault_tolerance.node_board import NodeBoard, enter, node_folder, processes_in
 from megatron.training.fault_tolerance.processes import (
@@ -113,7 +113,7 @@ def _explain(error_file: str, message: str, since: float) -> None:
     """Write the reason to torchrun's error file; torchrun reports the process with the oldest reason."""
     if not error_file:
         return
-    text = f"HANG: {message}"
+    text = f"{HANG_PREFIX}{message}"
     reason = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(since))}}}
     try:
         Path(error_file).write_text(json.dumps(reason))

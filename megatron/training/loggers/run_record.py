@@ -27,7 +27,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.config import RunConfig, format_arguments, format_config
+from megatron.config import RunConfig, TrainingConfig, format_arguments, format_config
+from megatron.core.config_base import field_specs
 from megatron.core.errors import MegatronError, StorageError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range
@@ -37,7 +38,7 @@ from megatron.training import LaunchEnvironment
 RECORD_FOLDER = "run_record"
 CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
 ARGUMENTS_FILE = "arguments.txt"
-SESSION_LIMITS = ("exit_interval", "exit_duration_in_mins")
+SESSION_LIMITS = tuple(spec.name for spec in field_specs(TrainingConfig) if spec.options.role == "session")
 """Fields that end one session of a run early; a continued run does not take them over."""
 STARTS_FILE, END_FILE = "starts.jsonl", "end.json"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.config_changes import compare_configs
+from megatron.checkpoint.config_changes import ConfigChanges, compare_configs
 from megatron.core.config_base import field_specs
 from megatron.core.models.gpt.gpt_config import GPTConfig
 
@@ -59,6 +59,14 @@ def test_shape_is_told_from_the_rest_and_shown_old_to_new() -> None:
         "optimizer.lr: 0.0001 -> 0.0003",
         "world_size: 1 -> 2",
     ]
+
+
+def test_the_end_of_a_session_is_no_change() -> None:
+    limits = {"exit_interval": 5, "exit_duration_in_mins": 30}
+    old, new = ({"training": {"train_iters": 10, **ends}} for ends in (limits, dict.fromkeys(limits)))
+    assert compare_configs(old, new) == ConfigChanges((), (), ())
+    changes = compare_configs(old, {"training": {**limits, "train_iters": 20}})
+    assert [str(change) for change in changes.other] == ["training.train_iters: 10 -> 20"]
 
 
 def test_another_way_to_write_which_layers_have_experts_is_no_change() -> None:

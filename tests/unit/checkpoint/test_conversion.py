@@ -14,14 +14,16 @@ import pytest
 
 from megatron.checkpoint import checkpoint_folder
 from megatron.checkpoint.checkpoint_folder import find_checkpoint
-from megatron.checkpoint.conversion import STAGING_FOLDER, publish_checked, retarget
-from megatron.checkpoint.conversion_request import Target
+from megatron.checkpoint.conversion import STAGING_FOLDER, publish_checked, retarget, tokenizer_writer
+from megatron.checkpoint.conversion_request import ConversionRequest, Target
 from megatron.checkpoint.progress import ByteProgress
 from megatron.config.run_config import RunConfig
-from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
+from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER
 from megatron.training.fault_tolerance.processes import identify
 from megatron.training.fault_tolerance.run_lock import FolderInUseError, OwnerRecord
-from tests.unit.checkpoint.small_checkpoint import small_common, write_small
+from tests.unit.checkpoint.small_checkpoint import MemorySource, small_common, write_small
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +255,31 @@ def test_a_folder_that_a_run_saves_into_is_refused(tmp_path: Path) -> None:
     owner.communicate()
     publish_checked(tmp_path, 3, write, accept, print)
     assert names(tmp_path) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_gpt2_files_need_no_tokenizer_type(tmp_path: Path) -> None:
+    files = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
+    vocabulary = {token: number for number, token in enumerate([*byte_characters(), END_OF_TEXT])}
+    files["vocab_file"].write_text(json.dumps(vocabulary), encoding="utf-8")
+    files["merge_file"].write_text("#version: 0.2\n", encoding="utf-8")
+    source = MemorySource({}, {"config": {"model": {"vocab_size": 257}}})
+    request = ConversionRequest(
+        load_dir=tmp_path,
+        save_dir=tmp_path,
+        loader="megatron",
+        saver="megatron",
+        ckpt_step=None,
+        target=Target(),
+        true_vocab_size=None,
+        tokenizer=files,
+        told={},
+        verify=False,
+        test_logits=False,
+    )
+    write = tokenizer_writer(source, request)
+    assert write is not None
+    assert write(tmp_path)
+    assert json.loads((tmp_path / TOKENIZER_FOLDER / RECORD_FILE).read_text())["tokenizer_type"] == "GPT2BPETokenizer"
+    others = dataclasses.replace(request, tokenizer={**files, "tokenizer_model": files["vocab_file"]})
+    with pytest.raises(TokenizerError, match=r"^--tokenizer-model has no effect: the tokenizer is GPT2BPETokenizer"):
+        tokenizer_writer(source, others)

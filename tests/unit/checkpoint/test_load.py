@@ -160,6 +160,11 @@ def test_inference_needs_no_random_streams(tmp_path: Path, lines: list[str], dam
     for ours, theirs in zip(model.parameters(), saved.models[0].parameters()):
         assert torch.equal(ours, theirs)
     assert lines[-1].endswith("only random number streams, which are not needed here")
+    for options in ({"finetune": True}, {"no_load_rng": True}):
+        lines.clear()
+        run, _ = load(tmp_path / "split", lines, **options)
+        assert torch.equal(run.models[0].p1, saved.models[0].p1)
+        assert len([line for line in lines if line.endswith("which are not needed here")]) == 1
 
 
 def test_inference_without_a_checkpoint_is_refused(tmp_path: Path, lines: list[str]) -> None:

@@ -113,6 +113,10 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve", "one of the arguments DIR --load --load-hf is required; see --help"),
         ("convert --save-dir out", "one of the arguments DIR --load-dir/--load is required; see --help"),
         ("evaluate runs --load others", "argument --load: not allowed with argument DIR; see --help"),
+        (
+            "evaluate runs text.jsonl",
+            "unrecognized arguments: text.jsonl; pass texts with --text FILE … and tasks with --tasks TASK …",
+        ),
         ("plot", "the following arguments are required: RUN; see --help"),
     ],
 )

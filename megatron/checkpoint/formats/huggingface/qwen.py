@@ -99,15 +99,10 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
         window = window_of_all_layers(config)
         return super().write_settings(config) | {
             "attention_bias": False,
-            "decoder_sparse_step": 1,
             "head_dim": config.kv_channels,
-            "mlp_only_layers": [layer for layer, has_experts in enumerate(config.moe_layers) if not has_experts],
-            "moe_intermediate_size": config.moe.moe_ffn_hidden_size,
-            "norm_topk_prob": not config.moe.moe_router_pre_softmax,
-            "num_experts": config.moe.num_experts,
-            "num_experts_per_tok": config.moe.moe_router_topk,
             "sliding_window": window,
             "use_sliding_window": window is not None,
+            **_written_experts(config),
         }
 
 
@@ -142,13 +137,8 @@ class Qwen2MoEFamily(RotaryDecoderFamily):
         return (
             super().write_settings(config)
             | written_layer_types(config)
+            | _written_experts(config)
             | {
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [layer for layer, has_experts in enumerate(config.moe_layers) if not has_experts],
-                "moe_intermediate_size": config.moe.moe_ffn_hidden_size,
-                "norm_topk_prob": not config.moe.moe_router_pre_softmax,
-                "num_experts": config.moe.num_experts,
-                "num_experts_per_tok": config.moe.moe_router_topk,
                 "qkv_bias": config.has_qkv_bias,
                 "shared_expert_intermediate_size": config.moe.moe_shared_expert_intermediate_size,
                 "use_sliding_window": any(config.layer_windows),
@@ -161,6 +151,18 @@ class Qwen2MoEFamily(RotaryDecoderFamily):
         yield from shared_expert_links(config, ours, theirs, "mlp.shared_expert")
         gate, their_gate = f"{ours}mlp.shared_experts.gate_weight", f"{theirs}mlp.shared_expert_gate.weight"
         yield whole(gate, their_gate, (1, config.hidden_size))
+
+
+def _written_experts(config: GPTConfig) -> dict[str, Any]:
+    """Return the settings of the MoE layers of a model."""
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(config.moe_layers) if not has_experts],
+        "moe_intermediate_size": config.moe.moe_ffn_hidden_size,
+        "norm_topk_prob": not config.moe.moe_router_pre_softmax,
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.moe_router_topk,
+    }
 
 
 def _have_experts(settings: Settings, layers: int) -> list[bool]:

@@ -127,6 +127,7 @@ def test_the_table_names_flags_that_exist(trainer: str) -> None:
         ("a.toml", "[model\n", "cannot be parsed"),
         ("a.toml", "[tool]\na = 1\n", "is not a settings file of torchtitan: it has no section model and no training"),
         ("a.json", "[1, 2]", "is not a settings file of OLMo-core"),
+        ("a.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 1}}', "is a configuration of DeepSpeed"),
         ("a.json", "{", "cannot be parsed"),
         ("a.toml", '[model]\na = 1\n[training]\nsteps = "many"\n[lr_scheduler]\ndecay_ratio = 0.5\n', "many"),
         ("a.yaml", "a: [", "cannot be parsed"),

@@ -225,6 +225,12 @@ def test_without_engines_the_tokenizer_encodes(
         choose_encoder(tokenizers[2], "tiktoken", [], no_report)
 
 
+def test_an_engine_of_other_tokenizers_is_rejected(gpt2: GPT2BPETokenizer, hugging_face: HuggingFaceTokenizer) -> None:
+    for tokenizer, engine in ((gpt2, "bytes"), (hugging_face, "bytes"), (hugging_face, "tiktoken")):
+        with pytest.raises(TokenizerError, match=f"^--tokenizer-engine {engine} cannot be used with {tokenizer.name};"):
+            choose_encoder(tokenizer, engine, [], no_report)
+
+
 def test_the_faster_engine_that_is_missing_is_named(gpt2: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: set[str] = set()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
