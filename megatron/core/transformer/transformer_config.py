@@ -14,7 +14,6 @@ from megatron.core.model_parallel_config import ModelParallelConfig, reject_unsu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
-
 _RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
 
