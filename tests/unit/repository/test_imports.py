@@ -33,6 +33,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/config/arguments.py",
         "megatron/config/extra_arguments.py",
         "megatron/training/extending.py:get_args",
+        "megatron/training/extending.py:_Arguments",
         "megatron/cli/arguments.py",
         "megatron/cli/drawing.py",
         "megatron/cli/generation_arguments.py",
