@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import subprocess
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -373,3 +375,28 @@ def test_the_driver_is_asked_for_its_first_device(
 def test_without_a_driver_there_is_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.device._DRIVER_LIBRARY", "libabsent.so.1")
     assert driver_capability() is None
+
+
+_FAULTS = """
+import resource, torch
+from megatron.core.device import Device
+Device("cpu").keep_freed_memory()
+for _ in range(20):
+    kept = [torch.zeros(2**20) for _ in range(4)]
+    del kept
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_used_again_without_page_faults() -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    faults = []
+    for environment in (own, {**own, "MALLOC_ARENA_TEST": "8"}):
+        done = subprocess.run(
+            [sys.executable, "-c", _FAULTS], check=True, capture_output=True, text=True, env=environment
+        )
+        faults.append(int(done.stdout))
+    kept, returned = faults
+    pages = 20 * 4 * 2**22 // os.sysconf("SC_PAGE_SIZE")
+    assert returned - kept > pages // 2, "a setting of the user's own takes precedence"
