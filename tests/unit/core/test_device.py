@@ -382,7 +382,7 @@ import resource, torch
 from megatron.core.device import Device
 Device("cpu").keep_freed_memory()
 for _ in range(20):
-    kept = [torch.zeros(2**20) for _ in range(4)]
+    kept = [torch.zeros(2**20) for _ in range(16)]
     del kept
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
@@ -398,5 +398,5 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
         )
         faults.append(int(done.stdout))
     kept, returned = faults
-    pages = 20 * 4 * 2**22 // os.sysconf("SC_PAGE_SIZE")
+    pages = 20 * 16 * 2**22 // os.sysconf("SC_PAGE_SIZE")
     assert returned - kept > pages // 2, "a setting of the user's own takes precedence"
