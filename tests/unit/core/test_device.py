@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import subprocess
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -377,26 +375,27 @@ def test_without_a_driver_there_is_no_capability(monkeypatch: pytest.MonkeyPatch
     assert driver_capability() is None
 
 
-_FAULTS = """
-import resource, torch
-from megatron.core.device import Device
-Device("cpu").keep_freed_memory()
-for _ in range(20):
-    kept = [torch.zeros(2**20) for _ in range(16)]
-    del kept
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-"""
+def test_freed_memory_is_kept_on_a_cpu_unless_the_environment_sets_the_allocator(monkeypatch) -> None:
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda parameter, value: calls.append((parameter, value)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    CPU.keep_freed_memory()
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    Device("cuda").keep_freed_memory()
+    assert calls == []
+    CPU.keep_freed_memory()
+    assert calls == [(-3, 2**25), (-1, 2**31 - 1)]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    CPU.keep_freed_memory()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_freed_memory_is_used_again_without_page_faults() -> None:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    faults = []
-    for environment in (own, {**own, "MALLOC_ARENA_TEST": "8"}):
-        done = subprocess.run(
-            [sys.executable, "-c", _FAULTS], check=True, capture_output=True, text=True, env=environment
-        )
-        faults.append(int(done.stdout))
-    kept, returned = faults
-    pages = 20 * 16 * 2**22 // os.sysconf("SC_PAGE_SIZE")
-    assert returned - kept > pages // 2, "a setting of the user's own takes precedence"
+def test_the_c_library_accepts_the_thresholds() -> None:
+    mallopt = ctypes.CDLL(None).mallopt
+    results: list[int] = []
+    library = SimpleNamespace(mallopt=lambda *arguments: results.append(mallopt(*arguments)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda name: library)
+        CPU.keep_freed_memory()
+    assert results == [1, 1]
