@@ -345,7 +345,29 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
+def _check_flash_version(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.attention_backend not in ("fa3", "fa4"):
+        return
+    given = f"--attention-backend {model.attention_backend}"
+    if model.params_dtype not in ("bfloat16", "float16"):
+        yield f"{given} does not support {model.params_dtype}; add --bf16 or --fp16"
+    if model.attention_dropout > 0.0:
+        yield f"{given} does not support --attention-dropout {model.attention_dropout}; set --attention-dropout 0"
+    others = {
+        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
+        "--reset-attention-mask": config.data.reset_attention_mask,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            yield f"{given} does not support {name}; omit it, or use --attention-backend flash"
+
+
 ATTENTION_CHECKS = (
+    Check(
+        ("attention_backend", "attention_dropout", "attn_logit_softcapping", "reset_attention_mask", "params_dtype"),
+        _check_flash_version,
+    ),
     Check(
         ("no_rope_freq", "num_layers", "position_embedding_type", "multi_latent_attention"),
         _check_layers_without_rotary,

@@ -118,6 +118,8 @@ MISTAKES = {
         Mistake("--seq-length 2048 --max-position-embeddings 1024"),
         Mistake("--recompute-granularity full"),
         Mistake("--cuda-graph-impl local"),
+        Mistake("--attention-backend fa3"),
+        Mistake("--attention-backend fa4 --bf16 --attention-dropout 0 --reset-attention-mask"),
         Mistake("--cuda-graph-impl local --attention-dropout 0 --reset-position-ids"),
         Mistake("--cuda-graph-impl local --attention-dropout 0 --log-max-attention-logit"),
         Mistake("--context-parallel-size 2 --log-max-attention-logit", processes=2),

@@ -1,0 +1,380 @@
+"""FlashAttention 3 and 4 in torch's registry, with implementations registered for CPU tensors by the test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import attention as torch_attention
+
+from megatron.core.config_base import from_fields
+from megatron.core.errors import ConfigurationError
+from megatron.core.ops import attention_backend, attention_block, flash_implementation
+from megatron.core.ops.attention_backend import SDPA, AttentionCall, describe_missing_flash, select_attention_core
+from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, takes_cudnn
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
+from megatron.core.ops.flash_implementation import (
+    FlashShape,
+    activate_flash_implementation,
+    active_flash_implementation,
+)
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer import attention
+from megatron.core.transformer.attention import describe_attention
+from megatron.core.transformer.decoder_config import DecoderConfig
+from tests.harness.toy_model import load_global_weights, make_batch, make_model
+
+SHAPE = FlashShape(torch.bfloat16, 64, 64)
+CALL = AttentionCall(torch.bfloat16, 64, 128, 128, CAUSAL)
+CALLS: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Shapes: ``query: [b, sq, n, d]``, ``key: [b, sk, g, d]``, ``value: [b, sk, g, v]`` ``-> [b, sq, n, v]``."""
+    assert dropout_p == 0.0
+    CALLS.append(("forward", tuple(query.shape), tuple(value.shape)))
+    group_size = query.shape[2] // key.shape[2]
+    keys, values = spread(key, group_size), spread(value, group_size)
+    scores = masked_scores(query, keys, window_size_left, 0 if is_causal else window_size_right)
+    context = torch.einsum("bnqk,bknd->bqnd", scores.softmax(dim=-1), values).to(query.dtype)
+    seed = torch.zeros(2, dtype=torch.uint64)
+    return context, scores.logsumexp(dim=-1), seed, torch.zeros((), dtype=torch.uint64), torch.empty(0)
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    CALLS.append(("backward", tuple(query.shape), tuple(value.shape)))
+    right = 0 if is_causal else window_size_right
+    group_size = query.shape[2] // key.shape[2]
+    keys, values = spread(key, group_size), spread(value, group_size)
+    weights = (masked_scores(query, keys, window_size_left, right) - logsumexp[..., None]).exp()
+    grad_weights = torch.einsum("bqnd,bknd->bnqk", grad.float(), values)
+    row_sums = (grad.float() * output.float()).sum(dim=-1).transpose(1, 2)[..., None]
+    grad_scores = weights * (grad_weights - row_sums) / math.sqrt(query.shape[3])
+    grad_query = torch.einsum("bnqk,bknd->bqnd", grad_scores, keys)
+    grad_keys = torch.einsum("bnqk,bqnd->bknd", grad_scores, query.float())
+    grad_values = torch.einsum("bnqk,bqnd->bknd", weights, grad.float())
+    of_groups = (tensor.unflatten(2, (-1, group_size)).sum(dim=3) for tensor in (grad_keys, grad_values))
+    return tuple(tensor.to(query.dtype) for tensor in (grad_query, *of_groups))
+
+
+def spread(heads: torch.Tensor, group_size: int) -> torch.Tensor:
+    return heads.repeat_interleave(group_size, dim=2).float()
+
+
+def masked_scores(query: torch.Tensor, keys: torch.Tensor, left: int | None, right: int | None) -> torch.Tensor:
+    """A bound that is None or negative is none; the last query is at the last key."""
+    scores = torch.einsum("bqnd,bknd->bnqk", query.float(), keys) / math.sqrt(query.shape[3])
+    behind = torch.arange(query.shape[1])[:, None] + keys.shape[1] - query.shape[1] - torch.arange(keys.shape[1])
+    if left is not None and left >= 0:
+        scores = scores.masked_fill(behind > left, -math.inf)
+    if right is not None and right >= 0:
+        scores = scores.masked_fill(-behind > right, -math.inf)
+    return scores
+
+
+class Registered:
+    """What torch keeps of an active implementation: it ends with this."""
+
+    def __init__(self) -> None:
+        self.library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self.library.impl("_flash_attention_forward", flash_forward, "CPU")
+        self.library.impl("_flash_attention_backward", flash_backward, "CPU")
+
+    def remove(self) -> None:
+        assert self.library is not None
+        self.library._destroy()
+        self.library = None
+
+
+def absent(module: str) -> Callable[[], Registered]:
+    def register() -> Registered:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    return register
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[], Registered]]]:
+    """Replace torch's registry; by default both versions are registered and their packages absent."""
+    known = {"FA3": absent("flash_attn_interface"), "FA4": absent("flash_attn")}
+    monkeypatch.setattr(torch_attention._registry, "_FLASH_ATTENTION_IMPLS", known)
+    use_gpu(monkeypatch, (10, 0))
+    CALLS.clear()
+    yield known
+    activate_flash_implementation("auto", "cuda", SHAPE)
+    assert torch_attention.current_flash_attention_impl() is None
+
+
+def use_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    for module in (flash_implementation, attention_backend, attention_block):
+        monkeypatch.setattr(module, "compute_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "installed", "expected"),
+    [
+        ("flash", (10, 0), ("FA3", "FA4"), "FA4"),
+        ("flash", (9, 0), ("FA3", "FA4"), "FA3"),
+        ("flash", (9, 0), ("FA4",), "FA4"),
+        ("flash", (8, 0), ("FA3", "FA4"), None),
+        ("flash", (10, 0), (), None),
+        ("fa4", (9, 0), ("FA3", "FA4"), "FA4"),
+        ("fa3", (9, 0), ("FA3",), "FA3"),
+        ("auto", (10, 0), ("FA3", "FA4"), None),
+        ("fused", (9, 0), ("FA3", "FA4"), None),
+    ],
+)
+def test_backend_and_gpu_select_an_installed_version(
+    monkeypatch: pytest.MonkeyPatch,
+    registry: dict[str, Callable[[], Registered]],
+    backend: str,
+    capability: tuple[int, int],
+    installed: tuple[str, ...],
+    expected: str | None,
+) -> None:
+    registry.update(dict.fromkeys(installed, Registered))
+    use_gpu(monkeypatch, capability)
+    activate_flash_implementation(backend, "cuda", SHAPE)
+    assert torch_attention.current_flash_attention_impl() == expected
+    name = select_attention_core(backend, "cuda").choose(CALL).name
+    titles = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
+    assert name == (SDPA if expected is None else f"torch's flash kernel ({titles[expected]})")
+    if backend == "flash":
+        line = describe_missing_flash("flash", "bfloat16", "cuda")
+        assert (line is None) == (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "capability", "shape", "reason"),
+    [
+        ("fa4", "cuda", (10, 0), SHAPE, "FlashAttention 4 needs the package flash-attn-4 (flash_attn.cute), which "),
+        ("fa3", "cuda", (10, 0), SHAPE, "needs a GPU of compute capability 9.x; this GPU has 10.0"),
+        ("fa4", "cuda", (8, 0), SHAPE, "needs a GPU of compute capability 9.x or 10.x; this GPU has 8.0"),
+        ("fa4", "cpu", (10, 0), SHAPE, "FlashAttention 4 needs CUDA"),
+        ("fa4", "cuda", (10, 0), FlashShape(torch.float32, 64, 64), "needs --bf16 or --fp16"),
+        ("fa4", "cuda", (10, 0), FlashShape(torch.bfloat16, 64, 64, True), "set --attention-dropout 0"),
+        ("fa4", "cuda", (10, 0), FlashShape(torch.bfloat16, 192, 192), "keys of width 192 and values of width 192"),
+        ("fa4", "cuda", (9, 0), FlashShape(torch.bfloat16, 192, 128), "keys of width 192 and values of width 128"),
+    ],
+)
+def test_version_that_was_named_and_is_not_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    device: str,
+    capability: tuple[int, int],
+    shape: FlashShape,
+    reason: str,
+) -> None:
+    use_gpu(monkeypatch, capability)
+    with pytest.raises(ConfigurationError, match=rf"^--attention-backend {backend}: FlashAttention \d ") as caught:
+        activate_flash_implementation(backend, device, shape)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_torch_without_the_registry_has_only_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        name for name in dir(torch_attention) if name.endswith(("_flash_attention_impl", "_flash_attention_impls"))
+    ]
+    assert len(names) == 5
+    with monkeypatch.context() as older:
+        for name in names:
+            older.delattr(torch_attention, name)
+        activate_flash_implementation("flash", "cuda", SHAPE)
+        assert active_flash_implementation() is None
+        with pytest.raises(ConfigurationError, match=r"this is torch \d"):
+            activate_flash_implementation("fa4", "cuda", SHAPE)
+
+
+def test_broken_package_means_a_warning(registry: dict[str, Callable[[], Registered]]) -> None:
+    def register() -> Registered:
+        raise RuntimeError("Module does not expose FA4 kernels")
+
+    registry["FA4"] = register
+    with pytest.warns(UserWarning, match="flash-attn-4 .* is installed but cannot be used: Module does not expose"):
+        activate_flash_implementation("flash", "cuda", SHAPE)
+    assert active_flash_implementation() is None
+
+
+@pytest.mark.parametrize("is_hopper", [True, False])
+def test_deterministic_mode_takes_version_4_on_blackwell_only(
+    monkeypatch: pytest.MonkeyPatch, registry: dict[str, Callable[[], Registered]], is_hopper: bool
+) -> None:
+    registry.update(FA3=Registered, FA4=Registered)
+    use_gpu(monkeypatch, (9, 0) if is_hopper else (10, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    activate_flash_implementation("flash", "cuda", SHAPE)
+    assert torch_attention.current_flash_attention_impl() == (None if is_hopper else "FA4")
+
+
+def test_model_with_another_backend_restores_torchs_kernel(registry: dict[str, Callable[[], Registered]]) -> None:
+    registry["FA4"] = Registered
+    activate_flash_implementation("fa4", "cuda", SHAPE)
+    earlier = select_attention_core("fa4", "cuda")
+    activate_flash_implementation("auto", "cuda", SHAPE)
+    assert active_flash_implementation() is None
+    assert earlier.choose(CALL).name == SDPA
+    # A script may have activated one itself.
+    torch_attention.activate_flash_attention_impl("FA4")
+    activate_flash_implementation("auto", "cuda", SHAPE)
+    assert torch_attention.current_flash_attention_impl() == "FA4"
+    torch_attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, AttentionPattern(window=3), AttentionPattern(is_causal=False)], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (192, 128)])
+@pytest.mark.parametrize("num_queries", [7, 4])
+def test_kernel_computes_what_plain_attention_does(
+    registry: dict[str, Callable[[], Registered]],
+    pattern: AttentionPattern,
+    head_dim: int,
+    value_dim: int,
+    num_queries: int,
+) -> None:
+    registry["FA4"] = Registered
+    activate_flash_implementation("flash", "cuda", FlashShape(torch.bfloat16, head_dim, value_dim))
+    core = select_attention_core("flash", "cuda")
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (
+        torch.randn(length, 3, count, width, generator=generator).bfloat16().requires_grad_()
+        for length, count, width in ((num_queries, 4, head_dim), (7, 2, head_dim), (7, 2, value_dim))
+    )
+    output = core(AttentionInputs(query, key, value, pattern))
+    exact = plain_attention(AttentionInputs(query.double(), key.double(), value.double(), pattern))
+    torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
+    grads = (torch.autograd.grad(out.double().square().sum(), (query, key, value)) for out in (output, exact))
+    for ours, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.1)
+    # Values keep their width.
+    assert [(name, (3, num_queries, 4, head_dim), (3, 7, 2, value_dim)) for name in ("forward", "backward")] == CALLS
+
+
+def test_narrow_values_are_padded_for_other_kernels() -> None:
+    query, key, value = (torch.randn(6, 2, 4, width) for width in (24, 24, 16))
+    output = select_attention_core("auto", "cpu")(AttentionInputs(query, key, value, CAUSAL))
+    exact = plain_attention(AttentionInputs(query, key, value, CAUSAL))
+    torch.testing.assert_close(output, exact)
+
+
+def test_blocks_of_a_ring_use_the_active_version(
+    monkeypatch: pytest.MonkeyPatch, registry: dict[str, Callable[[], Registered]]
+) -> None:
+    registry["FA4"] = Registered
+    cuda = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *heads, **options: 3, raising=False)
+
+    class OnCuda:
+        """A tensor of which only the device and the shape are read."""
+
+        device = torch.device("cuda")
+        shape = cuda.shape
+
+    heads: Any = OnCuda()
+    assert takes_cudnn(heads, heads, heads, BlockMask(is_causal=True))
+    activate_flash_implementation("fa4", "cuda", SHAPE)
+    assert not takes_cudnn(heads, heads, heads, BlockMask(is_causal=True))
+    for width, expected in ((64, True), (128, True), (192, False), (256, False), (60, False)):
+        has = AttentionBlocks().has_kernel("cuda", torch.bfloat16, width, has_mask=False, has_dropout=False)
+        assert has is expected, width
+
+
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "params_dtype": "bfloat16",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def latent_gradients(**options: Any) -> list[torch.Tensor]:
+    model = make_model(single_rank_group(), position_embedding_type="rope", **LATENT, **options)
+    load_global_weights(model)
+    tokens, labels, positions, _ = make_batch(6, 2, 53)
+    model(tokens, positions, labels=labels).float().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_latent_attention_gives_the_kernel_values_of_their_width(
+    monkeypatch: pytest.MonkeyPatch, registry: dict[str, Callable[[], Registered]]
+) -> None:
+    expected = latent_gradients(attention_backend="unfused")
+    registry["FA4"] = Registered
+    monkeypatch.setattr(
+        attention,
+        "activate_flash_implementation",
+        lambda backend, device, shape: activate_flash_implementation(backend, "cuda", shape),
+    )
+    monkeypatch.setattr(
+        attention,
+        "select_attention_core",
+        lambda backend, device, *others: select_attention_core(backend, "cuda", *others),
+    )
+    actual = latent_gradients(attention_backend="fa4")
+    assert [
+        *[("forward", (2, 6, 4, 192), (2, 6, 4, 128))] * 2,
+        *[("backward", (2, 6, 4, 192), (2, 6, 4, 128))] * 2,
+    ] == CALLS
+    assert len(actual) == len(expected)
+    for ours, wanted in zip(actual, expected):
+        torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.02 * float(wanted.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "attention kernel: torch's flash kernel (FlashAttention 4)"),
+        ({"context_parallel_size": 2}, "attention kernel: torch's flash kernel (FlashAttention 4), block by block"),
+        (LATENT, "attention kernel: torch's flash kernel (FlashAttention 4)"),
+    ],
+)
+def test_log_names_the_version(
+    registry: dict[str, Callable[[], Registered]], options: dict[str, Any], expected: str
+) -> None:
+    registry["FA4"] = Registered
+    shape = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "attention_dropout": 0.0}
+    config = from_fields(
+        DecoderConfig, **{**shape, "params_dtype": "bfloat16", "attention_backend": "flash", **options}
+    )
+    activate_flash_implementation("flash", "cuda", FlashShape(torch.bfloat16, config.head_width, config.value_width))
+    assert describe_attention(config, "cuda", 1024, has_documents=False) == expected
