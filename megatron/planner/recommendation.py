@@ -14,7 +14,7 @@ from megatron.planner.choice import has_flag
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.plan import Plan
-from megatron.planner.prediction import Prediction, predict
+from megatron.planner.prediction import Prediction, predict, usable_bytes
 
 _LEAST_GAIN = 0.005
 """Smallest share of the step time for which a flag is recommended."""
@@ -60,14 +60,18 @@ def recommend(
     seconds = before.time.total
     for flags in _untried(words):
         after = _prediction((*chosen, *flags), world_size, read, gpu, implementation)
-        # Graphs have memory of their own, which is not predicted.
-        is_near_limit = after is not None and flags == _GRAPHS and after.reason is not None
-        if after is None or after.time is None or is_near_limit:
+        if after is None or after.time is None or (flags == _GRAPHS and not _has_room_for_graphs(after, gpu)):
             continue
         if after.time.total < (1 - _LEAST_GAIN) * seconds:
             found.append(Recommendation(flags, seconds, after.time.total))
             chosen, seconds = (*chosen, *flags), after.time.total
     return tuple(found)
+
+
+def _has_room_for_graphs(prediction: Prediction, gpu: Gpu) -> bool:
+    """Return whether as much memory is free as activations take, which graphs hold between steps too."""
+    activations = max(stage.activations for stage in prediction.stages)
+    return usable_bytes(gpu) - (prediction.used_bytes or 0) >= activations
 
 
 def _untried(words: Sequence[str]) -> Iterator[tuple[str, ...]]:

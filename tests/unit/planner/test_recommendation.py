@@ -15,16 +15,16 @@ from megatron.config.config_sources import preset_words
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import MEGATRON_TE, NATIVE
 from megatron.planner.plan import Plan
-from megatron.planner.prediction import predict
+from megatron.planner.prediction import predict, usable_bytes
 from megatron.planner.recommendation import Recommendation, recommend
 
-RUN = "--seq-length 1024 --global-batch-size 64 --train-iters 5 --lr 1e-4 --bf16 --mock-data".split()
+RUN = "--seq-length 1024 --global-batch-size 64 --train-iters 5 --lr 1e-4 --bf16 --mock-data"
 GRAPHS = ("--cuda-graph-impl", "local")
 REDUCE, GATHER = ("--overlap-grad-reduce",), ("--overlap-param-gather",)
 
 
 def words_of(flags: str) -> list[str]:
-    return [*preset_words("gpt2-345m"), *RUN, *flags.split()]
+    return [*preset_words("gpt2-345m"), *RUN.split(), *flags.split()]
 
 
 def seconds(words: list[str], world_size: int) -> float:
@@ -63,7 +63,13 @@ def test_flags_that_shorten_the_predicted_step(flags: str, world_size: int, expe
 def test_other_programs_and_full_gpus_get_no_graphs() -> None:
     words = words_of("--micro-batch-size 1 --attention-dropout 0")
     assert recommend(words, 1, read_planned_run, H100, MEGATRON_TE) == ()
-    assert recommend(words, 1, read_planned_run, dataclasses.replace(H100, memory_bytes=2**33), NATIVE) == ()
+    prediction = predict(Plan.of(read_planned_run(words, 1).config), NATIVE, H100)
+    assert prediction.used_bytes is not None
+    activations = max(stage.activations for stage in prediction.stages)
+    needed = prediction.used_bytes + activations + H100.memory_bytes - usable_bytes(H100)
+    for memory, expected in ((needed, 1), (needed - 1, 0)):
+        gpu = dataclasses.replace(H100, memory_bytes=memory)
+        assert len(recommend(words, 1, read_planned_run, gpu, NATIVE)) == expected
 
 
 def test_plan_prints_recommended_flags_in_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
