@@ -33,7 +33,13 @@ from megatron.core.ops.dot_product_attention import (
     torch_flash_attention,
 )
 from megatron.core.ops.flash_implementation import active_flash_implementation
-from megatron.core.ops.flex_attention import BLOCK_SIZE, BlockMaskCache, attend_by_blocks, load_flex_attention
+from megatron.core.ops.flex_attention import (
+    BLOCK_SIZE,
+    BlockMaskCache,
+    attend_by_blocks,
+    load_flash_flex_attention,
+    load_flex_attention,
+)
 from megatron.core.ops.transformer_engine import TransformerEngine, transformer_engine_for
 
 _BROKEN = (ImportError, OSError, AttributeError, RuntimeError)
@@ -230,7 +236,10 @@ def select_attention_core(
         packages = [*_activated(device), *packages]
     if backend == "auto" and (engine := transformer_engine_for(transformer_impl, device)) is not None:
         packages = [*_kernels_of_engine(engine, device), *packages]
-    return AttentionKernels((*packages, *_kernels_of_torch(device, softcap), _IN_BLOCKS, plain), softcap is not None)
+    of_torch = _kernels_of_torch(device, softcap)
+    if backend == "fa4":
+        of_torch = [*_flash_flex(device), *of_torch]
+    return AttentionKernels((*packages, *of_torch, _IN_BLOCKS, plain), softcap is not None)
 
 
 _IN_BLOCKS = AttentionKernel(
@@ -251,6 +260,28 @@ def _activated(device: torch.device) -> list[AttentionKernel]:
         return is_active and has_rule and implementation.takes_widths(call.head_dim, value_dim, capability)
 
     return [AttentionKernel(implementation.kernel, fits, torch_flash_attention, takes_narrow_values=True)]
+
+
+def _flash_flex(device: torch.device) -> list[AttentionKernel]:
+    """Return FlexAttention on FlashAttention 4's kernels, for packed documents."""
+    implementation, capability = active_flash_implementation(), compute_capability(device)
+    flex = None if implementation is None or implementation.name != "FA4" else load_flash_flex_attention()
+    if implementation is None or flex is None:
+        return []
+    # A thread block on Blackwell computes two blocks of 128 queries.
+    query_block_size = 2 * BLOCK_SIZE if capability is None or capability >= _BLACKWELL else BLOCK_SIZE
+
+    def fits(call: AttentionCall) -> bool:
+        # The kernel has no gradient of the log-sum-exp, which sinks need, and none that is deterministic.
+        has_kernel = call.is_half and implementation.takes_widths(call.head_dim, call.head_dim, capability)
+        is_active = active_flash_implementation() is implementation
+        has_rule = call.pattern.document_ids is not None and not call.has_softcap
+        is_reproducible = not torch.are_deterministic_algorithms_enabled()
+        is_whole = call.num_queries % query_block_size == 0
+        return is_active and has_kernel and has_rule and is_reproducible and is_whole and _fits_flex(call)
+
+    compute = partial(attend_by_blocks, flex, BlockMaskCache(BLOCK_SIZE, query_block_size), softcap=None)
+    return [AttentionKernel(f"FlexAttention ({implementation.title})", fits, compute)]
 
 
 def has_flash_package(device: torch.device | str) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import attention as torch_attention
+from torch.nn.attention import flex_attention as flex_module
 
 from megatron.core.config_base import from_fields
 from megatron.core.errors import ConfigurationError
-from megatron.core.ops import attention_backend, attention_block, flash_implementation
+from megatron.core.ops import attention_backend, attention_block, flash_implementation, flex_attention
 from megatron.core.ops.attention_backend import SDPA, AttentionCall, describe_missing_flash, select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, takes_cudnn
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
@@ -22,6 +24,7 @@ from megatron.core.ops.flash_implementation import (
     activate_flash_implementation,
     active_flash_implementation,
 )
+from megatron.core.ops.flex_attention import load_flash_flex_attention
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import describe_attention
@@ -314,6 +317,77 @@ def test_blocks_of_a_ring_use_the_active_version(
     for width, expected in ((64, True), (128, True), (192, False), (256, False), (60, False)):
         has = AttentionBlocks().has_kernel("cuda", torch.bfloat16, width, has_mask=False, has_dropout=False)
         assert has is expected, width
+
+
+@pytest.mark.parametrize(("capability", "query_block"), [((10, 0), 256), ((9, 0), 128)])
+def test_version_4_computes_packed_documents_by_flex_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    registry: dict[str, Callable[[], Registered]],
+    capability: tuple[int, int],
+    query_block: int,
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def flex(*heads: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(options)
+        output: torch.Tensor = flex_module.flex_attention(*heads, **options)
+        return output
+
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex_module, "_warn_once", lambda *args, **options: None)
+    load_flash_flex_attention.cache_clear()
+    with monkeypatch.context() as loading:
+        loading.setattr(torch, "compile", lambda function, **options: flex)
+        loading.setattr(flex_attention, "load_flex_attention", lambda: flex)
+        assert load_flash_flex_attention() is not None
+    use_gpu(monkeypatch, capability)
+    registry["FA4"] = Registered
+    activate_flash_implementation("fa4", "cuda", FlashShape(torch.bfloat16, 16, 16))
+    core = select_attention_core("fa4", "cuda")
+    load_flash_flex_attention.cache_clear()
+    ids = (torch.arange(512) // 100).expand(2, -1)
+    query, key, value = (torch.randn(512, 2, heads, 16).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    output = core(AttentionInputs(query, key, value, AttentionPattern(document_ids=ids)))
+    exact = plain_attention(
+        AttentionInputs(query.double(), key.double(), value.double(), AttentionPattern(document_ids=ids))
+    )
+    torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
+    grads = (torch.autograd.grad(out.double().square().sum(), (query, key, value)) for out in (output, exact))
+    for ours, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.1)
+    (options,) = seen
+    assert options["kernel_options"]["BACKEND"] == "FLASH"
+    assert (query_block, 128) == options["block_mask"].BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "is_flash"),
+    [
+        ("fa4", {}, True),
+        ("flash", {}, False),
+        ("fa4", {"has_sinks": True}, False),
+        ("fa4", {"has_dropout": True}, False),
+        ("fa4", {"has_softcap": True}, False),
+        ("fa4", {"num_queries": 384, "num_keys": 384}, False),
+        ("fa4", {"head_dim": 192}, False),
+        ("fa4", {"dtype": torch.float32}, False),
+    ],
+)
+def test_flex_attention_uses_version_4_only_for_what_it_supports(
+    monkeypatch: pytest.MonkeyPatch,
+    registry: dict[str, Callable[[], Registered]],
+    backend: str,
+    changes: dict[str, Any],
+    is_flash: bool,
+) -> None:
+    for name in ("load_flex_attention", "load_flash_flex_attention"):
+        monkeypatch.setattr(attention_backend, name, lambda: plain_attention)
+    registry["FA4"] = Registered
+    activate_flash_implementation(backend, "cuda", SHAPE)
+    documents = AttentionPattern(document_ids=torch.zeros(1, 512, dtype=torch.int64))
+    call = replace(AttentionCall(torch.bfloat16, 64, 512, 512, documents), **changes)
+    core = select_attention_core(backend, "cuda", 30.0 if call.has_softcap else None)
+    assert (core.choose(call).name == "FlexAttention (FlashAttention 4)") is is_flash
 
 
 LATENT: dict[str, Any] = {
