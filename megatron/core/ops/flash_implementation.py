@@ -69,14 +69,14 @@ class FlashImplementation:
         if shape.dtype not in _HALF:
             return "needs --bf16 or --fp16"
         if shape.has_dropout:
-            return "has no dropout; set --attention-dropout 0"
+            return "has no attention dropout"
         capability = compute_capability(device)
         if capability is not None and capability[0] not in self.majors:
             allowed = " or ".join(f"{number}.x" for number in self.majors)
             return f"needs a GPU of compute capability {allowed}; this GPU has {capability[0]}.{capability[1]}"
         is_reproducible = self.name == "FA4" and (capability is None or capability >= _BLACKWELL)
         if torch.are_deterministic_algorithms_enabled() and not is_reproducible:
-            return "has no deterministic backward pass on this GPU; omit --deterministic-mode"
+            return "has no deterministic backward pass on this GPU"
         if not self.takes_widths(shape.head_dim, shape.value_dim, capability):
             return f"has no kernel for heads with keys of width {shape.head_dim} and values of width {shape.value_dim}"
         if not hasattr(torch_attention, "activate_flash_attention_impl"):
@@ -116,7 +116,7 @@ def activate_flash_implementation(backend: str, device: torch.device | str, shap
         reason = chosen.why_not(shape, device) or _activate(chosen)
         if reason is not None:
             raise ConfigurationError(
-                f"--attention-backend {backend}: {chosen.title} {reason}; or use --attention-backend flash"
+                f"--attention-backend {backend}: {chosen.title} {reason}; use --attention-backend flash instead"
             )
         return
     if backend == "flash":

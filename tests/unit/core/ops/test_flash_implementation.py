@@ -193,7 +193,7 @@ def test_backend_and_gpu_select_an_installed_version(
         ("fa4", "cuda", (8, 0), SHAPE, "needs a GPU of compute capability 9.x or 10.x; this GPU has 8.0"),
         ("fa4", "cpu", (10, 0), SHAPE, "FlashAttention 4 needs CUDA"),
         ("fa4", "cuda", (10, 0), FlashShape(torch.float32, 64, 64), "needs --bf16 or --fp16"),
-        ("fa4", "cuda", (10, 0), FlashShape(torch.bfloat16, 64, 64, True), "set --attention-dropout 0"),
+        ("fa4", "cuda", (10, 0), FlashShape(torch.bfloat16, 64, 64, True), "has no attention dropout; use --attention-backend flash instead"),
         ("fa4", "cuda", (10, 0), FlashShape(torch.bfloat16, 192, 192), "keys of width 192 and values of width 192"),
         ("fa4", "cuda", (9, 0), FlashShape(torch.bfloat16, 192, 128), "keys of width 192 and values of width 128"),
     ],
