@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,101 +29,10 @@ from megatron.core.transformer import attention
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.decoder_config import DecoderConfig
 from tests.harness.toy_model import load_global_weights, make_batch, make_model
+from tests.unit.core.ops.flash_implementation_stand_in import CALLS, Registered
 
 SHAPE = FlashShape(torch.bfloat16, 64, 64)
 CALL = AttentionCall(torch.bfloat16, 64, 128, 128, CAUSAL)
-CALLS: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-
-
-def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:
-    """Shapes: ``query: [b, sq, n, d]``, ``key: [b, sk, g, d]``, ``value: [b, sk, g, v]`` ``-> [b, sq, n, v]``."""
-    assert dropout_p == 0.0
-    CALLS.append(("forward", tuple(query.shape), tuple(value.shape)))
-    group_size = query.shape[2] // key.shape[2]
-    keys, values = spread(key, group_size), spread(value, group_size)
-    scores = masked_scores(query, keys, window_size_left, 0 if is_causal else window_size_right)
-    context = torch.einsum("bnqk,bknd->bqnd", scores.softmax(dim=-1), values).to(query.dtype)
-    seed = torch.zeros(2, dtype=torch.uint64)
-    return context, scores.logsumexp(dim=-1), seed, torch.zeros((), dtype=torch.uint64), torch.empty(0)
-
-
-def flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: torch.Tensor,
-    unused: torch.Tensor,
-    *,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:
-    CALLS.append(("backward", tuple(query.shape), tuple(value.shape)))
-    right = 0 if is_causal else window_size_right
-    group_size = query.shape[2] // key.shape[2]
-    keys, values = spread(key, group_size), spread(value, group_size)
-    weights = (masked_scores(query, keys, window_size_left, right) - logsumexp[..., None]).exp()
-    grad_weights = torch.einsum("bqnd,bknd->bnqk", grad.float(), values)
-    row_sums = (grad.float() * output.float()).sum(dim=-1).transpose(1, 2)[..., None]
-    grad_scores = weights * (grad_weights - row_sums) / math.sqrt(query.shape[3])
-    grad_query = torch.einsum("bnqk,bknd->bqnd", grad_scores, keys)
-    grad_keys = torch.einsum("bnqk,bqnd->bknd", grad_scores, query.float())
-    grad_values = torch.einsum("bnqk,bqnd->bknd", weights, grad.float())
-    of_groups = (tensor.unflatten(2, (-1, group_size)).sum(dim=3) for tensor in (grad_keys, grad_values))
-    return tuple(tensor.to(query.dtype) for tensor in (grad_query, *of_groups))
-
-
-def spread(heads: torch.Tensor, group_size: int) -> torch.Tensor:
-    return heads.repeat_interleave(group_size, dim=2).float()
-
-
-def masked_scores(query: torch.Tensor, keys: torch.Tensor, left: int | None, right: int | None) -> torch.Tensor:
-    """A bound that is None or negative is none; the last query is at the last key."""
-    scores = torch.einsum("bqnd,bknd->bnqk", query.float(), keys) / math.sqrt(query.shape[3])
-    behind = torch.arange(query.shape[1])[:, None] + keys.shape[1] - query.shape[1] - torch.arange(keys.shape[1])
-    if left is not None and left >= 0:
-        scores = scores.masked_fill(behind > left, -math.inf)
-    if right is not None and right >= 0:
-        scores = scores.masked_fill(-behind > right, -math.inf)
-    return scores
-
-
-class Registered:
-    """What torch keeps of an active implementation: it ends with this."""
-
-    def __init__(self) -> None:
-        self.library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        self.library.impl("_flash_attention_forward", flash_forward, "CPU")
-        self.library.impl("_flash_attention_backward", flash_backward, "CPU")
-
-    def remove(self) -> None:
-        assert self.library is not None
-        self.library._destroy()
-        self.library = None
 
 
 def absent(module: str) -> Callable[[], Registered]:
@@ -193,7 +101,13 @@ def test_backend_and_gpu_select_an_installed_version(
         ("fa4", "cuda", (8, 0), SHAPE, "needs a GPU of compute capability 9.x or 10.x; this GPU has 8.0"),
         ("fa4", "cpu", (10, 0), SHAPE, "FlashAttention 4 needs CUDA"),
         ("fa4", "cuda", (10, 0), FlashShape(torch.float32, 64, 64), "needs --bf16 or --fp16"),
-        ("fa4", "cuda", (10, 0), FlashShape(torch.bfloat16, 64, 64, True), "has no attention dropout; use --attention-backend flash instead"),
+        (
+            "fa4",
+            "cuda",
+            (10, 0),
+            FlashShape(torch.bfloat16, 64, 64, True),
+            "no attention dropout; use --attention-backend",
+        ),
         ("fa4", "cuda", (10, 0), FlashShape(torch.bfloat16, 192, 192), "keys of width 192 and values of width 192"),
         ("fa4", "cuda", (9, 0), FlashShape(torch.bfloat16, 192, 128), "keys of width 192 and values of width 128"),
     ],
