@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import RunConfig, machine_notes
-from megatron.config.nccl_options import read_nccl_options
+from megatron.config import RunConfig, machine_notes, read_nccl_options
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import FlightRecorder

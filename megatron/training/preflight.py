@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable
 
 from megatron.checkpoint import saved_iterations
-from megatron.config import RunConfig
-from megatron.config.nccl_options import read_nccl_options
+from megatron.config import RunConfig, read_nccl_options
 from megatron.core.available_host_memory import HostRoom, available_bytes
 from megatron.core.datasets import report_lost_pages
 from megatron.core.errors import ConfigurationError, InputError

@@ -1,4 +1,4 @@
-"""FlashAttention 3 and 4 in place of torch's own flash kernel, FlashAttention-2.
+"""FlashAttention 3 and 4 instead of torch's own flash kernel, which is FlashAttention-2.
 
 ``torch.nn.attention.activate_flash_attention_impl`` replaces torch's flash operators for the whole process, so
 attention and the blocks of ring attention use the same kernel. Shah et al. 2024, https://arxiv.org/abs/2407.08608.
