@@ -109,14 +109,21 @@ class Communicators:
 
     def make(self, ranks: tuple[int, ...], options: NcclOptions | None = None) -> dist.ProcessGroup | None:
         """Create a new communicator of ``ranks``, even if there is one already."""
-        made: dist.ProcessGroup | None
-        made = dist.new_group(
-            ranks=list(ranks),
-            timeout=self._timeout,
-            pg_options=make_backend_options(options, self._timeout),
-            use_local_synchronization=True,
-        )
-        return made
+        return make_communicator(ranks, self._timeout, options)
+
+
+def make_communicator(
+    ranks: tuple[int, ...], timeout: timedelta | None = None, options: NcclOptions | None = None
+) -> dist.ProcessGroup | None:
+    """Create a communicator of ``ranks``, which its members call together."""
+    made: dist.ProcessGroup | None
+    made = dist.new_group(
+        ranks=list(ranks),
+        timeout=timeout,
+        pg_options=make_backend_options(options, timeout),
+        use_local_synchronization=True,
+    )
+    return made
 
 
 def make_backend_options(options: NcclOptions | None, timeout: timedelta | None) -> Any:
@@ -139,7 +146,7 @@ def make_backend_options(options: NcclOptions | None, timeout: timedelta | None)
 
 def twin_group(group: Group) -> Group:
     """Return a group of the same ranks with a separate communicator, whose calls cannot interleave with the group's."""
-    return group if group.size == 1 else replace(group, handle=Communicators().make(group.ranks, group.options))
+    return group if group.size == 1 else replace(group, handle=make_communicator(group.ranks, options=group.options))
 
 
 def no_communicator(ranks: tuple[int, ...], options: NcclOptions | None) -> None:

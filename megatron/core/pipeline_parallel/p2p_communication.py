@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.flight_recorder import Channel, Entry, PendingWork
-from megatron.core.parallel_state import Communicators
+from megatron.core.parallel_state import make_communicator
 from megatron.core.pipeline_parallel.schedule_actions import RECEIVES_AHEAD, Action, Pass, StagePlace
 from megatron.core.pipeline_parallel.simulator import MessageRules, simulate
 from megatron.core.process_group import Group
@@ -214,7 +214,7 @@ def _turn_of(pp: Group) -> Callable[[int], int]:
 def _make_communicator(pp: Group, timeout: timedelta | None) -> dist.ProcessGroup | None:
     if pp.handle is None:
         return None
-    return Communicators(timeout).make(pp.ranks, pp.options)
+    return make_communicator(pp.ranks, timeout, pp.options)
 
 
 class ReceiveQueue:
