@@ -118,7 +118,7 @@ MISTAKES = {
         Mistake("--seq-length 2048 --max-position-embeddings 1024"),
         Mistake("--recompute-granularity full"),
         Mistake("--cuda-graph-impl local"),
-        Mistake("--attention-backend fa3"),
+        Mistake("--attention-backend fa3 --bf16"),
         Mistake("--attention-backend fa3 --bf16 --attention-dropout 0 --reset-attention-mask"),
         Mistake("--attention-backend fa4 --bf16 --attention-dropout 0 --reset-attention-mask --deterministic-mode"),
         Mistake("--cuda-graph-impl local --attention-dropout 0 --reset-position-ids"),
