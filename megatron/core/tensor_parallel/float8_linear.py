@@ -57,6 +57,8 @@ def gather_scales(scale: torch.Tensor, group: Group) -> torch.Tensor:
 
     Shapes: ``[n, m] -> [group.size * n, m]``.
     """
+    if scale.dtype is torch.float8_e8m0fnu:
+        return all_gather_first_dim(scale.view(torch.uint8), group).view(torch.float8_e8m0fnu)
     exponents = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     return all_gather_first_dim(exponents, group).view(torch.float8_e8m0fnu).float()
 

@@ -38,6 +38,7 @@ class Compiled:
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
     from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import fp8_scaled_cast as scaled
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
@@ -96,6 +97,12 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         warps = residual.warps(width)
         yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
+    kinds = dict.fromkeys(("rows", "columns", "whole"), "*i32") | {"num_rows": "i32", "width": "i32"}
+    for name, absent in [("rows and columns", ["whole"]), ("matrix", ["rows", "columns"])]:
+        arguments = kinds | dict.fromkeys(absent)
+        yield f"amax of {name}", scaled.amax_program, arguments, {"BLOCK": scaled._AMAX_BLOCK}, scaled._AMAX_WARPS
+    kinds = {"amax": "*i32", "scale": "*fp32", "count": "odd"}
+    yield "float8 scales", scaled.scales_program, kinds, {"BLOCK": scaled._SCALES_BLOCK, "IS_E5M2": False}, 4
     if capability >= MIN_FLOAT8_CAPABILITY:
         kinds = {"scale": "*fp32", "amax": "*fp32", "data": "*u8", "turned": "*u8", "num_rows": "i32", "width": "i32"}
         for is_e5m2 in (False, True):
@@ -103,6 +110,16 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
             yield f"float8 {is_e5m2}", fp8_cast.cast_program, kinds, sizes, 4
             weights = kinds | {"amax": None, "data": None}
             yield f"float8 transpose {is_e5m2}", fp8_cast.cast_program, weights, sizes, 4
+            kinds |= {"row_amax": "*i32", "column_amax": "*i32", "turned_scale": "*fp32"}
+            sizes = {"BLOCK": scaled._ROWS_BLOCK, "IS_E5M2": is_e5m2}
+            yield f"float8 rows {is_e5m2}", scaled.rows_program, kinds, sizes, 4
+            sizes = {"BLOCK": scaled.TILE, "IS_E5M2": is_e5m2}
+            yield f"float8 squares {is_e5m2}", scaled.squares_program, kinds, sizes, scaled._TILE_WARPS
+            sizes |= {"LENGTH": 128, "IS_TILED": False}
+            yield f"float8 segments {is_e5m2}", scaled.segments_program, kinds, sizes, scaled._TILE_WARPS
+            sizes |= {"LENGTH": 32, "IS_TILED": True}
+            tiled = kinds | {"scale": "*u8", "turned_scale": "*u8"}
+            yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
 
 
 def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:
