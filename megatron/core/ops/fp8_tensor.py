@@ -258,9 +258,17 @@ _PROBE = 256
 
 
 def scaled_product(
-    left: Quantized, right: Quantized, out_dtype: torch.dtype, bias: torch.Tensor | None = None, library: str = "auto"
+    left: Quantized,
+    right: Quantized,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    library: str = "auto",
+    *,
+    narrow: bool = False,
 ) -> torch.Tensor:
     """Compute ``left @ right.T + bias`` with accumulation in float32.
+
+    With ``narrow`` a float32 result of a device's GEMM that rounds to bfloat16 stays in bfloat16.
 
     Blocks of both operands extend along the columns. Native FP8 GEMMs are used if the GPU supports them for these
     blocks, otherwise float32 GEMMs of the dequantized values. On CPU native FP8 GEMMs are slower than float32.
@@ -268,21 +276,25 @@ def scaled_product(
     Shapes: ``left: [a, n]``, ``right: [b, n]``, ``bias: [b] -> [a, b]``.
     """
     if left.data.is_cuda and _has_scaled_product(left, right):
-        result = device_product(left, right, out_dtype)
+        result = device_product(left, right, out_dtype, narrow=narrow)
         return result if bias is None else result + bias
     result = linear(left.values(), right.values(), None if bias is None else bias.float(), library)
     return result.to(out_dtype)
 
 
-def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+def device_product(
+    left: Quantized, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False
+) -> torch.Tensor:
     """Compute ``left @ right.T`` with torch's scaled GEMM; raises RuntimeError if it is unsupported.
+
+    ``narrow`` as in `scaled_product`.
 
     Shapes: ``left: [a, n]``, ``right: [b, n] -> [a, b]``.
     """
     scales = left.scale, right.scale
     computed_dtype = out_dtype
     if right.blocks == SQUARES_OF_128:
-        return _product_with_squares(left, right, torch.bfloat16).to(out_dtype)
+        return _in_dtype(_product_with_squares(left, right, torch.bfloat16), out_dtype, narrow)
     if left.blocks == WHOLE:
         left_scale, right_scale = (scale.reshape(()) for scale in scales)
     elif left.blocks == SEGMENTS_OF_32:
@@ -303,7 +315,11 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) ->
         right_scale,
         out_dtype=computed_dtype,
     )
-    return result.to(out_dtype)
+    return _in_dtype(result, out_dtype, narrow)
+
+
+def _in_dtype(result: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
+    return result if narrow and dtype is torch.float32 else result.to(dtype)
 
 
 def _product_with_squares(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Tensor:

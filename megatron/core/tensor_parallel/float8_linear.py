@@ -260,5 +260,6 @@ def _add_fp8(
 ) -> torch.Tensor | None:
     if main_grad is None:
         return scaled_product(grad, x, dtype, library=library)
-    main_grad.add_computed(partial(scaled_product, grad, x, main_grad.tensor.dtype, library=library))
+    # The addition reads the result in the dtype of the GEMM.
+    main_grad.add_computed(partial(scaled_product, grad, x, main_grad.tensor.dtype, library=library, narrow=True))
     return None
