@@ -282,9 +282,7 @@ def scaled_product(
     return result.to(out_dtype)
 
 
-def device_product(
-    left: Quantized, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False
-) -> torch.Tensor:
+def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False) -> torch.Tensor:
     """Compute ``left @ right.T`` with torch's scaled GEMM; raises RuntimeError if it is unsupported.
 
     ``narrow`` as in `scaled_product`.

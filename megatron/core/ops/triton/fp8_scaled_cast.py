@@ -155,7 +155,8 @@ def segments_program(
         wide = values.to(tl.float32)
         exponents = _exponents(tl.max(_absolute_bits(wide), axis=3, keep_dims=True), IS_E5M2)
         if IS_TILED:
-            scale += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (BLOCK * SEGMENTS)
+            tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            scale += tile * (BLOCK * SEGMENTS)
             there = (place[:, None, None] * SEGMENTS + segment[:, None, None, None]) * SEGMENTS + segment[:, None]
             tl.store(scale + there, exponents.to(tl.uint8))
         else:
@@ -169,7 +170,8 @@ def segments_program(
         wide = values.to(tl.float32)
         exponents = _exponents(tl.max(_absolute_bits(wide), axis=1, keep_dims=True), IS_E5M2)
         if IS_TILED:
-            turned_scale += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (BLOCK * SEGMENTS)
+            tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0).to(tl.int64)
+            turned_scale += tile * (BLOCK * SEGMENTS)
             there = (place * SEGMENTS + segment[:, None]) * SEGMENTS + segment[:, None, None, None]
             tl.store(turned_scale + there, exponents.to(tl.uint8))
         else:
@@ -194,7 +196,7 @@ def squares_program(
     IS_E5M2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one tile of ``data: [num_rows, width]`` and of ``turned: [width, num_rows]`` with one scale for the tile."""
+    """Write one tile of ``data: [num_rows, width]`` and of ``turned: [width, num_rows]``, with one scale."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]

@@ -457,7 +457,9 @@ def check_scales_in_tiles() -> None:
         assert torch.equal(part.first_rows(40).values(), expected.values()[:40])
         # Like the matrix, scales are concatenated along either dim.
         for dim in (0, 1):
-            data, scale = (torch.cat((each, each), dim) for each in (part.data.view(torch.uint8), part.scale.view(torch.uint8)))
+            data, scale = (
+                torch.cat((each, each), dim) for each in (part.data.view(torch.uint8), part.scale.view(torch.uint8))
+            )
             twice = Quantized(data.view(E4M3), scale.view(torch.float8_e8m0fnu), part.blocks)
             assert torch.equal(twice.values(), torch.cat((expected.values(),) * 2, dim))
 
