@@ -279,7 +279,7 @@ class Fp8Quantizers:
         return scale_of(_shared_amax(x, WHOLE, group), self.recipe.dtype(operand)), seen
 
 
-def _maximum_over(group: Group | None) -> Callable[[torch.Tensor], None] | None:
+def _maximum_over(group: Group | None) -> Callable[[torch.Tensor], object] | None:
     """Return a function that reduces amaxes to their maximum over a group's ranks."""
     return None if group is None else lambda amax: all_reduce(amax, group, "max")
 

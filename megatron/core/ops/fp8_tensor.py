@@ -170,7 +170,7 @@ def quantize_both(
     *,
     plain: bool = True,
     transpose: bool,
-    share: Callable[[torch.Tensor], None] | None = None,
+    share: Callable[[torch.Tensor], object] | None = None,
     scale: torch.Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantize a matrix along its rows (``plain``), its transpose along its own rows, or both.
@@ -203,7 +203,7 @@ def _both_on_triton(
     blocks: Blocks,
     plain: bool,
     transpose: bool,
-    share: Callable[[torch.Tensor], None] | None,
+    share: Callable[[torch.Tensor], object] | None,
 ) -> tuple[Quantized | None, Quantized | None]:
     from megatron.core.ops.triton import amaxes, cast_rows, cast_segments, cast_squares
 
