@@ -1,0 +1,270 @@
+"""``--compile``: compile the functions between a layer's GEMMs and its core attention with torch.compile.
+
+The GEMMs stay calls of a library, which Inductor would call too, because they accumulate into main gradients while
+communication runs. On a CPU graphs that contain them were at most 3 % faster than the functions between them at 384
+features (``benchmarks/results/compile_cpu_2026-11-28.md``).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config import RunConfig
+from megatron.core.collectives import any_rank
+from megatron.core.errors import ConfigurationError
+from megatron.core.models import Model
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.ops import RowKeys, runs_on_triton
+from megatron.core.precision import dtype_from_name
+from megatron.core.transformer import (
+    ACTIVATIONS,
+    FeedForward,
+    LatentAttention,
+    Norm,
+    ResidualNorm,
+    ResidualSum,
+    RotaryAngles,
+    SelfAttention,
+    TransformerLayer,
+    add_and_normalize,
+    add_branch,
+    apply_rotary_to_both,
+    join_heads,
+    normalize,
+    split_and_rotate,
+)
+from megatron.core.transformer.moe import GroupedExperts
+from megatron.training.initialize import Runtime
+
+_FAILURES = (RuntimeError, ImportError, OSError, AttributeError, subprocess.SubprocessError)
+"""Errors of torch.compile if the compiler is missing or fails; torch.compile's own errors are RuntimeErrors."""
+_MOST_GRAPHS = 64
+"""Limit of graphs per function: norms of different widths are calls of one function. Torch's own limit is 8."""
+_NUM_ROWS = 16
+"""Rows in the first call of an activation of experts, which is compiled for any number of rows."""
+
+_ON_TRITON = "a Triton kernel computes it"
+_BY_TORCH = "torch's own kernel is as fast"
+
+
+def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> None:
+    """Compile residual additions, norms, activations and rotary embeddings of all layers, and log the time it took.
+
+    Each is run once, forward and backward, with the shapes of a micro-batch, so that a failure is found here. Without
+    gradients, as in evaluation and generation, the functions run as they are, for any shape. Collective.
+
+    Raises:
+        ConfigurationError: torch.compile fails, or no rank has anything to compile.
+    """
+    start_time = time.perf_counter()
+    regions = _Regions(config.model)
+    for chunk in chunks:
+        for module in chunk.modules():
+            regions.replace_in(module)
+    if not any_rank(bool(regions.compiled), runtime.state.world):
+        parts = "; ".join(f"{name}: {why}" for name, why in regions.left.items())
+        raise ConfigurationError(f"--compile: this model has nothing to compile{f' ({parts})' * bool(parts)}; omit it")
+    try:
+        for chunk in chunks:
+            for function, inputs in _first_calls(chunk, config):
+                outputs = function(*inputs)
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                # Gradients of the parameters are computed too, and discarded.
+                torch.autograd.grad(outputs, inputs[0], [torch.zeros_like(output) for output in outputs])
+    except _FAILURES as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigurationError(f"--compile: torch.compile failed here ({reason}); omit --compile") from error
+    left = "".join(f"; not {name}: {why}" for name, why in regions.left.items())
+    elapsed_s = time.perf_counter() - start_time
+    log(f" > compiled {', '.join(regions.compiled)} in {elapsed_s:.1f} s (--compile){left}")
+
+
+class _Regions:
+    """Compiled functions, their names in the order in which they were found, and the parts that are not compiled."""
+
+    def __init__(self, model: GPTConfig) -> None:
+        self.has_dropout = model.hidden_dropout > 0.0
+        self.has_rotary = model.position_embedding_type == "rope"
+        self.compiled: dict[str, Callable[..., Any]] = {}
+        self.left: dict[str, str] = {}
+
+    def replace_in(self, module: nn.Module) -> None:
+        """Replace the functions that a module calls by compiled ones."""
+        if isinstance(module, Norm):
+            self._replace_in_norm(module)
+        if isinstance(module, (TransformerLayer, ResidualSum, ResidualNorm)) and self.has_dropout:
+            if not _on_triton(module):
+                module.add_branch = self._compile("dropout", add_branch)  # type: ignore[method-assign]
+        if isinstance(module, (FeedForward, GroupedExperts)):
+            self._replace_activation(module)
+        if isinstance(module, LatentAttention):
+            module.join_heads = self._compile("heads of MLA", join_heads)
+        elif isinstance(module, SelfAttention) and self.has_rotary and module.has_rotary:
+            if type(module).projected is not SelfAttention.projected:
+                self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
+            elif _on_triton(module):
+                self.left["rotary embedding"] = _ON_TRITON
+            elif module.q_layernorm is None:
+                module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
+            else:
+                module.rotate = self._compile("rotary embedding", apply_rotary_to_both)
+
+    def _replace_in_norm(self, norm: Norm) -> None:
+        if norm.module is not None:
+            norm.compiled_module = _in_training(norm.module)
+            self.compiled.setdefault(f"norms of kind {norm.kind}", norm.compiled_module)
+        elif norm.of_engine is not None:
+            self.left["norms"] = "Transformer Engine computes them"
+        else:
+            norm.compute = self._compile("norms", normalize)
+            if isinstance(norm, ResidualNorm):
+                if runs_on_triton(norm.weight):
+                    self.left["residual addition"] = _ON_TRITON
+                else:
+                    norm.add_and_compute = self._compile("residual addition", add_and_normalize)  # type: ignore[method-assign]
+
+    def _replace_activation(self, mlp: FeedForward | GroupedExperts) -> None:
+        name = "activation" if isinstance(mlp, FeedForward) else "activation of experts"
+        weight = mlp.linear_fc1.weight
+        if isinstance(mlp, FeedForward) and not mlp.is_gated:
+            is_on_triton = mlp.linear_fc1.bias is not None and mlp.has_program(weight)
+        else:
+            is_on_triton = runs_on_triton(weight)
+        if is_on_triton:
+            self.left[name] = _ON_TRITON
+        elif weight.device.type == "cpu" and mlp.activation in (ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"]):
+            self.left[name] = _BY_TORCH
+        else:
+            # Groups of rows have another length in each step.
+            mlp.activation = self._compile(name, mlp.activation, dynamic=isinstance(mlp, GroupedExperts))
+
+    def _compile(self, name: str, function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
+        """Return the compiled function of a name; all layers share the first one."""
+        if name not in self.compiled:
+            self.compiled[name] = _in_training(function, dynamic=dynamic)
+        return self.compiled[name]
+
+
+def _in_training(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
+    """Compile a function for passes with gradients; without gradients it runs as it is.
+
+    Low-precision results inside a graph are rounded as they are without compilation.
+    """
+    import torch._dynamo.config as limits
+
+    limits.recompile_limit = max(limits.recompile_limit, _MOST_GRAPHS)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"emulate_precision_casts": True})
+
+    def call(*args: Any, **named: Any) -> Any:
+        return compiled(*args, **named) if torch.is_grad_enabled() else function(*args, **named)
+
+    return call
+
+
+def _on_triton(module: nn.Module) -> bool:
+    return runs_on_triton(*list(module.parameters())[:1])
+
+
+def _first_calls(chunk: Model, config: RunConfig) -> Iterator[tuple[Callable[..., Any], list[Any]]]:
+    """Yield one call per kind of region in a chunk: the function and its inputs, of which the first has a gradient."""
+    device = next((parameter.device for parameter in chunk.parameters()), torch.device("cpu"))
+    inputs = _Inputs(config, dtype_from_name(config.model.params_dtype), device)
+    if isinstance(chunk, GPTModel) and chunk.rotary is not None:
+        inputs.angles = chunk.rotary.angles(inputs.position_ids(), inputs.dtype)
+    seen = set[tuple[Any, ...]]()
+    for module in chunk.modules():
+        for key, function, arguments in inputs.of(module):
+            if key not in seen:
+                seen.add(key)
+                yield function, arguments()
+
+
+class _Inputs:
+    """Make inputs with the shapes and strides of a micro-batch."""
+
+    def __init__(self, config: RunConfig, dtype: torch.dtype, device: torch.device) -> None:
+        model = config.model
+        self.hidden_shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
+        self.length = config.data.seq_length // model.context_parallel_size
+        self.dropout = model.hidden_dropout
+        self.resets_positions = config.data.reset_position_ids
+        self.dtype, self.device = dtype, device
+        self.angles: RotaryAngles | None = None
+
+    def position_ids(self) -> torch.Tensor:
+        """Return positions that all samples share, unless they restart at each document. Shapes: ``[b, s/cp]``."""
+        batch = self.hidden_shape[1]
+        shared = torch.zeros(1 if not self.resets_positions else batch, self.length, dtype=torch.int64)
+        return shared.to(self.device).expand(batch, -1)
+
+    def of(self, module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Callable[..., Any], Callable[[], list[Any]]]]:
+        """Yield a key, a function and the function's inputs for each region of a module."""
+        rows, batch, hidden_size = self.hidden_shape
+        if isinstance(module, ResidualNorm):
+            yield (type(module), "sum"), module, self._branch
+        if isinstance(module, Norm) and (module.module is not None or module.shape == (hidden_size,)):
+            function = partial(Norm.forward, module)
+            yield (Norm, module.module is not None), function, lambda: [self._zeros(*self.hidden_shape)]
+        elif isinstance(module, TransformerLayer) and self.dropout:
+            yield (TransformerLayer,), module.add_branch, self._branch
+        elif isinstance(module, FeedForward):
+            width = module.linear_fc1.weight.shape[0]
+            yield (FeedForward, width), module.activation, lambda: [self._zeros(self.length, batch, width)]
+        elif isinstance(module, GroupedExperts):
+            width = module.linear_fc1.weight.shape[1]
+            yield (GroupedExperts,), module.activation, lambda: [self._zeros(_NUM_ROWS, width)]
+        elif isinstance(module, LatentAttention):
+            yield from self._of_latent(module)
+        elif isinstance(module, SelfAttention):
+            width = (module.num_heads + 2 * module.num_groups) * module.head_dim
+            angles = self.angles if module.has_rotary else None
+            key = (type(module), width, module.num_groups, angles is None)
+            yield key, lambda mixed: module.split_heads(mixed, angles), lambda: [self._zeros(self.length, batch, width)]
+
+    def _of_latent(
+        self, attention: LatentAttention
+    ) -> Iterator[tuple[tuple[Any, ...], Callable[..., Any], Callable[[], list[Any]]]]:
+        rows, batch, _ = self.hidden_shape
+        heads, angles = attention.num_heads, self.angles
+        query_width = heads * (attention.plain_width + attention.rotary_width)
+        kv_width = heads * (attention.plain_width + attention.value_width)
+        whole = (self.length, batch)
+        if isinstance(attention.kv_layernorm, Norm):
+            narrow = attention.rank + attention.rotary_width
+            latent = (attention.rank, attention.rotary_width)
+            yield (
+                (LatentAttention, "latent"),
+                attention.kv_layernorm,
+                lambda: [self._zeros(rows, batch, narrow).split_with_sizes(latent, dim=-1)[0]],
+            )
+        if isinstance(attention.q_layernorm, Norm):
+            width = attention.q_layernorm.shape[0]
+            yield (LatentAttention, "query"), attention.q_layernorm, lambda: [self._zeros(rows, batch, width)]
+        if angles is not None:
+            yield (
+                (LatentAttention, "heads"),
+                lambda *inputs: attention.split_latent(*inputs, angles),
+                lambda: [
+                    self._zeros(*whole, query_width),
+                    self._zeros(*whole, kv_width),
+                    self._zeros(*whole, 1, attention.rotary_width),
+                ],
+            )
+
+    def _branch(self) -> list[Any]:
+        """Return a residual stream, a branch, and the dropout of the branch."""
+        keys = None
+        if self.dropout:
+            words = torch.zeros(self.hidden_shape[:2], dtype=torch.int32, device=self.device)
+            keys = RowKeys(words, words.clone())
+        return [self._zeros(*self.hidden_shape), self._zeros(*self.hidden_shape), keys, self.dropout]
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device, requires_grad=True)
