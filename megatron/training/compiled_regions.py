@@ -10,8 +10,9 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.models import Model
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.ops import RowKeys, runs_on_triton
+from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.precision import dtype_from_name
 from megatron.core.transformer import (
     ACTIVATIONS,
@@ -41,6 +43,7 @@ from megatron.core.transformer import (
     split_and_rotate,
 )
 from megatron.core.transformer.moe import GroupedExperts
+from megatron.core.weight_prefetch import alloc_storage, has_memory
 from megatron.training.initialize import Runtime
 
 _FAILURES = (RuntimeError, ImportError, OSError, AttributeError, subprocess.SubprocessError)
@@ -50,8 +53,9 @@ _MOST_GRAPHS = 64
 _NUM_ROWS = 16
 """Rows in the first call of an activation of experts, which is compiled for any number of rows."""
 
+_FAST_ON_CPU = (ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"])
 _ON_TRITON = "a Triton kernel computes it"
-_BY_TORCH = "torch's own kernel is as fast"
+_BY_TORCH = "torch's kernel is as fast"
 
 
 def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> None:
@@ -73,11 +77,12 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime
         raise ConfigurationError(f"--compile: this model has nothing to compile{f' ({parts})' * bool(parts)}; omit it")
     try:
         for chunk in chunks:
-            for function, inputs in _first_calls(chunk, config):
-                outputs = function(*inputs)
-                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                # Gradients of the parameters are computed too, and discarded.
-                torch.autograd.grad(outputs, inputs[0], [torch.zeros_like(output) for output in outputs])
+            for module, function, inputs in _first_calls(chunk, config):
+                with _allocated(module):
+                    outputs = function(*inputs)
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    # Gradients of the parameters are computed too, and discarded.
+                    torch.autograd.grad(outputs, inputs[0], [torch.zeros_like(output) for output in outputs])
     except _FAILURES as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigurationError(f"--compile: torch.compile failed here ({reason}); omit --compile") from error
@@ -99,9 +104,9 @@ class _Regions:
         """Replace the functions that a module calls by compiled ones."""
         if isinstance(module, Norm):
             self._replace_in_norm(module)
-        if isinstance(module, (TransformerLayer, ResidualSum, ResidualNorm)) and self.has_dropout:
-            if not _on_triton(module):
-                module.add_branch = self._compile("dropout", add_branch)  # type: ignore[method-assign]
+        adders = (TransformerLayer, ResidualSum, ResidualNorm)
+        if isinstance(module, adders) and self.has_dropout and not _on_triton(module):
+            module.add_branch = self._compile("dropout", add_branch)
         if isinstance(module, (FeedForward, GroupedExperts)):
             self._replace_activation(module)
         if isinstance(module, LatentAttention):
@@ -118,28 +123,33 @@ class _Regions:
 
     def _replace_in_norm(self, norm: Norm) -> None:
         if norm.module is not None:
-            norm.compiled_module = _in_training(norm.module)
+            norm.compiled_module = _InTraining(norm.module)
             self.compiled.setdefault(f"norms of kind {norm.kind}", norm.compiled_module)
         elif norm.of_engine is not None:
             self.left["norms"] = "Transformer Engine computes them"
         else:
-            norm.compute = self._compile("norms", normalize)
-            if isinstance(norm, ResidualNorm):
-                if runs_on_triton(norm.weight):
-                    self.left["residual addition"] = _ON_TRITON
-                else:
-                    norm.add_and_compute = self._compile("residual addition", add_and_normalize)  # type: ignore[method-assign]
+            is_on_triton = isinstance(norm, ResidualNorm) and runs_on_triton(norm.weight)
+            is_fast = norm.kind == "LayerNorm" and norm.weight.device.type == "cpu"
+            if is_on_triton:
+                self.left["residual addition"] = _ON_TRITON
+            elif isinstance(norm, ResidualNorm) and (self.has_dropout or not is_fast):
+                norm.add_and_compute = self._compile("residual addition", add_and_normalize)
+            if is_fast:
+                self.left["norms"] = _BY_TORCH
+            else:
+                norm.compute = self._compile("norms", normalize)
 
     def _replace_activation(self, mlp: FeedForward | GroupedExperts) -> None:
         name = "activation" if isinstance(mlp, FeedForward) else "activation of experts"
         weight = mlp.linear_fc1.weight
-        if isinstance(mlp, FeedForward) and not mlp.is_gated:
-            is_on_triton = mlp.linear_fc1.bias is not None and mlp.has_program(weight)
-        else:
+        if isinstance(mlp.activation, partial) and mlp.activation.func is gated_activation:
             is_on_triton = runs_on_triton(weight)
+        else:
+            adds_bias = isinstance(mlp, FeedForward) and mlp.linear_fc1.bias is not None
+            is_on_triton = adds_bias and cast("FeedForward", mlp).has_program(weight)
         if is_on_triton:
             self.left[name] = _ON_TRITON
-        elif weight.device.type == "cpu" and mlp.activation in (ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"]):
+        elif weight.device.type == "cpu" and mlp.activation in _FAST_ON_CPU:
             self.left[name] = _BY_TORCH
         else:
             # Groups of rows have another length in each step.
@@ -148,32 +158,49 @@ class _Regions:
     def _compile(self, name: str, function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
         """Return the compiled function of a name; all layers share the first one."""
         if name not in self.compiled:
-            self.compiled[name] = _in_training(function, dynamic=dynamic)
+            self.compiled[name] = _InTraining(function, dynamic=dynamic)
         return self.compiled[name]
 
 
-def _in_training(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
-    """Compile a function for passes with gradients; without gradients it runs as it is.
+class _InTraining:
+    """A function that is compiled for passes with gradients; without gradients it runs as it is.
 
     Low-precision results inside a graph are rounded as they are without compilation.
     """
-    import torch._dynamo.config as limits
 
-    limits.recompile_limit = max(limits.recompile_limit, _MOST_GRAPHS)
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"emulate_precision_casts": True})
+    def __init__(self, function: Callable[..., Any], *, dynamic: bool = False) -> None:
+        import torch._dynamo.config as limits
 
-    def call(*args: Any, **named: Any) -> Any:
-        return compiled(*args, **named) if torch.is_grad_enabled() else function(*args, **named)
+        limits.recompile_limit = max(limits.recompile_limit, _MOST_GRAPHS)
+        # A second call of `compile_regions` for a model compiles the same function again.
+        self.function: Callable[..., Any] = function.function if isinstance(function, _InTraining) else function
+        options: dict[str, Any] = {"emulate_precision_casts": True}
+        self.compiled = torch.compile(self.function, fullgraph=True, dynamic=dynamic, options=options)
 
-    return call
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return (self.compiled if torch.is_grad_enabled() else self.function)(*args, **named)
 
 
 def _on_triton(module: nn.Module) -> bool:
     return runs_on_triton(*list(module.parameters())[:1])
 
 
-def _first_calls(chunk: Model, config: RunConfig) -> Iterator[tuple[Callable[..., Any], list[Any]]]:
-    """Yield one call per kind of region in a chunk: the function and its inputs, of which the first has a gradient."""
+@contextmanager
+def _allocated(module: nn.Module) -> Iterator[None]:
+    """Give parameters of FSDP memory, without values, inside this context."""
+    freed = [parameter for parameter in module.parameters() if not has_memory(parameter)]
+    for parameter in freed:
+        alloc_storage(parameter)
+    yield
+    for parameter in freed:
+        parameter.untyped_storage().resize_(0)
+
+
+def _first_calls(chunk: Model, config: RunConfig) -> Iterator[tuple[nn.Module, Callable[..., Any], list[Any]]]:
+    """Yield one call per kind of region in a chunk: the module, the function and its inputs.
+
+    The first input has a gradient.
+    """
     device = next((parameter.device for parameter in chunk.parameters()), torch.device("cpu"))
     inputs = _Inputs(config, dtype_from_name(config.model.params_dtype), device)
     if isinstance(chunk, GPTModel) and chunk.rotary is not None:
@@ -183,7 +210,7 @@ def _first_calls(chunk: Model, config: RunConfig) -> Iterator[tuple[Callable[...
         for key, function, arguments in inputs.of(module):
             if key not in seen:
                 seen.add(key)
-                yield function, arguments()
+                yield module, function, arguments()
 
 
 class _Inputs:
@@ -206,7 +233,7 @@ class _Inputs:
 
     def of(self, module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Callable[..., Any], Callable[[], list[Any]]]]:
         """Yield a key, a function and the function's inputs for each region of a module."""
-        rows, batch, hidden_size = self.hidden_shape
+        _, batch, hidden_size = self.hidden_shape
         if isinstance(module, ResidualNorm):
             yield (type(module), "sum"), module, self._branch
         if isinstance(module, Norm) and (module.module is not None or module.shape == (hidden_size,)):
@@ -250,7 +277,7 @@ class _Inputs:
         if angles is not None:
             yield (
                 (LatentAttention, "heads"),
-                lambda *inputs: attention.split_latent(*inputs, angles),
+                partial(attention.split_latent, angles=angles),
                 lambda: [
                     self._zeros(*whole, query_width),
                     self._zeros(*whole, kv_width),

@@ -36,7 +36,14 @@ if TYPE_CHECKING:
         adapted_parts,
         plain_names,
     )
-    from megatron.core.transformer.mlp import ACTIVATIONS, MLP, FeedForward, MLPSubmodules, activation_of, megatron_activation
+    from megatron.core.transformer.mlp import (
+        ACTIVATIONS,
+        MLP,
+        FeedForward,
+        MLPSubmodules,
+        activation_of,
+        megatron_activation,
+    )
     from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear, join_heads
     from megatron.core.transformer.multi_token_prediction import (
         MTPLayer,
