@@ -75,17 +75,16 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime
     if not any_rank(bool(regions.compiled), runtime.state.world):
         parts = "; ".join(f"{name}: {why}" for name, why in regions.left.items())
         raise ConfigurationError(f"--compile: this model has nothing to compile{f' ({parts})' * bool(parts)}; omit it")
-    try:
-        for chunk in chunks:
-            for module, function, inputs in _first_calls(chunk, config):
-                with _allocated(module):
-                    outputs = function(*inputs)
-                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                    # Gradients of the parameters are computed too, and discarded.
-                    torch.autograd.grad(outputs, inputs[0], [torch.zeros_like(output) for output in outputs])
-    except _FAILURES as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigurationError(f"--compile: torch.compile failed here ({reason}); omit --compile") from error
+    for chunk in chunks:
+        for module, function, inputs in _first_calls(chunk, config):
+            try:
+                _run_once(module, function, inputs)
+            except _FAILURES as error:
+                reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                part = _describe(module, config)
+                raise ConfigurationError(
+                    f"--compile: torch.compile failed for {part} ({reason}); omit --compile"
+                ) from error
     left = "".join(f"; not {name}: {why}" for name, why in regions.left.items())
     elapsed_s = time.perf_counter() - start_time
     log(f" > compiled {', '.join(regions.compiled)} in {elapsed_s:.1f} s (--compile){left}")
@@ -183,6 +182,23 @@ class _InTraining:
 
 def _on_triton(module: nn.Module) -> bool:
     return runs_on_triton(*list(module.parameters())[:1])
+
+
+def _run_once(module: nn.Module, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """Run a function forward and backward. Gradients of the parameters are computed too, and discarded."""
+    with _allocated(module):
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.grad(outputs, inputs[0], [torch.zeros_like(output) for output in outputs])
+
+
+def _describe(module: nn.Module, config: RunConfig) -> str:
+    """Name a module by the flag that chose it, if a script registered it, else by its class."""
+    if isinstance(module, Norm) and module.module is not None:
+        return f"--normalization {module.kind}"
+    if isinstance(module, (FeedForward, GroupedExperts)) and config.model.activation_func is not None:
+        return f"--activation-func {config.model.activation_func}"
+    return type(module).__name__
 
 
 @contextmanager

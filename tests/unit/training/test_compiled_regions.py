@@ -215,13 +215,23 @@ def test_a_model_without_layers_has_nothing_to_compile() -> None:
         compile_regions([], config, make_runtime(config, Device("cpu")), lambda line: None)
 
 
-def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (SHAPES["llama"], "ResidualNorm"),
+        (("--normalization", "scale"), "--normalization scale"),
+        (("--activation-func", "cube"), "--activation-func cube"),
+    ],
+)
+def test_a_failure_is_one_line(flags: tuple[str, ...], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("\nNo working C++ compiler found\nin a long report")
 
+    register_norm("scale", Scale)
+    register_activation("cube", lambda x: x**3)
     monkeypatch.setattr(torch, "compile", lambda function, **settings: fail)
     with pytest.raises(ConfigurationError) as caught:
-        set_up(lambda line: None, *SHAPES["llama"])
+        set_up(lambda line: None, *flags)
     assert caught.value.problems == (
-        "--compile: torch.compile failed here (No working C++ compiler found); omit --compile",
+        f"--compile: torch.compile failed for {part} (No working C++ compiler found); omit --compile",
     )
