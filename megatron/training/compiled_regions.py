@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from megatron.config import RunConfig
 from megatron.core.collectives import any_rank
@@ -54,8 +55,8 @@ _NUM_ROWS = 16
 """Rows in the first call of an activation of experts, which is compiled for any number of rows."""
 
 _FAST_ON_CPU = (ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"])
-_ON_TRITON = "a Triton kernel computes it"
-_BY_TORCH = "torch's kernel is as fast"
+_ON_TRITON = "Triton kernels compute them"
+_BY_TORCH = "torch's kernels are as fast"
 
 
 def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> None:
@@ -67,14 +68,16 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime
     Raises:
         ConfigurationError: torch.compile fails, or no rank has anything to compile.
     """
+    if any(isinstance(parameter.data, FakeTensor) for chunk in chunks for parameter in chunk.parameters()):
+        return  # A simulated step runs without compilation, which its report says.
     start_time = time.perf_counter()
     regions = _Regions(config.model)
     for chunk in chunks:
         for module in chunk.modules():
             regions.replace_in(module)
     if not any_rank(bool(regions.compiled), runtime.state.world):
-        parts = "; ".join(f"{name}: {why}" for name, why in regions.left.items())
-        raise ConfigurationError(f"--compile: this model has nothing to compile{f' ({parts})' * bool(parts)}; omit it")
+        parts = f" ({regions.describe_left()})" if regions.left else ""
+        raise ConfigurationError(f"--compile: this model has nothing to compile{parts}; omit it")
     for chunk in chunks:
         for module, function, inputs in _first_calls(chunk, config):
             try:
@@ -85,7 +88,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime
                 raise ConfigurationError(
                     f"--compile: torch.compile failed for {part} ({reason}); omit --compile"
                 ) from error
-    left = "".join(f"; not {name}: {why}" for name, why in regions.left.items())
+    left = f"; not {regions.describe_left()}" if regions.left else ""
     elapsed_s = time.perf_counter() - start_time
     log(f" > compiled {', '.join(regions.compiled)} in {elapsed_s:.1f} s (--compile){left}")
 
@@ -98,6 +101,13 @@ class _Regions:
         self.has_rotary = model.position_embedding_type == "rope"
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.left: dict[str, str] = {}
+
+    def describe_left(self) -> str:
+        """List the parts that are not compiled by reason."""
+        names: dict[str, list[str]] = {}
+        for name, why in self.left.items():
+            names.setdefault(why, []).append(name)
+        return "; ".join(f"{', '.join(found)}: {why}" for why, found in names.items())
 
     def replace_in(self, module: nn.Module) -> None:
         """Replace the functions that a module calls by compiled ones."""
@@ -244,8 +254,8 @@ class _Inputs:
     def position_ids(self) -> torch.Tensor:
         """Return positions that all samples share, unless they restart at each document. Shapes: ``[b, s/cp]``."""
         batch = self.hidden_shape[1]
-        shared = torch.zeros(1 if not self.resets_positions else batch, self.length, dtype=torch.int64)
-        return shared.to(self.device).expand(batch, -1)
+        num_rows = batch if self.resets_positions else 1
+        return torch.zeros(num_rows, self.length, dtype=torch.int64, device=self.device).expand(batch, -1)
 
     def of(self, module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Callable[..., Any], Callable[[], list[Any]]]]:
         """Yield a key, a function and the function's inputs for each region of a module."""

@@ -110,7 +110,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (
             DROPOUT,
             "dropout, residual addition",
-            "; not norms: torch's kernel is as fast; not activation: torch's kernel is as fast",
+            "; not norms, activation: torch's kernels are as fast",
         ),
         (
             (
@@ -204,8 +204,7 @@ def test_nothing_to_compile_is_rejected() -> None:
     with pytest.raises(ConfigurationError) as caught:
         set_up(lambda line: None)
     assert caught.value.problems == (
-        "--compile: this model has nothing to compile (norms: torch's kernel is as fast; activation: torch's kernel "
-        "is as fast); omit it",
+        "--compile: this model has nothing to compile (norms, activation: torch's kernels are as fast); omit it",
     )
 
 
