@@ -90,7 +90,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime
                 ) from error
     left = f"; not {regions.describe_left()}" if regions.left else ""
     elapsed_s = time.perf_counter() - start_time
-    log(f" > compiled {', '.join(regions.compiled)} in {elapsed_s:.1f} s (--compile){left}")
+    log(f" > compiled {', '.join(regions.compiled) or 'nothing on this stage'} in {elapsed_s:.1f} s (--compile){left}")
 
 
 class _Regions:
