@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
     several_saved_as_inputs,
     tensor_parallel_linear,
 )
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import SelfAttention, value_width_of_core
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
@@ -61,7 +61,7 @@ class LatentAttention(SelfAttention):
     """Multi-head latent attention (MLA): the KV cache stores only the latent vectors and the rotary parts of the keys.
 
     All heads share the rotary part of a key. Queries, keys and values are padded with zeros to one width, which all
-    kernels and all context-parallel exchanges accept.
+    kernels and all context-parallel exchanges accept. Values keep their width for kernels that support it.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -71,7 +71,7 @@ class LatentAttention(SelfAttention):
         self.tp, self.sequence_parallel = tp, config.sequence_parallel
         self.rank, self.rotary_width = mla.kv_lora_rank, mla.qk_pos_emb_head_dim
         self.plain_width, self.value_width = mla.qk_head_dim, mla.v_head_dim
-        self.padded_width = mla.latent_head_width
+        self.padded_width, self.core_value_width = mla.latent_head_width, value_width_of_core(config)
 
         def up(input_size: int, head_width: int) -> ColumnShardedLinear:
             return ColumnShardedLinear(
@@ -165,7 +165,10 @@ class LatentAttention(SelfAttention):
     def _widen(
         self, angles: RotaryAngles, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of this rank's heads, padded to one width. Shapes: ``-> [s, b, n/tp, d]``."""
+        """Return queries, keys and values of this rank's heads, padded to the widths of `core`.
+
+        Shapes: ``-> [s, b, n/tp, d], [s, b, n/tp, d], [s, b, n/tp, v]``.
+        """
         query: torch.Tensor = (
             self.linear_q_proj(of_query) if self.q_layernorm is None else self.linear_q_up_proj(of_query)
         )
@@ -174,10 +177,10 @@ class LatentAttention(SelfAttention):
     def split_latent(
         self, query: torch.Tensor, key_value: torch.Tensor, rotary_key: torch.Tensor, angles: RotaryAngles
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split the outputs of the up-projections into heads, rotate queries, and pad all heads to one width.
+        """Split the outputs of the up-projections into heads, rotate queries, and pad heads to the widths of `core`.
 
         Shapes: ``query: [s, b, n/tp * (qk + p)]``, ``key_value: [s, b, n/tp * (qk + v)]``, ``rotary_key: [s, b, 1, p]``
-        ``-> [s, b, n/tp, d]`` three times.
+        ``-> [s, b, n/tp, d], [s, b, n/tp, d], [s, b, n/tp, v]``.
         """
         return self.join_heads(
             query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width),
@@ -186,6 +189,7 @@ class LatentAttention(SelfAttention):
             angles,
             value_width=self.value_width,
             padded_width=self.padded_width,
+            core_value_width=self.core_value_width,
             query_factor=self.query_factor,
             copies_value=self.recomputes_up,
         )
@@ -204,6 +208,7 @@ def join_heads(
     *,
     value_width: int,
     padded_width: int,
+    core_value_width: int,
     query_factor: float,
     copies_value: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -212,20 +217,20 @@ def join_heads(
     Without padding the value is a view of ``key_value``, unless ``copies_value``.
 
     Shapes: ``query: [s, b, n, qk + p]``, ``key_value: [s, b, n, qk + v]``, ``rotary_key: [s, b, 1, p]``
-    ``-> [s, b, n, d]`` three times.
+    ``-> [s, b, n, d], [s, b, n, d], [s, b, n, v]``.
     """
 
-    def padded(heads: torch.Tensor) -> torch.Tensor:
-        missing = padded_width - heads.shape[-1]
+    def padded(heads: torch.Tensor, width: int) -> torch.Tensor:
+        missing = width - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
     plain_width = key_value.shape[-1] - value_width
     plain, rotary = query.split_with_sizes((plain_width, query.shape[-1] - plain_width), dim=-1)
-    query = padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1))
+    query = padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1), padded_width)
     if query_factor != 1.0:
         query = query * query_factor
     key, value = key_value.split_with_sizes((plain_width, value_width), dim=-1)
-    key = padded(torch.cat((key, rotary_key.expand(-1, -1, key.shape[2], -1)), dim=-1))
-    value = padded(value)
+    key = padded(torch.cat((key, rotary_key.expand(-1, -1, key.shape[2], -1)), dim=-1), padded_width)
+    value = padded(value, core_value_width)
     # A view would keep the wider tensor alive.
     return query, key, value.contiguous() if copies_value else value
