@@ -51,6 +51,8 @@ def keyed_dropout(
 
     Shapes: ``x: […, c]``; keys ``[…]``; ``columns: [c]`` of any integers ``-> […, c]``.
     """
+    if torch.compiler.is_compiling():
+        return _drop_in_one_kernel(x, keys, probability, columns)
     output: torch.Tensor = _KeyedDropout.apply(x, *keys, columns, probability)  # type: ignore[no-untyped-call]
     return output
 
@@ -79,8 +81,7 @@ def drop_elements(
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     k0, k1 = (key.reshape(-1, 1) for key in keys)
     steps = _column_steps(x, columns)
-    # Kept if the unsigned word is at least this number; subtracting 2**31 from both makes the comparison signed.
-    smallest_kept = (round(probability * (1 << _MASK_BITS)) << (32 - _MASK_BITS)) - (1 << 31)
+    smallest_kept = _smallest_kept(probability)
     factor = 1.0 / (1.0 - probability)
     limit = _CPU_BLOCK if x.device.type == "cpu" else _BLOCK
     length = max(1, min(limit // rows.shape[1], rows.shape[0]))
@@ -101,6 +102,26 @@ def drop_elements(
         torch.ge(word.bitwise_xor_(-(1 << 31)), smallest_kept, out=mask)
         torch.mul(rows[block], factor, out=output[block]).mul_(mask)
     return output.view(x.shape)
+
+
+def _drop_in_one_kernel(
+    x: torch.Tensor, keys: RowKeys, probability: float, columns: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute `keyed_dropout`, bitwise, by operations that torch.compile fuses; the backward pass does so again."""
+
+    def shifted(word: torch.Tensor, shift: int) -> torch.Tensor:
+        return (word >> shift) & ((1 << (32 - shift)) - 1)
+
+    word = keys.k0.unsqueeze(-1) + _column_steps(x, columns)
+    word = (word ^ shifted(word, 16)) * _FIRST_FACTOR
+    word = (word ^ shifted(word, 15) ^ keys.k1.unsqueeze(-1)) * _SECOND_FACTOR
+    word = word ^ shifted(word, 15) ^ -(1 << 31)
+    return x * (1.0 / (1.0 - probability)) * (word >= _smallest_kept(probability)).to(x.dtype)
+
+
+def _smallest_kept(probability: float) -> int:
+    """Return the smallest word that is kept, as a signed number: 2**31 is subtracted from words before comparing."""
+    return (round(probability * (1 << _MASK_BITS)) << (32 - _MASK_BITS)) - (1 << 31)
 
 
 def _column_steps(x: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:

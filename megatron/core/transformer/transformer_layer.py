@@ -109,6 +109,8 @@ class TransformerLayer(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
+    add_branch = staticmethod(add_branch)
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -166,7 +168,7 @@ class TransformerLayer(nn.Module):
         branch = self.post_self_attn_layernorm(attended)
         if self.is_parallel:
             stream, normalized = self.pre_mlp_layernorm(x)
-            x = add_branch(stream, branch, attended_keys, probability)
+            x = self.add_branch(stream, branch, attended_keys, probability)
         else:
             x, normalized = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
             stream = x
@@ -177,7 +179,7 @@ class TransformerLayer(nn.Module):
                 fed, more_losses = self._feed(normalized, dropout, padding_mask)
         branch = self.post_mlp_layernorm(fed)
         if ahead is None or ahead.following is None:
-            x = add_branch(x, branch, fed_keys, probability)
+            x = self.add_branch(x, branch, fed_keys, probability)
         else:
             x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)
         return LayerOutput(x, losses + more_losses)
