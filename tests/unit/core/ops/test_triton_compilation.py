@@ -37,7 +37,7 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import activation, adamw, column_sums, cross_entropy, fp8_cast, query_key_value, residual
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
@@ -96,6 +96,14 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         warps = residual.warps(width)
         yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
+    kinds = dict.fromkeys(("parameter", "exp_avg", "exp_avg_sq"), "*fp32") | {"is_wanted": "*u8", "is_second": "*u8"}
+    kinds |= {"num_elements": "i32", "multiplier": "*fp64", "corrections": "*fp64"}
+    kinds |= dict.fromkeys(adamw.adamw_program.arg_names[10:17], "fp32")
+    sizes = {"GRAIN": 128, "BLOCK": adamw._BLOCK}
+    yield "AdamW, fp32 gradients", adamw.adamw_program, kinds | {"gradient": "*fp32"}, sizes, 4
+    yield "AdamW, bf16 gradients", adamw.adamw_program, kinds, sizes, 4
+    single = {"gradient": "*fp32", "rounded": None, "is_second": None, "num_elements": "i64"}
+    yield "AdamW of fp32 weights", adamw.adamw_program, kinds | single, sizes, 4
     if capability >= MIN_FLOAT8_CAPABILITY:
         kinds = {"scale": "*fp32", "amax": "*fp32", "data": "*u8", "turned": "*u8", "num_rows": "i32", "width": "i32"}
         for is_e5m2 in (False, True):
@@ -123,7 +131,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
             elif kind == "odd" and odd_is_one:
                 kind, constants[argument] = "constexpr", 1
             # As at a launch: pointers, and numbers that are no "odd" ones, are multiples of 16.
-            elif kind in ("i32", "*bf16", "*fp32", "*i32", "*i64", "*u8"):
+            elif kind in ("i32", "i64", "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*u8"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
             signature[argument] = {None: "constexpr", "odd": "i32"}.get(kind, kind)
         source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
@@ -148,7 +156,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
 )
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
-    assert len(results) == 29 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
+    assert len(results) == 32 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
     for result in results:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
@@ -164,4 +172,4 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
 @pytest.mark.long
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
-    assert len(results) == 29 + NUM_FLOAT8
+    assert len(results) == 32 + NUM_FLOAT8
