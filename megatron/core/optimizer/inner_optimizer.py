@@ -179,7 +179,7 @@ class InnerOptimizer:
     loaded. One step count is shared by all parameters. ``groups`` pairs main parameters with their weight-decay
     multiplier. ``fused_adam`` is apex's class, used instead of torch's if every main parameter is a float32 CUDA
     tensor. The rule updates a parameter as a flat tensor, or in the shape that ``shapes`` has for its id. With
-    ``flat_state``, which holds the main parameters, one kernel makes Adam's update and rounds the result into the model.
+    ``flat_state``, which holds the main parameters, one kernel makes Adam's update and rounds it into the model.
     """
 
     def __init__(

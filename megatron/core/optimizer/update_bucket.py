@@ -75,9 +75,9 @@ class UpdateBucket:
     ) -> None:
         self.rate = rate
         self._flat: FlatState | None = None
-        if fuses and fused_adam is None and config.optimizer == "adam" and not config.use_precision_aware_optimizer:
-            if FlatState.supports(groups):
-                self._flat = FlatState(groups, (config.adam_beta1, config.adam_beta2))
+        is_plain_adam = config.optimizer == "adam" and fused_adam is None and not config.use_precision_aware_optimizer
+        if fuses and is_plain_adam and FlatState.supports(groups):
+            self._flat = FlatState(groups, (config.adam_beta1, config.adam_beta2))
         flat = self._flat
         pairs = [
             (

@@ -33,7 +33,7 @@ def adamw_program(
     GRAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one block if ``is_wanted``; ``is_second: [ceil(num_elements / GRAIN)]`` selects the second weight decay."""
+    """Update one block if ``is_wanted``; elements of each ``GRAIN`` with ``is_second`` have the second weight decay."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (offset < num_elements) & (tl.load(is_wanted) != 0)
     g = tl.load(gradient + offset, mask=inside, other=0.0).to(tl.float32) * tl.load(multiplier).to(tl.float32)

@@ -36,7 +36,7 @@ def check_training(options: Options, dtype: torch.dtype, settings: Options) -> N
         assert [num_runs(bucket) for bucket in buckets] == [1]
     for number in range(3):
         outcomes = [run.step(number) for run in (twin, fused)]
-        assert outcomes[0].success and outcomes[1].success
+        assert all(outcome.success for outcome in outcomes)
         # The interpreter cuts weights down to bfloat16, which the next step's gradients see.
         is_equal = number == 0 or dtype is not torch.bfloat16
         assert outcomes[0].grad_norm == pytest.approx(outcomes[1].grad_norm, rel=1e-5 if is_equal else 3e-2)

@@ -37,7 +37,15 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.ops.triton import activation, adamw, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import (
+        activation,
+        adamw,
+        column_sums,
+        cross_entropy,
+        fp8_cast,
+        query_key_value,
+        residual,
+    )
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
