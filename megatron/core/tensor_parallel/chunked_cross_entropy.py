@@ -41,10 +41,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local_labels = labels.reshape(-1) - first_column
         size = chunk_rows(len(rows), width)
         found, logits = [], rows.new_empty(0, width)
-        for some, some_labels in zip(rows.split(size), local_labels.split(size)):
+        for start in range(0, len(rows), size):
+            chunk = slice(start, start + size)
             del logits
-            logits = linear(some, dense, library=library)
-            found.append(normalizer_and_label_logits(logits, some_labels, num_columns))
+            logits = linear(rows[chunk], dense, library=library)
+            found.append(normalizer_and_label_logits(logits, local_labels[chunk], num_columns))
         local_normalizer, label_logits = (torch.cat(parts) for parts in zip(*found))
         log_normalizer = local_normalizer
         if tp.size > 1:
