@@ -261,23 +261,23 @@ def _check_chunked_loss(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.cross_entropy_fusion_impl != "linear":
         return
-    refused, remedy = "--cross-entropy-fusion-impl linear:", "omit one of them"
+    refused = "--cross-entropy-fusion-impl linear:"
     if model.loss != "cross_entropy":
-        yield f"{refused} --loss {model.loss} gets all logits, which are never all in memory; {remedy}"
+        yield f"{refused} --loss {model.loss} gets all logits, which are never all in memory; omit one of them"
     if model.final_logit_softcapping is not None:
         yield (
             f"{refused} --final-logit-softcapping {model.final_logit_softcapping:g} changes the logits, which are "
-            f"never all in memory; {remedy}"
+            f"never all in memory; omit one of them"
         )
     if model.tp_comm_overlap:
-        yield f"{refused} --tp-comm-overlap does not overlap with the chunks of the output layer; {remedy}"
+        yield f"{refused} --tp-comm-overlap does not overlap with the chunks of the output layer; omit one of them"
     late = {
         "--delay-wgrad-compute": model.delay_wgrad_compute,
         "--defer-embedding-wgrad-compute": model.defer_embedding_wgrad_compute,
         "--pipeline-schedule zero-bubble": config.pipeline_schedule == "zero-bubble",
     }
     for flag in (flag for flag, is_given in late.items() if is_given):
-        yield f"{refused} {flag} defers the output layer's weight gradient, which is computed at once; {remedy}"
+        yield f"{refused} {flag} defers the output layer's weight gradient, which is computed at once; omit one of them"
 
 
 def _check_parameters(config: RunConfig) -> Iterator[str]:

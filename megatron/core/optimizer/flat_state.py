@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed import PARAM_ALIGNMENT, ParamShard
-from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.ops import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 
 _MAX_DECAYS = 2
