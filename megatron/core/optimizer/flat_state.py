@@ -86,9 +86,17 @@ class FlatState:
         corrections = 1.0 - self._betas.pow(self._num_updates)
         for run in self._runs:
             update_adamw(
-                *(run.gradient, run.main, run.exp_avg, run.exp_avg_sq),
+                run.gradient,
+                run.main,
+                run.exp_avg,
+                run.exp_avg_sq,
                 None if run.main is run.values else run.values,
-                *(run.is_second, is_finite, grad_multiplier, corrections, numbers, PARAM_ALIGNMENT),
+                run.is_second,
+                is_finite,
+                grad_multiplier,
+                corrections,
+                numbers,
+                PARAM_ALIGNMENT,
             )
 
     def _add_run(self, shards: Sequence[ParamShard], places: Sequence[int]) -> None:
@@ -136,7 +144,7 @@ def _runs_of(shards: Sequence[ParamShard]) -> Iterator[list[ParamShard]]:
     """Yield shards that follow each other in the memory of gradients and of values alike."""
 
     def position(shard: ParamShard) -> tuple[int, int]:
-        return shard.gradient.untyped_storage()._cdata, shard.gradient.storage_offset()
+        return shard.gradient.untyped_storage()._cdata, int(shard.gradient.storage_offset())
 
     run: list[ParamShard] = []
     for shard in sorted((shard for shard in shards if shard.gradient.numel()), key=position):
