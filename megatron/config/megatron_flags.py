@@ -104,7 +104,6 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--mla-down-proj-fusion": NoEffect(0, _FUSION),
     "--cache-mla-latents": NoEffect(0, "generation with MLA always caches the latent vectors"),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
-    "--cross-entropy-fusion-impl": NoEffect(1, _FUSION, accepted=("native", "te")),
     "--no-persist-layer-norm": NoEffect(0, _FUSION),
     "--memory-efficient-layer-norm": NoEffect(0, _FUSION),
     "--disable-jit-fuser": NoEffect(0, _FUSION),

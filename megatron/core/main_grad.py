@@ -88,11 +88,14 @@ class MainGrad:
 
     def _add_now(self, grad: torch.Tensor) -> None:
         self._begin()
+        self._write(grad)
+        self.end_contribution()
+
+    def _write(self, grad: torch.Tensor) -> None:
         if self.is_empty:
             self.tensor.copy_(grad)
         else:
             self.tensor.add_(grad)
-        self.end_contribution()
 
     def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
         """Add the matmul ``left @ right``, computed on CPU with the given library (see `linear`).
@@ -104,17 +107,24 @@ class MainGrad:
         if not self._defer(self._add_matmul_now, left, right, library):
             self._add_matmul_now(left, right, library)
 
-    def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor, library: str) -> None:
+    def add_matmul_chunk(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
+        """Add one of several matmuls that are one contribution, at once; `end_contribution` follows the last.
+
+        Shapes: ``left: [out, n]``, ``right: [n, in]``.
+        """
         self._begin()
         if self.fuses_products:
             add_wide_product(self.tensor, left, right, overwrite=self.is_empty)
         elif self.tensor.dtype != left.dtype or uses_onednn(left, gradient_library(library)):
-            self._add_now(product(left, right, library))
-            return
+            self._write(product(left, right, library))
         elif self.is_empty:
             torch.mm(left, right, out=self.tensor)
         else:
             self.tensor.addmm_(left, right)
+        self.is_empty = False
+
+    def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor, library: str) -> None:
+        self.add_matmul_chunk(left, right, library)
         self.end_contribution()
 
     def add_grouped_matmul(

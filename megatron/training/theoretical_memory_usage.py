@@ -26,6 +26,7 @@ from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.optimizer import state_bytes
 from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel import StageContents, first_actions, most_in_flight
+from megatron.core.tensor_parallel import chunk_rows
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
@@ -477,5 +478,8 @@ def _activation_bytes(config: RunConfig) -> float | None:
     if sizes.pp == 1:
         # The inputs of the last norm and of the output layer, and the logits in float32.
         inputs = 1 if model.lora_rank else 2
-        total += tokens * (inputs * element * h + 4 * model.padded_vocab_size) / sizes.tp
+        num_logits = tokens * model.padded_vocab_size / sizes.tp
+        if model.cross_entropy_fusion_impl == "linear":
+            num_logits = chunk_rows(tokens, model.padded_vocab_size // sizes.tp) * model.padded_vocab_size / sizes.tp
+        total += tokens * inputs * element * h / sizes.tp + 4 * num_logits
     return total

@@ -257,6 +257,29 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _check_chunked_loss(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.cross_entropy_fusion_impl != "linear":
+        return
+    refused = "--cross-entropy-fusion-impl linear:"
+    if model.loss != "cross_entropy":
+        yield f"{refused} --loss {model.loss} gets all logits, which are never all in memory; omit one of them"
+    if model.final_logit_softcapping is not None:
+        yield (
+            f"{refused} --final-logit-softcapping {model.final_logit_softcapping:g} changes the logits, which are "
+            f"never all in memory; omit one of them"
+        )
+    if model.tp_comm_overlap:
+        yield f"{refused} --tp-comm-overlap does not overlap with the chunks of the output layer; omit one of them"
+    late = {
+        "--delay-wgrad-compute": model.delay_wgrad_compute,
+        "--defer-embedding-wgrad-compute": model.defer_embedding_wgrad_compute,
+        "--pipeline-schedule zero-bubble": config.pipeline_schedule == "zero-bubble",
+    }
+    for flag in (flag for flag, is_given in late.items() if is_given):
+        yield f"{refused} {flag} defers the output layer's weight gradient, which is computed at once; omit one of them"
+
+
 def _check_parameters(config: RunConfig) -> Iterator[str]:
     model = config.model
     ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
@@ -314,6 +337,13 @@ MODEL_CHECKS = (
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
     Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
+    Check(
+        (
+            *("cross_entropy_fusion_impl", "loss", "final_logit_softcapping", "tp_comm_overlap", "delay_wgrad_compute"),
+            *("defer_embedding_wgrad_compute", "pipeline_schedule"),
+        ),
+        _check_chunked_loss,
+    ),
     Check(("lora_rank", "cuda_graph_impl", "save", "ckpt_format", "decoupled_lr"), _check_beside_adapters),
     Check(
         (

@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 32, 12
+NUM_PROGRAMS, NUM_FLOAT8 = 35, 12
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 
@@ -37,7 +37,15 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import (
+        activation,
+        adamw,
+        column_sums,
+        cross_entropy,
+        fp8_cast,
+        query_key_value,
+        residual,
+    )
     from megatron.core.ops.triton import fp8_scaled_cast as scaled
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
@@ -97,6 +105,14 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         warps = residual.warps(width)
         yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
+    kinds = dict.fromkeys(("parameter", "exp_avg", "exp_avg_sq"), "*fp32") | {"is_wanted": "*u8", "is_second": "*u8"}
+    kinds |= {"num_elements": "i32", "multiplier": "*fp64", "corrections": "*fp64"}
+    kinds |= dict.fromkeys(adamw.adamw_program.arg_names[10:17], "fp32")
+    sizes = {"GRAIN": 128, "BLOCK": adamw._BLOCK}
+    yield "AdamW, fp32 gradients", adamw.adamw_program, kinds | {"gradient": "*fp32"}, sizes, 4
+    yield "AdamW, bf16 gradients", adamw.adamw_program, kinds, sizes, 4
+    single = {"gradient": "*fp32", "rounded": None, "is_second": None, "num_elements": "i64"}
+    yield "AdamW of fp32 weights", adamw.adamw_program, kinds | single, sizes, 4
     kinds = dict.fromkeys(("rows", "columns", "whole"), "*i32") | {"num_rows": "i32", "width": "i32"}
     for name, absent in [("rows and columns", ["whole"]), ("matrix", ["rows", "columns"])]:
         arguments = kinds | dict.fromkeys(absent)
@@ -140,7 +156,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
             elif kind == "odd" and odd_is_one:
                 kind, constants[argument] = "constexpr", 1
             # As at a launch: pointers, and numbers that are no "odd" ones, are multiples of 16.
-            elif kind in ("i32", "*bf16", "*fp32", "*i32", "*i64", "*u8"):
+            elif kind in ("i32", "i64", "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*u8"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
             signature[argument] = {None: "constexpr", "odd": "i32"}.get(kind, kind)
         source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
