@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron.core.ops.triton.probe import probe_float8
     from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
     from megatron.core.ops.triton.residual import MAX_WIDTH, add_and_normalize, drop_hidden
+    from megatron.core.ops.triton.token_rows import add_groups, combine_gradients, gather_rows, sum_rows
 
 __getattr__ = lazy_exports(
     __name__,
@@ -29,5 +30,6 @@ __getattr__ = lazy_exports(
         "probe": "probe_float8",
         "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",
         "residual": "MAX_WIDTH add_and_normalize drop_hidden",
+        "token_rows": "add_groups combine_gradients gather_rows sum_rows",
     },
 )
