@@ -66,6 +66,8 @@ if TYPE_CHECKING:
         uses_onednn,
         why_no_wide_products,
     )
+    from megatron.core.ops.nvfp4_quantizers import Nvfp4Quantizers
+    from megatron.core.ops.nvfp4_tensor import has_nvfp4_products
     from megatron.core.ops.transformer_engine import (
         TRANSFORMER_ENGINE,
         EngineNorm,
@@ -95,6 +97,8 @@ __getattr__ = lazy_exports(
             "grouped_gradient grouped_product has_library lengthened_group linear linear_into product row_counts "
             "uses_onednn why_no_wide_products"
         ),
+        "nvfp4_quantizers": "Nvfp4Quantizers",
+        "nvfp4_tensor": "has_nvfp4_products",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",
     },

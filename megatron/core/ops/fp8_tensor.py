@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,8 @@ ROWS = Blocks(1, 0)
 SEGMENTS_OF_128 = Blocks(1, 128)
 SQUARES_OF_128 = Blocks(128, 128)
 SEGMENTS_OF_32 = Blocks(1, 32)
+SEGMENTS_OF_16 = Blocks(1, 16)
+SQUARES_OF_16 = Blocks(16, 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,19 @@ class Quantized:
     def transposed(self) -> Quantized:
         """Return the transpose, with transposed blocks."""
         return Quantized(self.data.t(), self.scale.t(), Blocks(self.blocks.columns, self.blocks.rows))
+
+    @property
+    def form(self) -> Callable[[torch.Tensor, torch.Tensor], Quantized]:
+        """Return a function that makes a matrix of the same kind from its data and scales."""
+        return partial(Quantized, blocks=self.blocks)
+
+    def has_device_product(self, right: Quantized) -> bool:
+        """Return whether the device multiplies this matrix by the transpose of ``right`` natively."""
+        return _has_scaled_product(self, right)
+
+    def device_product(self, right: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+        """Compute ``self @ right.T`` with the device's native GEMM. Shapes: as those of `device_product`."""
+        return device_product(self, right, out_dtype)
 
 
 def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -177,8 +194,8 @@ def scaled_product(
 
     Shapes: ``left: [a, n]``, ``right: [b, n]``, ``bias: [b] -> [a, b]``.
     """
-    if left.data.is_cuda and _has_scaled_product(left, right):
-        result = device_product(left, right, out_dtype)
+    if left.data.is_cuda and left.has_device_product(right):
+        result = left.device_product(right, out_dtype)
         return result if bias is None else result + bias
     result = linear(left.values(), right.values(), None if bias is None else bias.float(), library)
     return result.to(out_dtype)
@@ -196,7 +213,7 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) ->
     if left.blocks == WHOLE:
         left_scale, right_scale = (scale.reshape(()) for scale in scales)
     elif left.blocks == SEGMENTS_OF_32:
-        left_scale, right_scale = (_swizzled(scale.to(torch.float8_e8m0fnu)) for scale in scales)
+        left_scale, right_scale = (swizzled(scale.to(torch.float8_e8m0fnu)) for scale in scales)
         computed_dtype = torch.bfloat16
     else:
         # On CUDA scales of rows and segments are column-major.
@@ -253,8 +270,8 @@ def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: t
     return True
 
 
-def _swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in cuBLAS's swizzled layout: tiles of 128 × 4, in which every 32nd row of scales is contiguous.
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Return one-byte scales in cuBLAS's swizzled layout: tiles of 128 × 4, in which every 32nd row of scales is contiguous.
 
     Scale ``(r, c)`` of a tile is at ``16 (r mod 32) + 4 (r div 32) + c``. Missing rows and columns are zero.
 
@@ -264,4 +281,4 @@ def _swizzled(scale: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(128 * tiles[0], 4 * tiles[1], dtype=torch.uint8, device=scale.device)
     padded[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
     ordered = padded.view(tiles[0], 4, 32, tiles[1], 4).permute(0, 3, 2, 1, 4)
-    return ordered.reshape(-1).view(torch.float8_e8m0fnu)
+    return ordered.reshape(-1).view(scale.dtype)
