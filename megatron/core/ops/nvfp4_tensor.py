@@ -30,14 +30,13 @@ from megatron.core.ops.fp8_tensor import (
 SEGMENT = SEGMENTS_OF_16.columns
 """Elements along the summed dimension that share an E4M3 scale, and that a Hadamard transform mixes."""
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 to 7; the codes 8 to 15 are their negatives."""
 _LARGEST = 6.0
 _LARGEST_SCALE = torch.finfo(E4M3).max
 _SIGN = 8
+"""The codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and the codes from 8 are their negatives."""
 _UNIFORM_BITS = 24
-SIGNS = (1, -1, -1, 1, -1, -1, 1, 1, -1, 1, 1, 1, -1, 1, -1, -1)
-"""Random signs of the Hadamard transform, the same in all layers and steps (section 4.3 of the paper)."""
+SIGNS = 0b1101_0001_0011_0110
+"""Random signs of the Hadamard transform, the same in all layers and steps; bit ``i`` is set if sign ``i`` is -1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +55,11 @@ class Nvfp4Matrix(Quantized):
         Shapes: ``-> [n, m]``.
         """
         codes = unpack(self.data)
-        table = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=dtype, device=codes.device)
         scale = _spread(self.scale.to(dtype) * self.tensor_scale.to(dtype), self.blocks)
-        return table[codes.int()] * scale
+        index = (codes & (_SIGN - 1)).to(dtype)
+        # Values are not looked up, because a table would be copied from host memory.
+        magnitude = torch.where(index <= 4, index / 2, torch.where(index <= 6, index - 2, _LARGEST))
+        return torch.where(codes < _SIGN, magnitude, -magnitude) * scale
 
     def transposed(self) -> Nvfp4Matrix:
         """Return the transpose of a matrix with square blocks."""
@@ -185,7 +186,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """
     length = x.shape[1]
     assert length % SEGMENT == 0, f"{length} columns are not divisible by {SEGMENT}"
-    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    signs = 1.0 - 2.0 * ((SIGNS >> torch.arange(SEGMENT, device=x.device)) & 1)
     segments = x.float().reshape(-1, SEGMENT) * signs
     for _ in range(SEGMENT.bit_length() - 1):
         even, odd = segments[:, ::2], segments[:, 1::2]
