@@ -1,4 +1,4 @@
-"""Train a small model on a text in bfloat16, with each recipe of FP8 and in NVFP4, and compare the losses on validation text.
+"""Train a small model on a text in bfloat16, each recipe of FP8 and NVFP4, and compare the losses on validation text.
 
     python benchmarks/float8_on_text.py TEXT.jsonl --about "what the text is" --output benchmarks/results/float8_on_text
 
@@ -92,7 +92,14 @@ def _write_tokens(path: Path, prefix: Path) -> int:
 
 def _train(recipe: str, seed: int, num_iterations: int, prefix: Path) -> Trained:
     metrics = prefix.parent / f"{recipe}-{seed}.jsonl"
-    words = [*_MODEL.split(), *_FLAGS.get(recipe, "").split(), "--seed", str(seed), "--train-iters", str(num_iterations)]
+    words = [
+        *_MODEL.split(),
+        *_FLAGS.get(recipe, "").split(),
+        "--seed",
+        str(seed),
+        "--train-iters",
+        str(num_iterations),
+    ]
     words += ["--data-path", str(prefix), "--metrics-jsonl", str(metrics)]
     environment = dict(os.environ) | {"MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "pretrain_gpt.py", *words]

@@ -19,7 +19,7 @@ from megatron.cli.planner_arguments import check_world_size, check_writable, wri
 from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_config import ParallelSizes
-from megatron.planner import GPUS, find_gpu, with_known_vocabulary
+from megatron.planner import GPUS, NO_NVFP4_RATE, find_gpu, with_known_vocabulary
 from megatron.planner.simulation import load_fake_cuda
 
 # Functions import torch, not the module: the library that replaces the CUDA driver must be loaded before torch.

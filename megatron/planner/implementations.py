@@ -35,8 +35,8 @@ def saved_by_transformer_engine(
 ) -> Mapping[str, int]:
     """Return the saved activations of a Transformer Engine layer for one micro-batch, by part, with FlashAttention.
 
-    With FP8 the inputs of linear layers are saved in 8 bits, and with NVFP4 in 4.5. The attention output is saved twice, since the backward
-    pass of attention needs it in 16 bits. Experts save activations in 16 bits, unless ``weighs_early`` says that the
+    With FP8 the inputs of linear layers are saved in 8 bits, and with NVFP4 in 4.5. The attention output
+    is saved twice, since the backward pass of attention needs it in 16 bits. Experts save activations in 16 bits, unless ``weighs_early`` says that the
     routing weights are applied between the two linear layers of an expert. In that case experts save their inputs in 8
     bits too with FP8, and do not save their outputs.
     """
@@ -48,7 +48,9 @@ def saved_by_transformer_engine(
     is_float8 = model.fp8.is_in_float8(layer_number, model.num_layers)
     product_input = model.fp8.saved_element_bytes if is_float8 else element
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
-    feed_forward: dict[str, float] = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
+    feed_forward: dict[str, float] = {
+        "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)
+    }
     if model.moe_layers[model.kind_of(layer_number)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         feed_forward = dict(experts.kept())

@@ -21,7 +21,7 @@ from megatron.planner.plan import Plan, megatron_step_flops
 from megatron.planner.step_time import StepTime, step_time
 
 _FLOAT8_MULTIPLE = 16
-NO_NVFP4_RATE = "--fp4-format e2m1: no time is predicted, because no measured rate of NVFP4 GEMMs is known"
+NO_NVFP4_RATE = "--fp4-format e2m1: nothing is predicted, because no measured rate of NVFP4 GEMMs is known"
 
 
 def plan_refusals(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Sequence[str]:

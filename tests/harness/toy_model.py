@@ -60,7 +60,7 @@ def make_model(
 
 
 def make_float8_model(recipe: str, **config: Any) -> GPTModel:
-    """Return a toy model on one rank whose layers compute in fp8 by a recipe, or in nvfp4, with the weights of every test."""
+    """Return a toy model on one rank whose layers compute in fp8 by a recipe, or in nvfp4, with the usual weights."""
     precision = {"fp8_format": "hybrid", "fp8_recipe": recipe} if recipe != "nvfp4" else {"fp4_format": "e2m1"}
     model = make_model(single_rank_group(), bf16=True, **precision, **config)
     load_global_weights(model)

@@ -317,7 +317,14 @@ MODEL_CHECKS = (
     Check(("lora_rank", "cuda_graph_impl", "save", "ckpt_format", "decoupled_lr"), _check_beside_adapters),
     Check(
         (
-            *("lora_base_quantization", "fp8_format", "fp4_format", "cpu_offloading_weights", "hidden_size", "num_attention_heads"),
+            *(
+                "lora_base_quantization",
+                "fp8_format",
+                "fp4_format",
+                "cpu_offloading_weights",
+                "hidden_size",
+                "num_attention_heads",
+            ),
             *("kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
             *LAYOUT_FIELDS,
         ),

@@ -271,7 +271,7 @@ def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: t
 
 
 def swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Return one-byte scales in cuBLAS's swizzled layout: tiles of 128 × 4, in which every 32nd row of scales is contiguous.
+    """Return one-byte scales in cuBLAS's swizzled layout: tiles of 128 × 4, in which every 32nd row is contiguous.
 
     Scale ``(r, c)`` of a tile is at ``16 (r mod 32) + 4 (r div 32) + c``. Missing rows and columns are zero.
 

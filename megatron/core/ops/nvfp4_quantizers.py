@@ -77,7 +77,8 @@ class Nvfp4Quantizers(Fp8Quantizers):
 
         Shapes: ``x: [n, m] -> [m, n]``.
         """
-        assert scale is None and transpose, "scales of NVFP4 are computed again, and parts are gathered transposed"
+        assert scale is None, "scales of NVFP4 are computed again"
+        assert transpose, "parts are gathered after they are transposed"
         return self.columns("input", x, group)
 
     def weight(self, x: torch.Tensor, *, transpose: bool, records: bool, scale: torch.Tensor | None) -> Nvfp4Matrix:

@@ -186,7 +186,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """
     length = x.shape[1]
     assert length % SEGMENT == 0, f"{length} columns are not divisible by {SEGMENT}"
-    signs = 1.0 - 2.0 * ((SIGNS >> torch.arange(SEGMENT, device=x.device)) & 1)
+    signs: torch.Tensor = 1.0 - 2.0 * ((SIGNS >> torch.arange(SEGMENT, device=x.device)) & 1)
     segments = x.float().reshape(-1, SEGMENT) * signs
     for _ in range(SEGMENT.bit_length() - 1):
         even, odd = segments[:, ::2], segments[:, 1::2]

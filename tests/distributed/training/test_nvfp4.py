@@ -45,7 +45,9 @@ def test_sequence_parallelism_agrees_within_roundings(train: Float8Runs) -> None
 
 
 @pytest.mark.default(1)
-@pytest.mark.parametrize("flags", ["--no-fp8-wgrad", "--first-last-layers-bf16 --num-layers-at-end-in-bf16 0", "--seed 7"])
+@pytest.mark.parametrize(
+    "flags", ["--no-fp8-wgrad", "--first-last-layers-bf16 --num-layers-at-end-in-bf16 0", "--seed 7"]
+)
 def test_each_choice_changes_what_is_computed(train: Float8Runs, flags: str) -> None:
     reference, _ = train("")
     run, _ = train(flags)

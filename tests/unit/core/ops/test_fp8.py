@@ -21,7 +21,6 @@ from megatron.core.ops.fp8_tensor import (
     WHOLE,
     Blocks,
     Quantized,
-    swizzled,
     amax_of,
     device_product,
     has_scaled_products,
@@ -29,6 +28,7 @@ from megatron.core.ops.fp8_tensor import (
     quantize_whole,
     scale_of,
     scaled_product,
+    swizzled,
 )
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.process_group import Group, single_rank_group

@@ -180,7 +180,9 @@ def test_products_are_those_of_the_quantized_operands(dtype: torch.dtype) -> Non
     bias = torch.randn(32)
     exact = left.values(torch.float64) @ right.values(torch.float64).t() + bias
     found = scaled_product(left, right, dtype, bias).double()
-    torch.testing.assert_close(found, exact, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1e-5 * float(exact.abs().max()))
+    torch.testing.assert_close(
+        found, exact, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1e-5 * float(exact.abs().max())
+    )
 
 
 def unswizzled(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -205,7 +207,9 @@ def test_the_device_is_given_packed_codes_and_both_levels_of_scales(monkeypatch:
         for data, (scale, tensor_scale) in ((a, a_scales), (b.t(), b_scales)):
             rows, width = data.shape
             found = unswizzled(scale, rows, width // 8)
-            values.append(Nvfp4Matrix(data.view(torch.uint8), found, SEGMENTS_OF_16, tensor_scale).values(torch.float64))
+            values.append(
+                Nvfp4Matrix(data.view(torch.uint8), found, SEGMENTS_OF_16, tensor_scale).values(torch.float64)
+            )
         return (values[0] @ values[1].t()).bfloat16()
 
     monkeypatch.setattr(nvfp4_tensor.F, "scaled_mm", multiply)

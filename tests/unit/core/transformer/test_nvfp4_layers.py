@@ -1,4 +1,4 @@
-"""Layers in NVFP4: their three GEMMs against float64, the keys of stochastic rounding, and which layers are in NVFP4."""
+"""Layers in NVFP4: their three GEMMs against float64, the keys of stochastic rounding, and the layers in NVFP4."""
 
 from __future__ import annotations
 
