@@ -35,10 +35,10 @@ def saved_by_transformer_engine(
 ) -> Mapping[str, int]:
     """Return the saved activations of a Transformer Engine layer for one micro-batch, by part, with FlashAttention.
 
-    With FP8 the inputs of linear layers are saved in 8 bits, and with NVFP4 in 4.5. The attention output
-    is saved twice, since the backward pass of attention needs it in 16 bits. Experts save activations in 16 bits, unless ``weighs_early`` says that the
-    routing weights are applied between the two linear layers of an expert. In that case experts save their inputs in 8
-    bits too with FP8, and do not save their outputs.
+    With FP8 the inputs of linear layers are saved in 8 bits, and with NVFP4 in 4.5. The attention output is saved
+    twice, since the backward pass of attention needs it in 16 bits. Experts save activations in 16 bits, unless
+    ``weighs_early`` says that the routing weights are applied between the two linear layers of an expert. In that case
+    experts save their inputs in 8 bits too with FP8, and do not save their outputs.
     """
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     join = _join(model, layer_number, rows, element)
