@@ -48,16 +48,17 @@ def compute_in_float8(
     Raises:
         ConfigurationError: the device is a GPU without NVFP4.
     """
+    if not config.fp8.is_quantized:
+        return None
     if config.fp8.fp4_format is not None:
         _check_nvfp4(torch.device(device))
-        _compute_in_nvfp4(models, config)
-        return None
-    if config.fp8.fp8_format is None:
-        return None
-    recipe = Float8Recipe.of(config.fp8)
     if torch.device(device).type == "cuda" and triton_works():
         # Probed here, because the probe synchronizes with the device, which no step should do.
         casts_to_float8("cuda")
+    if config.fp8.fp4_format is not None:
+        _compute_in_nvfp4(models, config)
+        return None
+    recipe = Float8Recipe.of(config.fp8)
     places = config.float8_places
     state = Float8State(config.fp8, places, device, num_averaged) if recipe.is_delayed else None
     modules = [module for model in models for module in model.modules()]

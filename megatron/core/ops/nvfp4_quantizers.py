@@ -13,10 +13,10 @@ import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigurationError
-from megatron.core.ops.dropout import DropoutKeys, keyed_words
+from megatron.core.ops.dropout import DropoutKeys, RowKeys
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Fp8Quantizers
-from megatron.core.ops.fp8_tensor import SEGMENTS_OF_16, SQUARES_OF_16, Quantized
-from megatron.core.ops.nvfp4_tensor import Nvfp4Matrix, hadamard, quantize_nvfp4, tensor_scale_of
+from megatron.core.ops.fp8_tensor import SQUARES_OF_16, Quantized
+from megatron.core.ops.nvfp4_tensor import Nvfp4Matrix, Segmented, quantize_nvfp4, tensor_scale_of
 from megatron.core.process_group import Group
 
 _PLAIN, _TURNED = 0, 1
@@ -53,22 +53,22 @@ class Nvfp4Quantizers(Fp8Quantizers):
 
         Shapes: ``x: [n, m] -> [n, m], [m, n]``.
         """
-        turned = hadamard(x.detach().t()) if transpose else None
-        amax = [each.detach().abs().amax().float() for each in (x, turned) if each is not None]
-        scales = [tensor_scale_of(each) for each in _shared(torch.stack(amax), group)]
-        plain = quantize_nvfp4(x, SEGMENTS_OF_16, scales[0], self._words(operand, x, _PLAIN))
-        if turned is None:
-            return plain, None
-        return plain, quantize_nvfp4(turned, SEGMENTS_OF_16, scales[1], self._words(operand, x, _TURNED))
+        sides = (_PLAIN, _TURNED) if transpose else (_PLAIN,)
+        matrices = [Segmented(x, side == _TURNED) for side in sides]
+        amax = _shared(torch.stack([each.amax() for each in matrices]), group)
+        plain, *turned = (
+            each.quantized(tensor_scale_of(own), self._random(operand, x, side))
+            for each, own, side in zip(matrices, amax, sides)
+        )
+        return plain, turned[0] if turned else None
 
     def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantized:
         """Return the transpose of an input or gradient, transformed and quantized along its rows.
 
         Shapes: ``x: [n, m] -> [m, n]``.
         """
-        turned = hadamard(x.detach().t())
-        scale = tensor_scale_of(_shared(turned.abs().amax(), group))
-        return quantize_nvfp4(turned, SEGMENTS_OF_16, scale, self._words(operand, x, _TURNED))
+        turned = Segmented(x, True)
+        return turned.quantized(tensor_scale_of(_shared(turned.amax(), group)), self._random(operand, x, _TURNED))
 
     def input_again(
         self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None
@@ -89,10 +89,10 @@ class Nvfp4Quantizers(Fp8Quantizers):
         quantized = quantize_nvfp4(x, SQUARES_OF_16)
         return quantized.transposed() if transpose else quantized
 
-    def _words(self, operand: str, x: torch.Tensor, which: int) -> torch.Tensor | None:
-        """Return the random words of a gradient or of its transpose, and None for an input.
+    def _random(self, operand: str, x: torch.Tensor, side: int) -> tuple[RowKeys, torch.Tensor] | None:
+        """Return the keys and the columns of a gradient or of its transpose, and None for an input.
 
-        Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
+        Shapes: ``x: [n, m] -> [n], [m]``.
 
         Raises:
             ConfigurationError: the layer was called without keys.
@@ -104,8 +104,7 @@ class Nvfp4Quantizers(Fp8Quantizers):
                 "layers with --fp4-format round gradients stochastically, but were called in training without keys: "
                 "pass keys_of_rank(batch.dropout_samples, ...) to the transformer block"
             )
-        words = keyed_words(self.keys.of_rounding(self._first_site + which, len(x)), self._columns)
-        return words.t() if which == _TURNED else words
+        return self.keys.of_rounding(self._first_site + side, len(x)), self._columns
 
 
 def _shared(amax: torch.Tensor, group: Group | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from megatron.core.ops.dropout import RowKeys, keyed_words
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     SEGMENTS_OF_16,
@@ -26,6 +27,7 @@ from megatron.core.ops.fp8_tensor import (
     scale_of,
     swizzled,
 )
+from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton
 
 SEGMENT = SEGMENTS_OF_16.columns
 """Elements along the summed dimension that share an E4M3 scale, and that a Hadamard transform mixes."""
@@ -138,6 +140,51 @@ def quantize_nvfp4(
     inverse = torch.where(scale.float() == 0, 0.0, 1.0 / scale.float())
     codes = _codes(x * _spread(inverse, blocks), words)
     return Nvfp4Matrix(pack(codes), scale, blocks, tensor_scale)
+
+
+@dataclass(eq=False)
+class Segmented:
+    """A matrix, or its Hadamard-transformed transpose, that is quantized in segments of 16 along its rows.
+
+    On Triton one kernel reads ``x`` for the amax and one to quantize; the transform is not stored.
+
+    Shapes: ``x: [n, m]``; with ``is_turned`` the quantized matrix is ``[m, n]``.
+    """
+
+    x: torch.Tensor
+    is_turned: bool
+
+    def amax(self) -> torch.Tensor:
+        """Return the largest absolute value, which is not finite if a value is not. Shapes: ``-> []`` float32."""
+        if self._is_on_triton:
+            from megatron.core.ops.triton import nvfp4_amax
+
+            return nvfp4_amax(self.x, self.is_turned, SIGNS)
+        return self._matrix.abs().amax().float()
+
+    def quantized(self, tensor_scale: torch.Tensor, random: tuple[RowKeys, torch.Tensor] | None = None) -> Nvfp4Matrix:
+        """Return the matrix in NVFP4, rounded to nearest, or stochastically by keys per row of ``x`` and its columns.
+
+        Shapes: ``tensor_scale: [1, 1]``, keys ``[n]``, columns ``[m]``.
+        """
+        if self._is_on_triton:
+            from megatron.core.ops.triton import quantize_segments
+
+            drawn = None if random is None else (*random[0], random[1])
+            data, scale = quantize_segments(self.x, tensor_scale, self.is_turned, SIGNS, drawn)
+            return Nvfp4Matrix(data, scale, SEGMENTS_OF_16, tensor_scale)
+        words = None if random is None else keyed_words(*random)
+        if words is not None and self.is_turned:
+            words = words.t()
+        return quantize_nvfp4(self._matrix, SEGMENTS_OF_16, tensor_scale, words)
+
+    @functools.cached_property
+    def _matrix(self) -> torch.Tensor:
+        return hadamard(self.x.detach().t()) if self.is_turned else self.x.detach()
+
+    @property
+    def _is_on_triton(self) -> bool:
+        return runs_on_triton(self.x) and casts_to_float8(self.x.device.type)
 
 
 def _codes(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:

@@ -186,6 +186,7 @@ def test_a_gpu_before_blackwell_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, fits: bool
 ) -> None:
     monkeypatch.setattr(fp8_layers, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(fp8_layers, "triton_works", lambda: False)
     model = make_model(single_rank_group(), bf16=True, fp4_format="e2m1", **SHAPE)
     if fits:
         assert compute_in_float8([model], model.config, "cuda") is None
