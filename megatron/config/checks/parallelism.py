@@ -65,7 +65,8 @@ def _check_needs(config: RunConfig) -> Iterator[str]:
         if value == spec.default:
             continue
         names = spec.options.needs or ()
-        found = [config.flag(name) for name in ((names,) if isinstance(names, str) else names)]
+        flags = map(config.flag, (names,) if isinstance(names, str) else names)
+        found = [each for each in flags if each is not None]
         if found and all(each == needed.default for needed, each in found):
             needed = found[0][0]
             what = " or ".join(each.flags[0] if each.is_bool else each.typed(each.metavar) for each, _ in found)

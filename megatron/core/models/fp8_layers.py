@@ -137,9 +137,10 @@ def _output_features(module: nn.Module) -> torch.Tensor:
     Shapes: ``-> [out]`` int64, on the device of the weight.
     """
     shared = isinstance(module, SharedGroupQueryKeyValue)
-    weights = (module.query_weight, module.key_value_weight) if shared else (module.weight,)
+    names = ("query_weight", "key_value_weight") if shared else ("weight",)
     features = []
-    for weight in weights:
+    for name in names:
+        weight = module.get_parameter(name)
         own = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
         for shard in spec_of(weight).shards:
             start, (first, *_), (count, *_) = shard.local_offset[0], shard.global_box.offset, shard.global_box.shape
