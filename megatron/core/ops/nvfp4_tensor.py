@@ -238,7 +238,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     for _ in range(SEGMENT.bit_length() - 1):
         even, odd = segments[:, ::2], segments[:, 1::2]
         segments = torch.cat((even + odd, even - odd), dim=1)
-    return (segments / SEGMENT**0.5).reshape(x.shape)
+    return segments.mul(SEGMENT**-0.5).reshape(x.shape)
 
 
 def _spread(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:

@@ -134,7 +134,8 @@ def quantize_segments(
     assert length % 16 == 0, f"{length} elements of a row are not divisible by 16"
     data = torch.empty(rows, length // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, length // 16, dtype=torch.uint8, device=x.device)
-    _launch(x, turned, signs, tensor_scale, *(random or (None, None, None)), data, scale)
+    first_key, second_key, features = random or (None, None, None)
+    _launch(x, turned, signs, tensor_scale, first_key, second_key, features, data, scale)
     return data, scale.view(torch.float8_e4m3fn)
 
 
