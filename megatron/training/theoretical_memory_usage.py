@@ -149,7 +149,7 @@ class _Layer:
 
     @property
     def _rounds(self) -> bool:
-        """Return whether linear layers save their inputs in fp8."""
+        """Return whether linear layers save their inputs in FP8 or NVFP4."""
         model = self.model
         return model.fp8.is_in_float8(self.number, model.num_layers) and model.fp8.fp8_wgrad and not model.lora_rank
 
@@ -164,7 +164,9 @@ class _Layer:
     def _input(self, matrix: ChunkParameter, linear: str) -> int:
         if not self._saves_input(matrix, linear):
             return 0
-        return matrix.reads * (1 if self._rounds and not matrix.is_expert else self.element)
+        if not self._rounds or matrix.is_expert:
+            return matrix.reads * self.element
+        return int(matrix.reads * self.model.fp8.saved_element_bytes)
 
     def _of_attention_output(self, matrix: ChunkParameter) -> int:
         """Return the saved bytes of the attention's output, for its own backward pass and for the projection's."""

@@ -75,6 +75,8 @@ if TYPE_CHECKING:
         uses_onednn,
         why_no_wide_products,
     )
+    from megatron.core.ops.nvfp4_quantizers import Nvfp4Quantizers
+    from megatron.core.ops.nvfp4_tensor import has_nvfp4_products
     from megatron.core.ops.token_rows import (
         RowOrder,
         add_groups,
@@ -113,6 +115,8 @@ __getattr__ = lazy_exports(
             "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "
             "product row_counts unfinished_grouped_gradient uses_onednn why_no_wide_products"
         ),
+        "nvfp4_quantizers": "Nvfp4Quantizers",
+        "nvfp4_tensor": "has_nvfp4_products",
         "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",

@@ -451,7 +451,7 @@ def check_scales_in_tiles() -> None:
     for part, matrix in zip(parts, (x, x.t())):
         assert part is not None
         expected = quantize(matrix, E4M3, SEGMENTS_OF_32)
-        tiles = fp8_tensor._swizzled(expected.scale.to(torch.float8_e8m0fnu))
+        tiles = fp8_tensor.swizzled(expected.scale.to(torch.float8_e8m0fnu))
         assert torch.equal(part.scale.view(torch.uint8).reshape(-1), tiles.view(torch.uint8))
         assert torch.equal(part.values(), expected.values())
         assert torch.equal(part.first_rows(40).values(), expected.values()[:40])
