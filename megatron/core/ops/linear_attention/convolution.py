@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 
 _PART_ELEMENTS = 1 << 17
@@ -56,10 +57,15 @@ class _CausalConvolution(torch.autograd.Function):
         ctx.silu = silu
         ctx.set_materialize_grads(False)
         windows = _Windows(x, weight, bias, initial_state, document_starts)
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for part in windows.parts():
-            result = windows.convolve(part)
-            output[:, part.start : part.stop] = F.silu(result, inplace=True) if silu else result
+        if runs_on_triton(x):
+            from megatron.core.ops.triton import convolve
+
+            output = convolve(x, windows.weight, windows.bias, windows.state, windows.visible, silu)
+        else:
+            output = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for part in windows.parts():
+                result = windows.convolve(part)
+                output[:, part.start : part.stop] = F.silu(result, inplace=True) if silu else result
         end = x.shape[1]
         state = [windows.seen(range(end, end + 1), shift) for shift in range(windows.width - 1)]
         return output, torch.cat(state, dim=1) if state else windows.state
@@ -70,33 +76,20 @@ class _CausalConvolution(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, initial_state, document_starts = ctx.saved_tensors
         windows = _Windows(x, weight, bias, initial_state, document_starts)
-        width, wide = windows.width, windows.state.dtype
-        batch, num_positions, channels = x.shape
-        # With the positions of the initial state.
-        inputs_grad = x.new_zeros(batch, width - 1 + num_positions, channels, dtype=wide)
-        weight_grad, bias_grad = inputs_grad.new_zeros(width, channels), inputs_grad.new_zeros(channels)
-        if grad is not None:
-            for part in windows.parts():
-                part_grad = grad[:, part.start : part.stop].to(wide)
-                if ctx.silu:
-                    result = windows.convolve(part)
-                    share = torch.sigmoid(result)
-                    part_grad = part_grad * share * (1.0 + result * (1.0 - share))
-                bias_grad += part_grad.sum(dim=(0, 1))
-                for shift in range(width):
-                    weight_grad[shift] += (part_grad * windows.seen(part, shift)).flatten(0, 1).sum(dim=0)
-                    inputs = inputs_grad[:, part.start + shift : part.stop + shift]
-                    inputs.addcmul_(windows.mask(part_grad, part, shift), windows.weight[shift])
-        if last_state_grad is not None:
-            for shift in range(width - 1):
-                end = range(num_positions, num_positions + 1)
-                inputs = inputs_grad[:, num_positions + shift : num_positions + shift + 1]
-                inputs += windows.mask(last_state_grad[:, shift : shift + 1], end, shift)
+        grad = torch.zeros_like(x) if grad is None else grad
+        if runs_on_triton(x, grad):
+            from megatron.core.ops.triton import convolution_gradients
+
+            x_grad, weight_grad, bias_grad, state_grad = convolution_gradients(
+                grad, last_state_grad, x, windows.weight, windows.bias, windows.state, windows.visible, ctx.silu
+            )
+        else:
+            x_grad, weight_grad, bias_grad, state_grad = windows.gradients(grad, last_state_grad, ctx.silu)
         return (
-            inputs_grad[:, width - 1 :].to(x.dtype),
+            x_grad.to(x.dtype),
             weight_grad.t().to(weight.dtype),
             None if bias is None else bias_grad.to(bias.dtype),
-            None if initial_state is None else inputs_grad[:, : width - 1].to(initial_state.dtype),
+            None if initial_state is None else state_grad.to(initial_state.dtype),
             None,
             None,
         )
@@ -124,7 +117,7 @@ class _Windows:
         self.state = (
             x.new_zeros(x.shape[0], self.width - 1, x.shape[2], dtype=wide)
             if initial_state is None
-            else initial_state.to(wide)
+            else initial_state.to(wide).contiguous()
         )
         self.visible = None if document_starts is None else _visible(document_starts, self.width, wide)
 
@@ -159,6 +152,33 @@ class _Windows:
         if self.visible is None or shift == self.width - 1:
             return x
         return x * self.visible[shift, :, part.start : part.stop]
+
+    def gradients(
+        self, grad: torch.Tensor, last_state_grad: torch.Tensor | None, silu: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of the inputs, the transposed weight, the bias and the state."""
+        batch, num_positions, channels = self.x.shape
+        before = self.width - 1
+        # With the positions of the state.
+        inputs_grad = self.state.new_zeros(batch, before + num_positions, channels)
+        weight_grad, bias_grad = torch.zeros_like(self.weight), inputs_grad.new_zeros(channels)
+        for part in self.parts():
+            part_grad = grad[:, part.start : part.stop].to(self.state.dtype)
+            if silu:
+                result = self.convolve(part)
+                share = torch.sigmoid(result)
+                part_grad = part_grad * share * (1.0 + result * (1.0 - share))
+            bias_grad += part_grad.sum(dim=(0, 1))
+            for shift in range(self.width):
+                weight_grad[shift] += (part_grad * self.seen(part, shift)).flatten(0, 1).sum(dim=0)
+                inputs = inputs_grad[:, part.start + shift : part.stop + shift]
+                inputs.addcmul_(self.mask(part_grad, part, shift), self.weight[shift])
+        if last_state_grad is not None:
+            end = range(num_positions, num_positions + 1)
+            for shift in range(before):
+                inputs = inputs_grad[:, num_positions + shift : num_positions + shift + 1]
+                inputs += self.mask(last_state_grad[:, shift : shift + 1], end, shift)
+        return inputs_grad[:, before:], weight_grad, bias_grad, inputs_grad[:, :before]
 
 
 def _visible(document_starts: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:

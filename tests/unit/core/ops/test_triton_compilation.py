@@ -37,7 +37,15 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import (
+        activation,
+        causal_convolution,
+        column_sums,
+        cross_entropy,
+        fp8_cast,
+        query_key_value,
+        residual,
+    )
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
@@ -96,6 +104,15 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         warps = residual.warps(width)
         yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
+    kinds = dict.fromkeys(("state", "visible", "weight", "bias", "sums_grad", "parts"), "*fp32")
+    kinds |= dict.fromkeys(("last_state_grad", "state_grad"), "*fp32")
+    kinds |= {"batch": "odd", "num_positions": "odd", "channels": "i32"}
+    sizes = {"WIDTH": 4, "ROWS": causal_convolution._ROWS, "COLUMNS": causal_convolution._COLUMNS}
+    for name, arguments in [("convolution", kinds), ("convolution, no documents", kinds | {"visible": None})]:
+        silu = sizes | {"SILU": True}
+        yield name, causal_convolution.forward_program, arguments, silu, 4
+        yield f"{name}, weights", causal_convolution.weights_program, arguments, silu, 4
+        yield f"{name}, inputs", causal_convolution.inputs_program, arguments, sizes, 4
     if capability >= MIN_FLOAT8_CAPABILITY:
         kinds = {"scale": "*fp32", "amax": "*fp32", "data": "*u8", "turned": "*u8", "num_rows": "i32", "width": "i32"}
         for is_e5m2 in (False, True):
@@ -148,7 +165,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
 )
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
-    assert len(results) == 29 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
+    assert len(results) == 35 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
     for result in results:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
@@ -164,4 +181,4 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
 @pytest.mark.long
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
-    assert len(results) == 29 + NUM_FLOAT8
+    assert len(results) == 35 + NUM_FLOAT8
