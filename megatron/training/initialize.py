@@ -267,6 +267,7 @@ def initialize_device(launch: LaunchEnvironment) -> Device:
 
     device = select_device(launch.local_rank or 0)
     device.make_current()
+    device.keep_freed_memory()
     return device
 
 
