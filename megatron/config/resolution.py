@@ -258,11 +258,17 @@ def idle_flags(config: RunConfig) -> Iterator[str]:
         yield f"{spec.typed(words)} has no effect {reason}"
 
 
-def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool) -> Iterator[str]:
+def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool, *, has_nccl: bool = True) -> Iterator[str]:
     """Yield a note for each given flag that has no effect in this process.
 
-    ``has_launcher_rank``: the environment (LOCAL_RANK) selects this process's device.
+    ``has_launcher_rank``: the environment (LOCAL_RANK) selects this process's device. ``has_nccl``: the process groups
+    use NCCL.
     """
+    path = config.initialization.nccl_communicator_config_path
+    if path is not None and not has_nccl:
+        yield f"--nccl-communicator-config-path {path} has no effect: the process groups do not use NCCL"
+    if config.ddp.use_nccl_ub and not has_nccl:
+        yield "--use-nccl-ub has no effect: the process groups do not use NCCL"
     local_rank = config.initialization.local_rank
     if local_rank is not None and has_launcher_rank:
         yield f"--local-rank {local_rank} has no effect: the environment variable LOCAL_RANK is used"
