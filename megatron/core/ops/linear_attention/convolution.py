@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.ops import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 
 _PART_ELEMENTS = 1 << 17
