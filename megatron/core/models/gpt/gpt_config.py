@@ -87,8 +87,8 @@ class GPTConfig(DecoderConfig, in_args=True):
     """Coefficient of the z-loss of output logits, the mean squared log-sum-exp, added to the trained loss. For routers:
     --moe-z-loss-coeff."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te", "linear"), role="run")
-    """``linear`` computes output layer and loss in chunks of tokens, without all logits at once, and most logits again
-    in the backward pass. ``te`` is the same as ``native`` here."""
+    """Implementation of the loss. ``linear`` computes output layer and loss in chunks of tokens, without all logits at
+    once, and most logits again in the backward pass. ``te`` is the same as ``native`` here."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a separate weight."""
 
