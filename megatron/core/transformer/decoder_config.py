@@ -13,6 +13,7 @@ import math
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
+from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, layer_parts
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -310,7 +311,7 @@ _FLAG_OF_ACTIVATION = {
 class DecoderConfig(ParallelConfig, in_args=True):
     """Configuration of a transformer layer and of a stack of such layers.
 
-    The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in nested groups. ``ffn_hidden_size``,
+    The fields of muP, MLA, rotary positions, MTP, MoE, FP8 and hybrid models are in nested groups. ``ffn_hidden_size``,
     ``kv_channels`` and ``num_query_groups`` default to 0. ``__post_init__`` then derives their real values.
     """
 
@@ -328,6 +329,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
     mtp: MTPConfig = group(MTPConfig)
     moe: MoEConfig = group(MoEConfig)
     fp8: Fp8Config = group(Fp8Config)
+    hybrid: HybridConfig = group(HybridConfig)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -562,9 +564,21 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """Return for each layer whether its feed-forward layer has experts.
 
         Raises:
-            ValueError: --moe-layer-freq is invalid; the message gives the reason.
+            ValueError: --moe-layer-freq or --hybrid-override-pattern is invalid; the message gives the reason.
         """
+        if self.hybrid.hybrid_override_pattern is not None:
+            return tuple(parts.feed_forward == MOE for parts in self.layer_parts)
         return moe_layers(self.moe, self.num_layers)
+
+    @property
+    def layer_parts(self) -> tuple[LayerParts, ...]:
+        """Return for each layer the kinds of its sequence mixer and of its feed-forward.
+
+        Raises:
+            ValueError: --hybrid-override-pattern or another pattern is invalid; the message gives the reason.
+        """
+        pattern = self.hybrid.hybrid_override_pattern
+        return layer_parts(self.hybrid, self.num_layers, () if pattern else self.moe_layers)
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
@@ -684,7 +698,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def output_init_method_std(self) -> float:
         """Return the initial standard deviation of the layers that end a residual branch."""
-        return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
+        branches = 1.0 if self.hybrid.hybrid_override_pattern is not None else 2.0
+        return float(self.init_method_std / (branches * self.num_layers) ** 0.5)
 
     def kind_of(self, layer_number: int) -> int:
         """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
@@ -722,17 +737,20 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
+        mixer, feed_forward = self.layer_parts[kind]
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
             gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
+        if mixer != ATTENTION:
+            gemms, core = (0, 0.0) if mixer is None else self.hybrid.multiply_adds(mixer, hidden)
         num_matrices = 3 if self.is_gated else 2
-        if self.moe_layers[kind]:
+        if feed_forward == MOE:
             # Routed experts (top-k), the shared expert and the router.
             width = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size
             width += self.moe.moe_shared_expert_intermediate_size or 0
             gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
-        else:
+        elif feed_forward is not None:
             gemms += hidden * self.ffn_hidden_size * num_matrices
         if layer_number >= self.num_layers:
             gemms += 2 * hidden * hidden

@@ -20,7 +20,10 @@ from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.hybrid_config import GATED_DELTA_NET, MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
@@ -61,11 +64,14 @@ def make_attention(
     device: torch.device | str,
     cp: Group | None,
 ) -> nn.Module:
-    """Return the configured attention module, called like `SelfAttention`; it returns a `LayerOutput`.
+    """Return the layer's attention or recurrence, called like `SelfAttention`; it returns a `LayerOutput`.
 
     Raises:
         ConfigurationError: --attention names a class that does not fit MLA, or has parameters without `ParamSpec`.
     """
+    mixer, _ = config.layer_parts[config.kind_of(layer_number)]
+    if mixer in (GATED_DELTA_NET, MAMBA):
+        return (GatedDeltaNet if mixer == GATED_DELTA_NET else MambaMixer)(config, layer_number, tp, device)
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
     if name == "self_attention":
