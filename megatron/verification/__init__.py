@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         latent_matrix,
         prediction_matrix,
     )
+    from megatron.verification.hybrid_cells import HYBRID_SHAPES, hybrid_matrix
     from megatron.verification.random_cells import fuzz
     from megatron.verification.traffic import Traffic, TrafficSum, Volume
     from megatron.verification.training_cells import odd_matrix, recipe_matrix, sharding_matrix
@@ -32,6 +33,7 @@ __getattr__ = lazy_exports(
         "cells": "Cell MAX_WORLD_SIZE SHAPES matrix",
         "collective_recorder": "record_cell",
         "communication_replay": "communication_problems",
+        "hybrid_cells": "HYBRID_SHAPES hybrid_matrix",
         "model_cells": (
             "ATTENTION_SHAPES EXPERT_SHAPES LATENT_SHAPES PREDICTION_SHAPES attention_matrix expert_matrix "
             "latent_matrix prediction_matrix"

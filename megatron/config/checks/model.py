@@ -509,6 +509,8 @@ MTP_CHECKS = (
 
 def _check_moe_layers(config: RunConfig) -> Iterator[str]:
     model = config.model
+    if model.hybrid.hybrid_override_pattern is not None:
+        return  # The checks of hybrid models report it.
     try:
         layers = model.moe_layers
     except ValueError as error:
