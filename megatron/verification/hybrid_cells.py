@@ -22,8 +22,9 @@ HYBRID_SHAPES: dict[str, tuple[str, ...]] = {
     "delta-net": (*SHAPES["qwen"], *_DELTA, "--linear-attention-freq", "2"),
     "qwen3-next": (
         *(*SHAPES["llama"], *_DELTA, "--linear-attention-freq", "4", *_EXPERTS),
-        *("--apply-layernorm-1p", "--qk-layernorm", "--rotary-percent", "0.67"),
+        *("--apply-layernorm-1p", "--qk-layernorm", "--rotary-percent", "0.67", "--attention-output-gate"),
     ),
+    "gated-attention": (*SHAPES["qwen"], "--attention-output-gate"),
     "mamba": ("--no-position-embedding", *_MAMBA, "--hybrid-override-pattern", "M*M-"),
     "nemotron": (
         *("--normalization", "RMSNorm", "--no-position-embedding", "--disable-bias-linear", "--squared-relu"),

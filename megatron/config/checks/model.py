@@ -806,7 +806,8 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
     if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
-    columns, rows = own_heads * model.kv_channels, (own_heads + 2 * own_groups) * model.kv_channels
+    num_rows = own_heads * (2 if model.attention_output_gate else 1) + 2 * own_groups
+    columns, rows = own_heads * model.kv_channels, num_rows * model.kv_channels
     if columns % _MULTIPLE or rows % _MULTIPLE:
         fitting = next(
             width

@@ -372,6 +372,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Normalize queries and keys, per head."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
+    attention_output_gate: bool = flag(
+        False, role="shape", excludes=("multi_latent_attention", "lora_rank", "attention")
+    )
+    """Gate the attention output by the sigmoid of a projection of the input, before the output projection."""
     norm_placement: str = flag(
         "pre",
         deprecated_values=(("before", "pre"), ("after", "post"), ("both", "sandwich")),
@@ -680,6 +684,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return self.kv_channels * self.num_attention_heads
 
     @property
+    def gate_projection_size(self) -> int:
+        """Return the width of the attention's output gates of all heads together, 0 without them."""
+        return self.query_projection_size if self.attention_output_gate else 0
+
+    @property
     def head_width(self) -> int:
         """Return the head width of queries, keys and values that attention kernels see."""
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
@@ -732,7 +741,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
         matrix counts, and only the part inside the window if there is a window.
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        gemms, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
+        gemms, of_scores = hidden * (2 * queries + self.gate_projection_size + 2 * keys), 2 * queries
         if self.mla.multi_latent_attention:
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)

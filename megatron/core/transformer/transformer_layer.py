@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
+from megatron.core.transformer.gated_attention import GatedAttention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.hybrid_config import GATED_DELTA_NET, MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -74,6 +75,8 @@ def make_attention(
         return (GatedDeltaNet if mixer == GATED_DELTA_NET else MambaMixer)(config, layer_number, tp, device)
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
+    if config.attention_output_gate:
+        kind = GatedAttention
     if name == "self_attention":
         return kind(config, layer_number, tp, device, cp)
     module: nn.Module = find_registered("attention", name).value(config, layer_number, tp, device, cp)
