@@ -14,7 +14,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.norm import normalize
-from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution
+from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 
 _SQUARED_NORM_EPSILON = 1e-6
 
@@ -69,21 +69,22 @@ class GatedDeltaNet(RecurrentMixer):
         mixed: torch.Tensor,
         starts: torch.Tensor | None,
         states: tuple[torch.Tensor, ...] | None = None,
+        padding: torch.Tensor | None = None,
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         keys, _, values, _, heads, _ = (rows // self.tp.size for rows in self.rows)
         qkv, gate, b, a = mixed.transpose(0, 1).split((2 * keys + values, values, heads, heads), dim=-1)
         of_conv, of_rule = (None, None) if states is None else states
-        qkv, conv_state = self.conv1d(qkv, of_conv, starts, return_state=return_states)
+        qkv, conv_state = self.conv1d(qkv, of_conv, starts, padding, return_state=return_states)
         query, key, value = qkv.split((keys, keys, values), dim=-1)
         query, key = (self._unit(each.unflatten(-1, (-1, self.key_dim))) for each in (query, key))
         context, rule_state = gated_delta_rule(
             query * self.key_dim**-0.5,
             key,
             value.unflatten(-1, (-1, self.value_dim)),
-            self.decay_rates() * self.steps(a),
-            b.sigmoid(),
+            self.decay_rates() * self.steps(a, padding),
+            without_padding(b.sigmoid(), padding),
             of_rule,
             starts,
             return_state=return_states,

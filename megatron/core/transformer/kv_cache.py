@@ -49,6 +49,11 @@ class KeyValueCache:
         """
         return self._states.get(layer_number)
 
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """Return the number of leading columns of each row that this pass must not process. Shapes: ``-> [b]``."""
+        return None
+
     def set_states(self, layer_number: int, states: tuple[torch.Tensor, ...]) -> None:
         self._states[layer_number] = states
 

@@ -72,17 +72,18 @@ class MambaMixer(RecurrentMixer):
         mixed: torch.Tensor,
         starts: torch.Tensor | None,
         states: tuple[torch.Tensor, ...] | None = None,
+        padding: torch.Tensor | None = None,
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         inner, _, width, _, heads = (rows // self.tp.size for rows in self.rows)
         z, xbc, dt = mixed.transpose(0, 1).split((inner, inner + 2 * width, heads), dim=-1)
         of_conv, of_scan = (None, None) if states is None else states
-        xbc, conv_state = self.conv1d(xbc, of_conv, starts, return_state=return_states)
+        xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)
         x, to_state, from_state = xbc.split((inner, width, width), dim=-1)
         y, scan_state = selective_scan(
             x.unflatten(-1, (-1, self.head_dim)),
-            self.steps(dt),
+            self.steps(dt, padding),
             self.decay_rates(),
             to_state.unflatten(-1, (-1, self.state_dim)),
             from_state.unflatten(-1, (-1, self.state_dim)),

@@ -58,10 +58,23 @@ class StackedConvolution(nn.Module):
         x: torch.Tensor,
         state: torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
         *,
         return_state: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, and with ``return_state`` the inputs that the next positions need."""
+        """Return the output, and with ``return_state`` the inputs that the next positions need.
+
+        The state of a row precedes the position after its ``padding: [b]``.
+        """
+        if padding is not None:
+            width = self.weight.shape[-1] - 1
+            before = x.new_zeros((len(x), width, x.shape[-1]))
+            inputs = torch.cat((before, x), dim=1)
+            places = padding[:, None] + torch.arange(width, device=x.device)
+            inputs[torch.arange(len(x), device=x.device)[:, None], places] = (
+                before if state is None else state.to(x.dtype)
+            )
+            state, x = inputs[:, :width], inputs[:, width:]
         return causal_convolution(
             x, self.weight.squeeze(1), self.bias, state, starts, silu=True, return_state=return_state
         )
@@ -143,9 +156,10 @@ class RecurrentMixer(nn.Module):
         """Return the output; with a cache the states of the layer continue and are updated."""
         assert pattern.is_causal, "a recurrence is causal"
         mixed = self.in_proj(x)
-        starts = document_starts(pattern, mixed.shape[0])
+        padding = None if cache is None else cache.padding
+        starts = document_starts(pattern, mixed.shape[0]) if padding is None else None
         if cache is not None:
-            output, states = self.mix(mixed, starts, cache.states(self.layer_number), return_states=True)
+            output, states = self.mix(mixed, starts, cache.states(self.layer_number), padding, return_states=True)
             cache.set_states(self.layer_number, states)
         elif self.recomputes_core and self.training:
             output, _ = recompute(self.mix, mixed, starts)
@@ -158,23 +172,38 @@ class RecurrentMixer(nn.Module):
         mixed: torch.Tensor,
         starts: torch.Tensor | None,
         states: tuple[torch.Tensor, ...] | None = None,
+        padding: torch.Tensor | None = None,
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return the input of the output projection, and with ``return_states`` the states after the last position.
 
-        Shapes: ``mixed: [s, b, rows/tp], starts: [b, s] -> [s, b, inner/tp]``; states have the batch first.
+        The first ``padding`` positions of a row leave its states as they are.
+
+        Shapes: ``mixed: [s, b, rows/tp], starts: [b, s], padding: [b] -> [s, b, inner/tp]``; states have the batch
+        first.
         """
         raise NotImplementedError
 
-    def steps(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the positive step sizes, in at least float32. Shapes: ``[..., heads/tp] -> [..., heads/tp]``."""
+    def steps(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Return the step sizes in at least float32: positive, but 0 in the padding, where nothing decays.
+
+        Shapes: ``x: [b, s, heads/tp], padding: [b] -> [b, s, heads/tp]``.
+        """
         wide = arithmetic_dtype(x.dtype)
-        return F.softplus(x.to(wide) + self.dt_bias.to(wide))
+        return without_padding(F.softplus(x.to(wide) + self.dt_bias.to(wide)), padding)
 
     def decay_rates(self) -> torch.Tensor:
         """Return the negative rates, in at least float32. Shapes: ``-> [heads/tp]``."""
         return -self.A_log.to(arithmetic_dtype(self.A_log.dtype)).exp()
+
+
+def without_padding(x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """Set the first ``padding`` positions of each row to 0. Shapes: ``x: [b, s, n], padding: [b] -> [b, s, n]``."""
+    if padding is None:
+        return x
+    is_padding = torch.arange(x.shape[1], device=x.device) < padding[:, None]
+    return x.masked_fill(is_padding[..., None], 0.0)
 
 
 def document_starts(pattern: AttentionPattern, length: int) -> torch.Tensor | None:
