@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
     from megatron.verification.collective_recorder import record_cell
     from megatron.verification.communication_replay import communication_problems
+    from megatron.verification.hybrid_cells import HYBRID_SHAPES, hybrid_matrix
     from megatron.verification.model_cells import (
         ATTENTION_SHAPES,
         EXPERT_SHAPES,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
         latent_matrix,
         prediction_matrix,
     )
-    from megatron.verification.hybrid_cells import HYBRID_SHAPES, hybrid_matrix
     from megatron.verification.random_cells import fuzz
     from megatron.verification.traffic import Traffic, TrafficSum, Volume
     from megatron.verification.training_cells import odd_matrix, recipe_matrix, sharding_matrix

@@ -1,4 +1,4 @@
-"""Checks of hybrid models: the pattern of their layers, the shapes of recurrent layers, and unsupported combinations."""
+"""Checks of hybrid models: the pattern of layers, the shapes of recurrent layers, and unsupported combinations."""
 
 from __future__ import annotations
 

@@ -252,9 +252,7 @@ class SlotCache(KeyValueCache):
 
     def set_states(self, layer_number: int, states: tuple[torch.Tensor, ...]) -> None:
         if layer_number not in self._states:
-            self._states[layer_number] = tuple(
-                state.new_zeros((self._num_slots, *state.shape[1:])) for state in states
-            )
+            self._states[layer_number] = tuple(state.new_zeros((self._num_slots, *state.shape[1:])) for state in states)
         for stored, state in zip(self._states[layer_number], states, strict=True):
             stored[self._rows] = state
 
@@ -292,7 +290,8 @@ class SlotCache(KeyValueCache):
             self._buffers[layer_number] = (grown[0], grown[1])
         for layer_number, states in self._states.items():
             self._states[layer_number] = tuple(
-                torch.cat((state, state.new_zeros((self._num_slots - len(state), *state.shape[1:])))) for state in states
+                torch.cat((state, state.new_zeros((self._num_slots - len(state), *state.shape[1:]))))
+                for state in states
             )
 
 

@@ -112,7 +112,8 @@ def draw_box(spec: ParamSpec, box: Box, seed: int) -> torch.Tensor:
 def _step_bias(logarithms: np.ndarray) -> np.ndarray:
     """Return the number whose softplus is the exponential of the given number, but at least 1e-4."""
     steps = np.maximum(np.exp(logarithms), np.float32(1e-4))
-    return steps + np.log(-np.expm1(-steps))
+    biases: np.ndarray = steps + np.log(-np.expm1(-steps))
+    return biases
 
 
 TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"log": np.log, "step_bias": _step_bias}

@@ -26,9 +26,10 @@ class GatedAttention(SelfAttention):
         cache: KeyValueCache | None,
         dropout: DropoutKeys | None,
     ) -> torch.Tensor:
-        mixed, heads = self.linear_qkv(x), self.num_heads // self.num_groups
-        mixed = mixed.unflatten(-1, (self.num_groups, 2 * heads + 2, self.head_dim))
-        query, gate, key, value = mixed.split((heads, heads, 1, 1), dim=3)
+        heads = self.num_heads // self.num_groups
+        mixed: torch.Tensor = self.linear_qkv(x)
+        mixed = mixed.view(*mixed.shape[:2], self.num_groups, 2 * heads + 2, self.head_dim)
+        query, gate, key, value = mixed.split_with_sizes((heads, heads, 1, 1), dim=3)
         query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)

@@ -74,10 +74,10 @@ class GatedDeltaNet(RecurrentMixer):
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         keys, _, values, _, heads, _ = (rows // self.tp.size for rows in self.rows)
-        qkv, gate, b, a = mixed.transpose(0, 1).split((2 * keys + values, values, heads, heads), dim=-1)
+        qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes((2 * keys + values, values, heads, heads), dim=-1)
         of_conv, of_rule = (None, None) if states is None else states
         qkv, conv_state = self.conv1d(qkv, of_conv, starts, padding, return_state=return_states)
-        query, key, value = qkv.split((keys, keys, values), dim=-1)
+        query, key, value = qkv.split_with_sizes((keys, keys, values), dim=-1)
         query, key = (self._unit(each.unflatten(-1, (-1, self.key_dim))) for each in (query, key))
         context, rule_state = gated_delta_rule(
             query * self.key_dim**-0.5,

@@ -137,7 +137,9 @@ def parse_hybrid_pattern(text: str) -> tuple[LayerParts, ...]:
         assert isinstance(numbers, list), "the text begins a list"
         return tuple(NAMES[names[number]] for number in numbers)
     except (ValueError, IndexError) as error:
-        raise ValueError("symbols such as M-M*-, or a list such as [mamba,mlp]*3+[attention,mlp], are expected") from error
+        raise ValueError(
+            "symbols such as M-M*-, or a list such as [mamba,mlp]*3+[attention,mlp], are expected"
+        ) from error
 
 
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.

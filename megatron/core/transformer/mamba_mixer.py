@@ -41,9 +41,9 @@ class GroupNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         wide = arithmetic_dtype(x.dtype)
-        gated = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (-1, self.group_width))
+        gated = (x.to(wide) * F.silu(gate.to(wide))).reshape(*x.shape[:-1], -1, self.group_width)
         scale = torch.rsqrt(gated.square().mean(dim=-1, keepdim=True) + self.epsilon)
-        return (gated * scale).flatten(-2).to(x.dtype) * self.weight
+        return (gated * scale).view(x.shape).to(x.dtype) * self.weight
 
 
 class MambaMixer(RecurrentMixer):
@@ -77,10 +77,10 @@ class MambaMixer(RecurrentMixer):
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         inner, _, width, _, heads = (rows // self.tp.size for rows in self.rows)
-        z, xbc, dt = mixed.transpose(0, 1).split((inner, inner + 2 * width, heads), dim=-1)
+        z, xbc, dt = mixed.transpose(0, 1).split_with_sizes((inner, inner + 2 * width, heads), dim=-1)
         of_conv, of_scan = (None, None) if states is None else states
         xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)
-        x, to_state, from_state = xbc.split((inner, width, width), dim=-1)
+        x, to_state, from_state = xbc.split_with_sizes((inner, width, width), dim=-1)
         y, scan_state = selective_scan(
             x.unflatten(-1, (-1, self.head_dim)),
             self.steps(dt, padding),

@@ -179,8 +179,10 @@ def test_a_gated_attention_is_that_of_qwen3_next() -> None:
 def test_initial_values_are_the_published_ones_and_the_same_at_any_layout(kind: str) -> None:
     mixer = make(kind, linear_num_key_heads=64, linear_num_value_heads=64, mamba_num_heads=64)
     rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
-    assert 1 <= rates.min() < 3 and 14 < rates.max() <= 16
-    assert 1e-3 * 0.999 <= steps.min() < 2e-3 and 5e-2 < steps.max() <= 1e-1 * 1.001
+    assert 1 <= rates.min() < 3
+    assert 14 < rates.max() <= 16
+    assert 1e-3 * 0.999 <= steps.min() < 2e-3
+    assert 5e-2 < steps.max() <= 1e-1 * 1.001
     assert 0.2 < (steps.log10() > -2).double().mean() < 0.8
     assert 0.45 < mixer.conv1d.weight.abs().max() <= 0.5
     whole = dict(mixer.named_parameters())
@@ -231,6 +233,8 @@ def test_states_start_anew_after_padding() -> None:
     mask = ((columns[:, None] >= columns) & real | torch.eye(6, dtype=torch.bool))[:, None]
     starts = torch.tensor([[False, True, True, False, False, False], [False] * 6])
     found = document_starts(AttentionPattern(mask=mask), 6)
-    assert found is not None and torch.equal(found, starts)
+    assert found is not None
+    assert torch.equal(found, starts)
     later = document_starts(AttentionPattern(mask=mask[:, :, 2:]), 4)
-    assert later is not None and torch.equal(later, starts[:, 2:])
+    assert later is not None
+    assert torch.equal(later, starts[:, 2:])
