@@ -90,7 +90,7 @@ class GatedDeltaNet(RecurrentMixer):
             return_state=return_states,
         )
         wide = arithmetic_dtype(mixed.dtype)
-        opened = F.silu(gate.unflatten(-1, (-1, self.value_dim)).to(wide))
+        opened = F.silu(gate.reshape(*gate.shape[:2], -1, self.value_dim).to(wide))
         output = (self.out_norm(context) * opened).to(mixed.dtype).flatten(2).transpose(0, 1).contiguous()
         if conv_state is None or rule_state is None:
             return output, ()
