@@ -8,8 +8,7 @@ from megatron.config import RunConfig
 from megatron.config.checks.parallelism import Check, divisors
 from megatron.core.config_base import field_specs
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import HybridConfig, LayerParts
-from megatron.core.transformer.hybrid_config import GATED_DELTA_NET, MAMBA, MOE
+from megatron.core.transformer import GATED_DELTA_NET, MAMBA, MOE, HybridConfig, LayerParts
 
 _PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
 _NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}

@@ -52,11 +52,10 @@ class HybridConfig(Config, in_args=False):
         choices=(GATED_DELTA_NET,),
         not_built=("kimi_delta_attention", "dsa", "dsv4_hybrid"),
         role="shape",
-        seen_as="layer_parts",
     )
     """Linear attention instead of attention in the layers of --linear-attention-freq: gated delta-net, as Qwen3-Next
     has."""
-    linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT, seen_as="layer_parts")
+    linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT)
     """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
     linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
     """Positions that the convolution before linear attention covers, its own included."""
@@ -69,7 +68,7 @@ class HybridConfig(Config, in_args=False):
     linear_num_value_heads: int = flag(32, role="shape", bounds=POSITIVE)
     """Number of value heads of linear attention, a multiple of the key heads."""
 
-    hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="layer_parts")
+    hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape")
     """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, - MLP, E
     experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
     mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -80,7 +81,7 @@ class StackedConvolution(nn.Module):
         )
 
 
-class RecurrentMixer(nn.Module):
+class RecurrentMixer(nn.Module, ABC):
     """A layer that mixes positions by a recurrence, called like `SelfAttention`.
 
     A subclass sets ``rows``, the whole widths of the tensors that the input projection stacks, calls `_add_projections`
@@ -167,6 +168,7 @@ class RecurrentMixer(nn.Module):
             output, _ = self.mix(mixed, starts)
         return LayerOutput(self.out_proj(output))
 
+    @abstractmethod
     def mix(
         self,
         mixed: torch.Tensor,
@@ -183,7 +185,6 @@ class RecurrentMixer(nn.Module):
         Shapes: ``mixed: [s, b, rows/tp], starts: [b, s], padding: [b] -> [s, b, inner/tp]``; states have the batch
         first.
         """
-        raise NotImplementedError
 
     def steps(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Return the step sizes in at least float32: positive, but 0 in the padding, where nothing decays.
@@ -209,7 +210,7 @@ def without_padding(x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tens
 def document_starts(pattern: AttentionPattern, length: int) -> torch.Tensor | None:
     """Return at which of the last ``length`` positions a state must not come from the position before; None is none.
 
-    A mask is that of padding on the left: the state starts anew at each position that does not attend to the position
+    A mask is that of padding on the left: the state is reset at each position that does not attend to the position
     before it.
 
     Shapes: ``-> [b, length]`` of bool.

@@ -226,7 +226,7 @@ def test_no_state_passes_from_one_document_to_the_next(kind: str) -> None:
     assert not gradient[7:].any()
 
 
-def test_states_start_anew_after_padding() -> None:
+def test_states_are_reset_after_padding() -> None:
     """Row 0 has two columns of padding, row 1 has none."""
     real = torch.arange(6)[None, None] >= torch.tensor([2, 0])[:, None, None]
     columns = torch.arange(6)
