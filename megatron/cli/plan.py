@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ from megatron.planner import (
     SEARCHED_FLAGS,
     Candidate,
     Choice,
+    Recommendation,
     Search,
     Variation,
     describe_changes,
@@ -72,6 +74,7 @@ from megatron.planner import (
     launch_command,
     ranking_json,
     read_runs,
+    recommend,
     to_page,
     trace_in_this_process,
     variations,
@@ -103,11 +106,12 @@ _PARSED_RANKS = 5
 
 @dataclass(frozen=True)
 class _Best:
-    """Proposed choice, its command line, and the results of its dry run."""
+    """Proposed choice, its command line with the flags that are recommended for it, and the results of its dry run."""
 
     choice: Choice
     parsed: ParsedArguments
     command: str
+    recommended: tuple[Recommendation, ...]
     verified: tuple[VerifiedStage, ...]
 
 
@@ -237,7 +241,9 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     if searched:
         print(f"searched instead of taken from the command line: {', '.join(searched)}")
     best = _best(
-        found, words, arguments.gpus, functools.partial(verify_fitting_plan, gpu=gpu) if arguments.verify else None
+        *(found, words, arguments.gpus),
+        functools.partial(recommend, read=read_planned_run, gpu=gpu, implementation=implementation),
+        functools.partial(verify_fitting_plan, gpu=gpu) if arguments.verify else None,
     )
     if best is None:
         with waiting("searching for changes that would fit"):
@@ -246,6 +252,10 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
         raise ConfigurationError(f"no layout fits on {arguments.gpus} x {gpu.name}; changes that would fit: {told}")
     print(f"\nthe best, {best.choice.describe()}:\n{best.command}")
+    for recommended in best.recommended:
+        print(recommended.describe())
+    further["recommended"] = [each.to_json() for each in best.recommended]
+    write_json()
     for note in best.parsed.notes:
         print(note)
     if arguments.sensitivity:
@@ -388,9 +398,15 @@ def _leanest(words: Sequence[str], world_size: int) -> tuple[str, ...]:
 
 
 def _best(
-    found: Search, words: Sequence[str], world_size: int, verify: Callable[[RunConfig], Sequence[VerifiedStage]] | None
+    found: Search,
+    words: Sequence[str],
+    world_size: int,
+    recommend_for: Callable[[Sequence[str], int], tuple[Recommendation, ...]],
+    verify: Callable[[RunConfig], Sequence[VerifiedStage]] | None,
 ) -> _Best | None:
     """Return the fastest choice whose command line is valid and whose dry run fits in memory; None if nothing fits.
+
+    The command line has the recommended flags too.
 
     Raises:
         ConfigurationError: all of the first few choices are invalid, with the reasons.
@@ -399,12 +415,15 @@ def _best(
     for each in found.ranked[:_PARSED_RANKS]:
         chosen = each.choice.words(words)
         try:
+            read_planned_run(chosen, world_size)
+            recommended = recommend_for(chosen, world_size)
+            chosen = (*chosen, *itertools.chain.from_iterable(each.flags for each in recommended))
             parsed = read_planned_run(chosen, world_size)
             verified = () if verify is None else tuple(verify(parsed.config))
         except ConfigurationError as error:
             problems += error.problems
         else:
-            return _Best(each.choice, parsed, launch_command(chosen, world_size), verified)
+            return _Best(each.choice, parsed, launch_command(chosen, world_size), recommended, verified)
     if problems:
         raise ConfigurationError(problems)
     return None

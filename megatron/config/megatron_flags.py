@@ -141,10 +141,8 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-align-grad-reduce": NoEffect(0, "each pipeline stage reduces its own gradients"),
     "--no-align-param-gather": NoEffect(0, "each pipeline stage gathers its own parameters"),
     "--lazy-mpu-init": NoEffect(1, "process groups are created at start-up"),
-    "--nccl-communicator-config-path": NoEffect(1, "communicators use NCCL's settings"),
-    "--high-priority-stream-groups": NoEffect("+", "communicators use NCCL's settings"),
+    "--high-priority-stream-groups": NoEffect("+", "all communicators have high-priority streams"),
     "--use-sharp": NoEffect(0, "communicators use NCCL's settings"),
-    "--use-nccl-ub": NoEffect(0, "communicators use NCCL's settings"),
     "--disable-gloo-process-groups": NoEffect(0, "only the required process groups are created"),
     "--enable-gloo-process-groups": NoEffect(0, "only the required process groups are created"),
     # checkpoints

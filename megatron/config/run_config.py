@@ -283,6 +283,9 @@ class InitializationConfig(Config, role="run"):
     """Backend of the process groups; without CUDA, nccl becomes gloo."""
     distributed_timeout_minutes: int = flag(10, bounds=POSITIVE, most=10**8)
     """Timeout of collectives in minutes."""
+    nccl_communicator_config_path: str | None = flag(None, metavar="FILE")
+    """YAML file with min_ctas, max_ctas, cga_cluster_size and net_name of the NCCL communicators of process groups (tp,
+    cp, dp, dp_cp, pp, mp, embd, ep, ep_dp)."""
     hang_timeout_seconds: int | None = flag(None, deprecated=("--hang-report-seconds",), bounds=NOT_NEGATIVE)
     """Report which rank blocks the others, and exit with status 1, after N seconds without progress (or five times the
     longest iteration, if longer); by default 60, or 20 if a process is stopped or gone; 0

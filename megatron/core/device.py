@@ -23,6 +23,9 @@ from megatron.core.host_memory import CudaHostCopies, HostCopies
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
 _PROCESS_MEMORY = "/proc/self/statm"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``."""
+_RETURNED_BYTES, _NEVER_TRIMMED = 32 * _MIB, 2**31 - 1
 _DRIVER_LIBRARY = "libnvidia-ml.so.1"
 
 # Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
@@ -256,6 +259,19 @@ class Device:
             if pattern in name:
                 return low_precision if dtype_name in ("bfloat16", "float16") else single
         return None
+
+    def keep_freed_memory(self) -> None:
+        """Let glibc's allocator keep what a CPU process frees, for the tensors of the next step.
+
+        By default it returns large blocks to the system, which clears every page of them when they are allocated
+        again. Blocks of 32 MiB and more are still returned. Variables such as ``MALLOC_TRIM_THRESHOLD_`` in the
+        environment take precedence.
+        """
+        mallopt = None if self.is_cuda else getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
+            return
+        mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIMMED)
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the driver."""

@@ -18,7 +18,7 @@ from megatron.core.collectives import all_gather_objects, gather_objects
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_config import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
-from megatron.core.process_group import Group, Observer, single_rank_group
+from megatron.core.process_group import Group, NcclOptions, Observer, single_rank_group
 from megatron.core.sharding import ParamSpec
 
 if TYPE_CHECKING:
@@ -81,43 +81,75 @@ class ParallelState:
         return self.expert_dp if spec.is_expert else self.dp_cp
 
 
-Communicator = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
-"""Returns the communicator of a set of ranks, or None if they do not communicate."""
+Communicator = Callable[[tuple[int, ...], "NcclOptions | None"], "dist.ProcessGroup | None"]
+"""Returns the communicator of a set of ranks with these options, or None if they do not communicate."""
 
 
 class Communicators:
     """Cache of one communicator per distinct set of ranks, created by its members only and shared between grids.
 
-    A set of one rank has none, and the set of all ranks uses the default group.
+    A set of one rank has none, and the set of all ranks uses the default group. Different options need different
+    communicators.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
-        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {
-            tuple(range(dist.get_world_size())): dist.group.WORLD
+        self._made: dict[tuple[tuple[int, ...], NcclOptions | None], dist.ProcessGroup | None] = {
+            (tuple(range(dist.get_world_size())), None): dist.group.WORLD
         }
 
-    def __call__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def __call__(self, ranks: tuple[int, ...], options: NcclOptions | None = None) -> dist.ProcessGroup | None:
         """Return the communicator of ``ranks``; all members must request the same sets in the same order."""
         if len(ranks) == 1:
             return None
-        if ranks not in self._made:
-            self._made[ranks] = self.make(ranks)
-        return self._made[ranks]
+        key = (ranks, options)
+        if key not in self._made:
+            self._made[key] = self.make(ranks, options)
+        return self._made[key]
 
-    def make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def make(self, ranks: tuple[int, ...], options: NcclOptions | None = None) -> dist.ProcessGroup | None:
         """Create a new communicator of ``ranks``, even if there is one already."""
-        made: dist.ProcessGroup | None
-        made = dist.new_group(ranks=list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        return made
+        return make_communicator(ranks, self._timeout, options)
+
+
+def make_communicator(
+    ranks: tuple[int, ...], timeout: timedelta | None = None, options: NcclOptions | None = None
+) -> dist.ProcessGroup | None:
+    """Create a communicator of ``ranks``, which its members call together."""
+    made: dist.ProcessGroup | None
+    made = dist.new_group(
+        ranks=list(ranks),
+        timeout=timeout,
+        pg_options=make_backend_options(options, timeout),
+        use_local_synchronization=True,
+    )
+    return made
+
+
+def make_backend_options(options: NcclOptions | None, timeout: timedelta | None) -> Any:
+    """Return torch's options of a new group, or None for the defaults and for other backends than NCCL.
+
+    Raises:
+        ConfigurationError: this torch cannot set one of the options.
+    """
+    if options is None or dist.get_backend() != "nccl":
+        return None
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.is_high_priority_stream)
+    if timeout is not None:
+        made._timeout = timeout
+    for name, value in options.config.items():
+        if not hasattr(made.config, name):
+            raise ConfigurationError(f"this torch cannot set {name} of an NCCL communicator; omit it in the file")
+        setattr(made.config, name, value)
+    return made
 
 
 def twin_group(group: Group) -> Group:
     """Return a group of the same ranks with a separate communicator, whose calls cannot interleave with the group's."""
-    return group if group.size == 1 else replace(group, handle=Communicators().make(group.ranks))
+    return group if group.size == 1 else replace(group, handle=make_communicator(group.ranks, options=group.options))
 
 
-def no_communicator(ranks: tuple[int, ...]) -> None:
+def no_communicator(ranks: tuple[int, ...], options: NcclOptions | None) -> None:
     """Return no communicator, for groups that describe ranks without processes."""
 
 
@@ -128,17 +160,19 @@ def make_groups(
     communicator: Communicator,
     observer: Observer | None = None,
     recorder: FlightRecorder | None = None,
+    options: Mapping[str, NcclOptions] | None = None,
 ) -> dict[str, Group]:
     """Return the slices of a grid that contain a rank, one for each set of axes.
 
     The grid is any factorization of the ranks. ``observer`` is called for every communication over any of the groups,
-    and ``recorder`` records them.
+    and ``recorder`` records them. ``options`` are those of the communicators, by the name of the group.
     """
-    slices = {name: slice_ranks(grid, axes, rank) for name, axes in group_axes.items()}
-    return {
-        name: record_flight(Group(group_axes[name], ranks, ranks.index(rank), communicator(ranks), observer), recorder)
-        for name, ranks in slices.items()
-    }
+    groups = {}
+    for name, axes in group_axes.items():
+        ranks, own = slice_ranks(grid, axes, rank), (options or {}).get(name)
+        group = Group(axes, ranks, ranks.index(rank), communicator(ranks, own), observer, options=own)
+        groups[name] = record_flight(group, recorder)
+    return groups
 
 
 def record_flight(group: Group, recorder: FlightRecorder | None) -> Group:
@@ -154,14 +188,13 @@ def cut_in_levels(group: Group, inner_size: int, communicator: Communicator) -> 
     inner = group.ranks[number * inner_size : (number + 1) * inner_size]
     outer = group.ranks[place::inner_size]
     recorder = None if group.flight is None else group.flight.recorder
-    names = tuple((f"{group.name}_{level}",) for level in ("inner", "outer"))
-    return replace(
-        group,
-        levels=(
-            record_flight(Group(names[0], inner, place, communicator(inner), group.observer), recorder),
-            record_flight(Group(names[1], outer, number, communicator(outer), group.observer), recorder),
-        ),
-    )
+
+    def level(name: str, ranks: tuple[int, ...], rank: int) -> Group:
+        handle = communicator(ranks, group.options)
+        made = Group((f"{group.name}_{name}",), ranks, rank, handle, group.observer, options=group.options)
+        return record_flight(made, recorder)
+
+    return replace(group, levels=(level("inner", inner, place), level("outer", outer, number)))
 
 
 def describe_parallel_state(
@@ -176,7 +209,7 @@ def describe_parallel_state(
         ConfigurationError: the world size is not a multiple of the size of one copy.
         ConfigurationError: the world is not a whole number of copies.
     """
-    return _build(rank, world_size, sizes, no_communicator, observer, None, None)
+    return _build(rank, world_size, sizes, no_communicator, observer, None, None, {})
 
 
 def create_parallel_state(
@@ -186,6 +219,7 @@ def create_parallel_state(
     cp_inner_size: int | None = None,
     recorder: FlightRecorder | None = None,
     num_optimizer_instances: int = 1,
+    nccl_options: Mapping[str, NcclOptions] | None = None,
 ) -> ParallelState:
     """Create this process's communicators; initialize ``torch.distributed`` first unless the world is one process.
 
@@ -194,6 +228,7 @@ def create_parallel_state(
     group. ``observer`` is called for every communication, and ``recorder`` records them. With ``cp_inner_size`` the
     context-parallel group is split into two levels. With ``num_optimizer_instances`` the groups of ranks with the same
     weights are split: optimizer state is sharded over the inner ranks and replicated over the outer ranks.
+    ``nccl_options`` are those of the communicators, by the name of the group.
 
     Raises:
         ConfigurationError: the world size is not a multiple of the size of one copy.
@@ -201,7 +236,10 @@ def create_parallel_state(
     if not dist.is_initialized():
         return describe_parallel_state(0, 1, sizes, observer)
     communicators = Communicators(timeout)
-    state = _build(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer, cp_inner_size, recorder)
+    state = _build(
+        *(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer, cp_inner_size, recorder),
+        nccl_options or {},
+    )
     if num_optimizer_instances > 1:
         state = _cut_in_instances(state, num_optimizer_instances, communicators)
     if state.pp.size > 2 and state.embedding.size == 1:
@@ -236,19 +274,22 @@ def _build(
     observer: Observer | None,
     cp_inner_size: int | None,
     recorder: FlightRecorder | None,
+    options: Mapping[str, NcclOptions],
 ) -> ParallelState:
     sizes = sizes.in_world(world_size)
     if problems := sizes.problems(world_size):
         raise ConfigurationError(problems)
-    groups = make_groups(rank, sizes.grid, GROUP_AXES, communicator, observer, recorder)
+    groups = make_groups(rank, sizes.grid, GROUP_AXES, communicator, observer, recorder, options)
     if cp_inner_size is not None:
         groups["cp"] = cut_in_levels(groups["cp"], cp_inner_size, communicator)
     if sizes.has_expert_grid:
-        groups |= make_groups(rank, sizes.expert_grid, EXPERT_GROUP_AXES, communicator, observer, recorder)
+        groups |= make_groups(rank, sizes.expert_grid, EXPERT_GROUP_AXES, communicator, observer, recorder, options)
     else:
         groups |= {"expert_model": groups["tp"], "expert_dp": groups["dp_cp"]}
     ends = _pipeline_ends(groups["pp"])
-    embedding = record_flight(Group(("embedding",), ends, ends.index(rank), communicator(ends), observer), recorder)
+    own = options.get("embedding")
+    embedding = Group(("embedding",), ends, ends.index(rank), communicator(ends, own), observer, options=own)
+    embedding = record_flight(embedding, recorder)
     return ParallelState(rank=rank, sizes=sizes, place=sizes.place(rank), embedding=embedding, **groups)
 
 

@@ -33,6 +33,28 @@ Observer = Callable[[CollectiveCall], None]
 """Callback that is called before every communication starts."""
 
 
+@dataclass(frozen=True)
+class NcclOptions:
+    """Options of an NCCL communicator; None leaves NCCL's default.
+
+    ``min_ctas`` and ``max_ctas`` bound the thread blocks of a collective, which take multiprocessors from GEMMs that
+    run at the same time. ``cga_cluster_size`` is the number of thread blocks in a cluster, from Hopper on. Streams have
+    a high priority with or without ``is_high_priority_stream``, which Megatron-LM's files may contain.
+    """
+
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    cga_cluster_size: int | None = None
+    net_name: str | None = None
+    is_high_priority_stream: bool = True
+
+    @property
+    def config(self) -> dict[str, int | str]:
+        """Return the options that are set, by the names of NCCL's configuration."""
+        names = ("min_ctas", "max_ctas", "cga_cluster_size", "net_name")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """The ranks of one slice of the rank grid.
@@ -41,7 +63,7 @@ class Group:
     this process's index among them. ``handle`` is the communicator, or None if the group has one rank or describes a
     world without processes. ``observer`` is called for every communication over the group. ``flight`` records them for
     the flight recorder. If the group is split into two levels, ``levels`` are this rank's group of neighbors and the
-    group of the ranks with the same index in the other groups.
+    group of the ranks with the same index in the other groups. ``options`` are those of its NCCL communicators.
     """
 
     axes: tuple[str, ...]
@@ -51,6 +73,7 @@ class Group:
     observer: Observer | None = None
     levels: tuple[Group, Group] | None = None
     flight: Channel | None = None
+    options: NcclOptions | None = None
 
     def observe(self, operation: str, num_bytes: int, reduction: str = "") -> None:
         """Notify the observer, if there is one, of a communication that is about to start."""

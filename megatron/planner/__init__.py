@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.planner.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
     from megatron.planner.plan import ExpertLayer
     from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
+    from megatron.planner.recommendation import Recommendation, recommend
     from megatron.planner.report import (
         Variation,
         describe_changes,
@@ -46,6 +47,7 @@ __getattr__ = lazy_exports(
         "pipeline_chart": "HUES LETTERS draw_svg label rows_of summary title",
         "plan": "ExpertLayer",
         "prediction": "HOPPER_MACHINES usable_bytes",
+        "recommendation": "Recommendation recommend",
         "report": (
             "Variation describe_changes describe_comparison describe_experts describe_ranking "
             "describe_sensitivities find_sensitivity launch_command ranking_json to_page to_text variations"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import RunConfig, machine_notes
+from megatron.config import RunConfig, machine_notes, read_nccl_options
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import FlightRecorder
@@ -51,7 +51,8 @@ def choose_cuda_settings(config: RunConfig, environment: Mapping[str, str], capa
         wanted[_CONNECTIONS] = "1"
     if sizes.pp > 1:
         wanted[_P2P_WARNING] = "0"
-    if not environment.get(_OLD_ALLOCATOR):
+    # NCCL allocates user buffers itself, in segments of a fixed size.
+    if not environment.get(_OLD_ALLOCATOR) and not config.ddp.use_nccl_ub:
         wanted[_ALLOCATOR] = "expandable_segments:True"
     names = (_CONNECTIONS, _ALLOCATOR, _OLD_ALLOCATOR, _PRIORITY, _P2P_WARNING)
     given = {name: environment[name] for name in names if environment.get(name)}
@@ -267,6 +268,7 @@ def initialize_device(launch: LaunchEnvironment) -> Device:
 
     device = select_device(launch.local_rank or 0)
     device.make_current()
+    device.keep_freed_memory()
     return device
 
 
@@ -301,6 +303,8 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
 
     The ranks find each other through ``store``, by default the launcher's.
     """
+    import torch.distributed as dist
+
     from megatron.core.device import driver_capability
 
     if launch.local_rank is None:
@@ -330,7 +334,8 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
             print_line(warning)
         if device.is_cuda and settings is not None:
             print_line(settings.line)
-        for line in machine_notes(config, device.is_cuda, "LOCAL_RANK" in os.environ):
+        is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        for line in machine_notes(config, device.is_cuda, "LOCAL_RANK" in os.environ, has_nccl=is_nccl):
             print_line(line)
         if not config.logging.brief_log:
             print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")
@@ -365,7 +370,8 @@ def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observe
     flight = FlightRecorder()
     instances = config.ddp.num_distributed_optimizer_instances
     state = create_parallel_state(
-        config.parallel_sizes, timeout, observer, config.model.cp_inner_size, flight, instances
+        *(config.parallel_sizes, timeout, observer, config.model.cp_inner_size, flight, instances),
+        nccl_options=read_nccl_options(config.initialization.nccl_communicator_config_path),
     )
     return Runtime(device, state, RngStreams(device, config.initialization.seed, state.place), local_rank, flight)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from megatron.checkpoint import saved_iterations
-from megatron.config import RunConfig
+from megatron.config import RunConfig, read_nccl_options
 from megatron.core.available_host_memory import HostRoom, available_bytes
 from megatron.core.datasets import report_lost_pages
 from megatron.core.errors import ConfigurationError, InputError
@@ -146,6 +146,7 @@ def prepare_data_or_exit(
     try:
         if config.logging.brief_log:
             report_earlier_run(config, report)
+        read_nccl_options(config.initialization.nccl_communicator_config_path)
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         model, available = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size), available_bytes()
         room = None if available is None else HostRoom(available, launch.local_world_size)

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, merge_block
+from megatron.core.ops.flash_implementation import FlashShape, activate_flash_implementation
 from tests.emulated_cuda.activation import load_bindings
+from tests.unit.core.ops.flash_implementation_stand_in import CALLS, Registered
 
 aten = torch.ops.aten
 
@@ -100,6 +104,50 @@ def test_a_query_that_sees_no_key() -> None:
     # flash_attn/src/softmax.h, normalize_softmax_lse
     assert row_sums[:, :, :4].isposinf().all()
     assert row_sums[:, :, 4:].isfinite().all()
+
+
+class RegisteredForCuda(Registered):
+    dispatch_key = "CUDA"
+
+
+def test_blocks_of_a_ring_on_an_implementation_in_torchs_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention._registry, "_FLASH_ATTENTION_IMPLS", {"FA4": RegisteredForCuda})
+    query, key, value, grad = heads(2, 4, 24, 16), heads(2, 2, 48, 16), heads(2, 2, 48, 16), heads(2, 4, 24, 16)
+    activate_flash_implementation("fa4", "cuda", FlashShape(torch.bfloat16, 16, 16))
+    CALLS.clear()
+    try:
+        # The queries are the last 24 positions: one block of earlier keys, and one of their own.
+        blocks = AttentionBlocks()
+        parts = ((slice(24, 48), BlockMask(is_causal=True)), (slice(0, 24), BlockMask()))
+        output, logsumexp = None, torch.empty(0)
+        for keys, mask in parts:
+            block = blocks.forward(query, key[:, :, keys], value[:, :, keys], mask)
+            if output is None:
+                output, logsumexp = block[0].float(), block[1].clone()
+            else:
+                merge_block(output, logsumexp, *block)
+        assert output is not None
+        whole = output.bfloat16()
+        grads = [
+            blocks.backward(grad, query, key[:, :, keys], value[:, :, keys], whole, logsumexp, mask)
+            for keys, mask in parts
+        ]
+    finally:
+        activate_flash_implementation("auto", "cuda", FlashShape(torch.bfloat16, 16, 16))
+    assert [name for name, *_ in CALLS] == ["forward"] * 2 + ["backward"] * 2
+    twins = [tensor.detach().cpu().double().requires_grad_() for tensor in (query, key, value)]
+    spread = [twins[0], *(twin.repeat_interleave(2, dim=1) for twin in twins[1:])]
+    visible = torch.ones(24, 48, dtype=torch.bool).tril(24)
+    exact = F.scaled_dot_product_attention(*spread, attn_mask=visible)
+    close(output, exact.detach())
+    exact.backward(grad.cpu().double())
+    expected = [twin.grad for twin in twins]
+    assert expected[0] is not None
+    torch.testing.assert_close((grads[0][0] + grads[1][0]).cpu().double(), expected[0], rtol=5e-2, atol=5e-2)
+    for number, wanted in enumerate(expected[1:], 1):
+        assert wanted is not None
+        actual = torch.cat((grads[1][number], grads[0][number]), dim=2)
+        torch.testing.assert_close(actual.cpu().double(), wanted, rtol=5e-2, atol=5e-2)
 
 
 def test_backward_drops_what_forward_dropped() -> None:

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from megatron.core.parallel_config import ParallelSizes
+from megatron.core.parallel_state import create_parallel_state, twin_group
+from megatron.core.process_group import NcclOptions
 from tests.emulated_cuda.activation import load_bindings
 
 RANK = int(os.environ["RANK"])
@@ -63,6 +66,23 @@ def ones(count: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 # ---- NCCL
+
+
+def test_a_group_has_the_options_of_the_configuration_file() -> None:
+    options = {"dp_cp": NcclOptions(min_ctas=2, max_ctas=8)}
+    state = create_parallel_state(ParallelSizes(), SHORT, nccl_options=options)
+    assert state.dp_cp.handle is not state.dp.handle
+    limits = []
+    for group in (state.dp_cp, state.dp, twin_group(state.dp_cp)):
+        assert group.handle is not None
+        config = group.handle._get_backend(torch.device("cuda", RANK)).options.config
+        limits.append((config.min_ctas, config.max_ctas))
+    unset = -(2**31)
+    assert limits == [(2, 8), (unset, unset), (2, 8)]
+    x = ones()
+    dist.all_reduce(x, group=state.dp_cp.handle)
+    assert x.eq(2).all()
+    assert_no_reports()
 
 
 def test_a_tensor_outlives_a_communication_that_no_stream_has_waited_for() -> None:

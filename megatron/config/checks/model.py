@@ -345,7 +345,46 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
+def _check_flash_version(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.attention_backend not in ("fa3", "fa4"):
+        return
+    given = f"--attention-backend {model.attention_backend}"
+    if model.params_dtype not in ("bfloat16", "float16"):
+        yield f"{given} does not support {model.params_dtype}; add --bf16 or --fp16"
+    if model.attention_dropout > 0.0:
+        yield f"{given} does not support --attention-dropout {model.attention_dropout}; set --attention-dropout 0"
+    if model.attn_logit_softcapping is not None:
+        yield f"{given} does not support --attn-logit-softcapping; omit it, or use --attention-backend flash"
+    if not config.data.reset_attention_mask:
+        return
+    others = {
+        "--context-parallel-size": model.context_parallel_size > 1,
+        "--softmax-type": model.has_sinks,
+        "--deterministic-mode": config.initialization.deterministic_mode,
+        "--multi-latent-attention": model.mla.multi_latent_attention,
+    }
+    if model.attention_backend == "fa3":
+        yield f"{given} does not support --reset-attention-mask; omit it, or use --attention-backend flash"
+    elif config.data.seq_length % 256:
+        yield f"{given} with --reset-attention-mask needs a --seq-length that is a multiple of 256"
+    else:
+        for name, is_given in others.items():
+            if is_given:
+                yield (
+                    f"{given} with --reset-attention-mask does not support {name}; omit one of them, or use "
+                    "--attention-backend flash"
+                )
+
+
 ATTENTION_CHECKS = (
+    Check(
+        (
+            *("attention_backend", "attention_dropout", "attn_logit_softcapping", "reset_attention_mask", "seq_length"),
+            *("params_dtype", "context_parallel_size", "softmax_type", "multi_latent_attention", "deterministic_mode"),
+        ),
+        _check_flash_version,
+    ),
     Check(
         ("no_rope_freq", "num_layers", "position_embedding_type", "multi_latent_attention"),
         _check_layers_without_rotary,

@@ -105,7 +105,12 @@ class DistributedDataParallel(nn.Module):
         if is_sharded and group.levels is not None:
             group, copies = group.levels
         plan = replace(plan, shard=is_sharded, overlap=self.config.overlap_grad_reduce and group.size > 1)
-        plan = replace(plan, copies=copies)
+        plan = replace(
+            plan,
+            copies=copies,
+            user_buffers=self.config.use_nccl_ub,
+            symmetric=not self.config.disable_symmetric_registration,
+        )
         by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in trained:
             in_float8 = is_sharded and is_sent_in_float8(parameter)

@@ -41,6 +41,11 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     ddp_average_in_collective: bool = flag(False, excludes=("calculate_per_token_loss",))
     """Average gradients in the collective, instead of dividing the loss or the gradients before the sum; without NCCL's
     NVLS."""
+    use_nccl_ub: bool = flag(False, role="run", in_args=("nccl_ub",), excludes=("inprocess_restart",))
+    """Allocate the buffers of gradients and gathered parameters by NCCL and register them with the communicators of
+    data parallelism (user buffers), so that NCCL can use NVLS and fewer multiprocessors."""
+    disable_symmetric_registration: bool = flag(False, role="run", needs="use_nccl_ub")
+    """Register user buffers on each rank by itself, without symmetric memory, which needs NCCL 2.27."""
     grad_reduce_in_bf16: bool = flag(False, role="run", needs="bf16")
     """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
     gradient_accumulation_fusion: bool = flag(

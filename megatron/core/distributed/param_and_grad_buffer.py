@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.distributed.flat_parameters import (
     is_sent_in_float8,
 )
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, ranges_within
+from megatron.core.distributed.user_buffers import UserBuffers, make_user_buffers
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
 from megatron.core.ops import adds_wide_products
@@ -40,6 +42,8 @@ class ReductionPlan:
       bits first, if the device supports it.
     - ``shard`` leaves each rank with the sum of only its own shard of each bucket (reduce-scatter). The parameters are
       then in a flat buffer of the same layout, and are all-gathered from the shards after the update.
+    - ``user_buffers`` allocates the gradients and the flat parameters as user buffers of NCCL, in ``symmetric`` memory
+      or not.
     - ``copies`` are the ranks that hold copies of this rank's shards, if shards are not spread over all ranks. The
       gradients of the shards are finally summed over them.
     """
@@ -52,6 +56,8 @@ class ReductionPlan:
     shard: bool = False
     num_averaged: int | None = None
     copies: Group | None = None
+    user_buffers: bool = False
+    symmetric: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +126,13 @@ class ParamAndGradBuffer:
         self._counts_as_last_microbatch = counts_as_last_microbatch
         first = parameters[0]
         self.flat_parameters: FlatParameters | None = None
-        self._keep_weights()
         self._fuses_products = plan.fuse_accumulation and adds_wide_products(first.dtype, grad_dtype, first.device)
-        self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=first.device)
+        self._user_buffers: UserBuffers | None = None
+        if plan.user_buffers:
+            self._user_buffers = make_user_buffers(group, first.device, is_symmetric=plan.symmetric)
+        with nullcontext() if self._user_buffers is None else self._user_buffers.allocating():
+            self._keep_weights()
+            self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=first.device)
         self.buckets = tuple(self._make_bucket(index, bucket) for index, bucket in enumerate(layout.buckets))
         self.bucket_shards = tuple(self._make_bucket_shards())
         self.shards_by_bucket = tuple(tuple(self._shards_of(bucket_shard)) for bucket_shard in self.bucket_shards)

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
         hash_numbers,
         keyed_dropout,
     )
+    from megatron.core.ops.flash_implementation import (
+        FlashShape,
+        activate_flash_implementation,
+        active_flash_implementation,
+    )
     from megatron.core.ops.four_bit import (
         BLOCK_SIZE,
         GROUP_SIZE,
@@ -88,6 +93,7 @@ __getattr__ = lazy_exports(
             "BLOCK_SIZE GROUP_SIZE Tables dequantize_blocks dequantize_scales make_tables quantize_blocks "
             "quantize_scales"
         ),
+        "flash_implementation": "FlashShape activate_flash_implementation active_flash_implementation",
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers",
         "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
         "gemm": (

@@ -1,6 +1,7 @@
 """Attention backends: an order of preference per device, from which each call takes the first supported kernel.
 
-The flash-attn packages, version 3 and version 2, are loaded here if they are installed and work.
+The flash-attn packages, version 3 and version 2, are loaded here if they are installed and work. `flash_implementation`
+replaces torch's flash kernel by version 3 or 4.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.device import compute_capability
-from megatron.core.ops.attention_block import widest_flash_head
+from megatron.core.ops.attention_block import has_flash_kernel
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.attention_sinks import attend_in_blocks, torch_flash_with_sinks
 from megatron.core.ops.dot_product_attention import (
@@ -30,7 +32,14 @@ from megatron.core.ops.dot_product_attention import (
     plain_attention,
     torch_flash_attention,
 )
-from megatron.core.ops.flex_attention import BLOCK_SIZE, BlockMaskCache, attend_by_blocks, load_flex_attention
+from megatron.core.ops.flash_implementation import active_flash_implementation
+from megatron.core.ops.flex_attention import (
+    BLOCK_SIZE,
+    BlockMaskCache,
+    attend_by_blocks,
+    load_flash_flex_attention,
+    load_flex_attention,
+)
 from megatron.core.ops.transformer_engine import TransformerEngine, transformer_engine_for
 
 _BROKEN = (ImportError, OSError, AttributeError, RuntimeError)
@@ -104,6 +113,8 @@ def _load_package(
 
 PLAIN_BACKENDS = ("unfused", "local")
 """Values of ``--attention-backend`` that select attention without fused kernels."""
+_FLASH_BACKENDS = ("flash", "fa3", "fa4")
+"""Values of ``--attention-backend`` with which torch's flash operators may use FlashAttention 3 or 4."""
 
 SDPA = "torch's scaled_dot_product_attention"
 STEP_BY_STEP = "unfused, with all scores in memory"
@@ -119,7 +130,10 @@ _ENGINE_LENGTHS = 128
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Properties of an attention call that determine which kernels support it."""
+    """Properties of an attention call that determine which kernels support it.
+
+    ``value_dim`` is the width of values, or None if it is that of queries and keys.
+    """
 
     dtype: torch.dtype
     head_dim: int
@@ -130,6 +144,7 @@ class AttentionCall:
     has_dropout: bool = False
     has_softcap: bool = False
     has_sinks: bool = False
+    value_dim: int | None = None
 
     @property
     def is_half(self) -> bool:
@@ -152,13 +167,15 @@ class AttentionCall:
 class AttentionKernel:
     """An attention kernel with its name, a predicate of supported calls, and its implementation.
 
-    Calls with sinks are passed to it only if it ``takes_sinks``.
+    Calls with sinks are passed to it only if it ``takes_sinks``. Values that are narrower than queries and keys are
+    padded with zeros unless it ``takes_narrow_values``.
     """
 
     name: str
     can: Callable[[AttentionCall], bool]
     compute: AttentionCore
     takes_sinks: bool = False
+    takes_narrow_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,8 +194,14 @@ class AttentionKernels:
             has_dropout=inputs.dropout is not None,
             has_softcap=self.has_softcap,
             has_sinks=inputs.sinks is not None,
+            value_dim=inputs.value.shape[3],
         )
-        context: torch.Tensor = self.choose(call).compute(inputs)
+        kernel = self.choose(call)
+        missing = query.shape[3] - inputs.value.shape[3]
+        if missing and not kernel.takes_narrow_values:
+            context = kernel.compute(replace(inputs, value=F.pad(inputs.value, (0, missing))))[..., :-missing]
+        else:
+            context = kernel.compute(inputs)
         blind = inputs.pattern.blind
         return context if blind is None else context.masked_fill(blind.T[..., None, None], 0.0)
 
@@ -209,14 +232,56 @@ def select_attention_core(
         sdpa = AttentionKernel(SDPA, lambda call: not call.has_softcap, fused_attention)
         return AttentionKernels((sdpa, _IN_BLOCKS, plain), softcap is not None)
     packages = _packages(device, softcap) if backend in ("auto", "flash") else []
+    if backend in _FLASH_BACKENDS:
+        packages = [*_activated(device), *packages]
     if backend == "auto" and (engine := transformer_engine_for(transformer_impl, device)) is not None:
         packages = [*_kernels_of_engine(engine, device), *packages]
-    return AttentionKernels((*packages, *_kernels_of_torch(device, softcap), _IN_BLOCKS, plain), softcap is not None)
+    of_torch = _kernels_of_torch(device, softcap)
+    if backend == "fa4":
+        of_torch = [*_flash_flex(device), *of_torch]
+    return AttentionKernels((*packages, *of_torch, _IN_BLOCKS, plain), softcap is not None)
 
 
 _IN_BLOCKS = AttentionKernel(
     IN_BLOCKS, lambda call: call.has_sinks and not call.has_softcap, attend_in_blocks, takes_sinks=True
 )
+
+
+def _activated(device: torch.device) -> list[AttentionKernel]:
+    implementation, capability = active_flash_implementation(), compute_capability(device)
+    if implementation is None:
+        return []
+
+    def fits(call: AttentionCall) -> bool:
+        # Another model of the process may have been built with another backend since.
+        is_active = active_flash_implementation() is implementation
+        has_rule = call.is_half and call.is_dense and not call.has_dropout and not call.has_softcap
+        value_dim = call.head_dim if call.value_dim is None else call.value_dim
+        return is_active and has_rule and implementation.takes_widths(call.head_dim, value_dim, capability)
+
+    return [AttentionKernel(implementation.kernel, fits, torch_flash_attention, takes_narrow_values=True)]
+
+
+def _flash_flex(device: torch.device) -> list[AttentionKernel]:
+    """Return FlexAttention on FlashAttention 4's kernels, for packed documents."""
+    implementation, capability = active_flash_implementation(), compute_capability(device)
+    flex = None if implementation is None or implementation.name != "FA4" else load_flash_flex_attention()
+    if implementation is None or flex is None:
+        return []
+    # A thread block on Blackwell computes two blocks of 128 queries.
+    query_block_size = 2 * BLOCK_SIZE if capability is None or capability >= _BLACKWELL else BLOCK_SIZE
+
+    def fits(call: AttentionCall) -> bool:
+        # The kernel has no gradient of the log-sum-exp, which sinks need, and none that is deterministic.
+        has_kernel = call.is_half and implementation.takes_widths(call.head_dim, call.head_dim, capability)
+        is_active = active_flash_implementation() is implementation
+        has_rule = call.pattern.document_ids is not None and not call.has_softcap
+        is_reproducible = not torch.are_deterministic_algorithms_enabled()
+        is_whole = call.num_queries % query_block_size == 0
+        return is_active and has_kernel and has_rule and is_reproducible and is_whole and _fits_flex(call)
+
+    compute = partial(attend_by_blocks, flex, BlockMaskCache(BLOCK_SIZE, query_block_size), softcap=None)
+    return [AttentionKernel(f"FlexAttention ({implementation.title})", fits, compute)]
 
 
 def has_flash_package(device: torch.device | str) -> bool:
@@ -235,7 +300,7 @@ def describe_missing_flash(
         reason = "it needs --bf16 or --fp16"
     elif has_sinks:
         reason = "it does not support attention sinks"
-    elif has_flash_package(device):
+    elif active_flash_implementation() is not None or has_flash_package(device):
         return None
     elif torch.are_deterministic_algorithms_enabled():
         reason = "--deterministic-mode needs flash-attn 2.4.1 or newer, of version 2"
@@ -286,10 +351,14 @@ def _packages(device: torch.device, softcap: float | None) -> list[AttentionKern
 
 
 def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[AttentionKernel]:
-    widest = widest_flash_head(compute_capability(device))
+    capability = compute_capability(device)
 
     def fits_flash(call: AttentionCall) -> bool:
-        return call.is_half and call.head_dim % 8 == 0 and call.head_dim <= widest
+        has_no_dropout = active_flash_implementation() is None or not call.has_dropout
+        return call.is_half and has_no_dropout and has_flash_kernel(capability, call.head_dim)
+
+    def fits_dense(call: AttentionCall) -> bool:
+        return fits_flash(call) and call.is_dense and not call.has_softcap
 
     kernels = [
         # With GQA and without a flash kernel it would materialize all scores.
@@ -298,12 +367,12 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
         ),
         AttentionKernel(
             "torch's flash kernel",
-            lambda call: fits_flash(call) and call.is_dense and not call.has_softcap,
+            fits_dense,
             torch_flash_attention,
         ),
         AttentionKernel(
             "torch's flash kernel with sinks",
-            lambda call: call.has_sinks and fits_flash(call) and call.is_dense and not call.has_softcap,
+            lambda call: call.has_sinks and fits_dense(call),
             torch_flash_with_sinks,
             takes_sinks=True,
         ),

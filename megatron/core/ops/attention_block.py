@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron.core.device import compute_capability
 from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.flash_implementation import active_flash_implementation
 from megatron.core.precision import arithmetic_dtype
 
 _FIRST_WITH_FLASH = (8, 0)
@@ -50,8 +51,9 @@ class BlockMask:
 class AttentionBlocks:
     """Compute blocks with torch's fused kernels if supported, or with unfused operations; ``plain`` forces the latter.
 
-    On CUDA the fused kernel is cuDNN's if `scaled_dot_product_attention` would choose it, else FlashAttention-2. Both
-    return the log-sum-exp of every row, and their backward passes take the log-sum-exp of all blocks together.
+    On CUDA the fused kernel is FlashAttention 3 or 4 if torch's flash operators use it, else cuDNN's if
+    `scaled_dot_product_attention` would choose it, else FlashAttention-2. All return the log-sum-exp of every row, and
+    their backward passes take the log-sum-exp of all blocks together.
 
     With ``softcap`` operations are unfused, and a tanh keeps scores within that number of 0. Unfused operations process
     the queries in slices, so that about ``max_scores`` scores are in memory.
@@ -165,8 +167,7 @@ class AttentionBlocks:
             return True
         if device_type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or has_mask:
             return False
-        widest = widest_flash_head(compute_capability(torch.device(device_type)))
-        return head_dim % 8 == 0 and head_dim <= widest
+        return has_flash_kernel(compute_capability(torch.device(device_type)), head_dim)
 
     def _has_kernel(self, query: torch.Tensor, mask: BlockMask) -> bool:
         return self.has_kernel(
@@ -188,12 +189,23 @@ class AttentionBlocks:
 
 
 def takes_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask) -> bool:
-    """Return whether torch's `scaled_dot_product_attention` would choose cuDNN's kernel for a block."""
-    if query.device.type != "cuda" or mask.visible is not None:
+    """Return whether torch's `scaled_dot_product_attention` would choose cuDNN's kernel for a block.
+
+    FlashAttention 3 and 4 are used only if the user selects them, and have priority.
+    """
+    if query.device.type != "cuda" or mask.visible is not None or active_flash_implementation() is not None:
         return False
     has_groups = query.shape[1] != key.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, None, 0.0, mask.is_causal, enable_gqa=has_groups)
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
+def has_flash_kernel(capability: tuple[int, int] | None, head_dim: int) -> bool:
+    """Return whether torch's CUDA flash operators support this head width in training."""
+    active = active_flash_implementation()
+    if active is not None:
+        return active.takes_widths(head_dim, head_dim, capability)
+    return head_dim % 8 == 0 and head_dim <= widest_flash_head(capability)
 
 
 def widest_flash_head(capability: tuple[int, int] | None) -> int:

@@ -43,6 +43,22 @@ def load_flex_attention() -> Callable[..., Any] | None:
     return torch.compile(flex_attention, fullgraph=True)
 
 
+@functools.cache
+def load_flash_flex_attention() -> Callable[..., Any] | None:
+    """Return FlexAttention on FlashAttention 4's kernels (its FLASH backend), or None if this torch does not have it.
+
+    The kernels cannot take numbers that torch treats as dynamic, so each length is compiled.
+    """
+    if load_flex_attention() is None:
+        return None
+    from torch.nn.attention.flex_attention import FlexKernelOptions, flex_attention
+
+    if "BACKEND" not in FlexKernelOptions.__annotations__:
+        return None
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    return functools.partial(compiled, kernel_options={"BACKEND": "FLASH"})
+
+
 class BlockMaskCache:
     """Cache of the block masks of a layer.
 
@@ -50,10 +66,13 @@ class BlockMaskCache:
     only on lengths, window and causality, so that each step reuses it: on an H200 building it took 2 ms of host time,
     ten times as long as the attention. A mask built under a fake tensor mode stays in the cache of the model that was
     built under it.
+
+    ``query_block_size`` is the block size of queries if it differs from that of keys, for kernels that take document
+    numbers as int32.
     """
 
-    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int = BLOCK_SIZE, query_block_size: int | None = None) -> None:
+        self._block_sizes = (block_size,) if query_block_size is None else (block_size, query_block_size)
         self._cache: dict[Hashable, BlockMask] = {}
 
     def get(self, pattern: AttentionPattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
@@ -61,10 +80,10 @@ class BlockMaskCache:
         assert pattern.mask is None, "a mask is not made of blocks"
 
         def make() -> BlockMask:
-            return make_block_mask(pattern, num_queries, num_keys, device, self._block_size)
+            return make_block_mask(pattern, num_queries, num_keys, device, *self._block_sizes)
 
         if pattern.document_ids is not None:
-            return pattern.shared(("blocks", num_queries), make)
+            return pattern.shared(("blocks", num_queries, *self._block_sizes[1:]), make)
         key = (pattern.is_causal, pattern.window, pattern.first_query, num_queries, num_keys, device)
         block_mask = self._cache.pop(key, None)
         if block_mask is None:
@@ -109,19 +128,25 @@ def _row_sums_too() -> AuxRequest:
 
 
 def make_block_mask(
-    pattern: AttentionPattern, num_queries: int, num_keys: int, device: torch.device, block_size: int = BLOCK_SIZE
+    pattern: AttentionPattern,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+    block_size: int = BLOCK_SIZE,
+    query_block_size: int | None = None,
 ) -> BlockMask:
     """Convert a pattern without a mask to a FlexAttention block mask.
 
-    The host does not synchronize with the device. Memory is that of a matrix of blocks, 1/16,384 of the full attention
-    matrix.
+    ``block_size`` is that of keys, and of queries unless ``query_block_size`` is given; document numbers are then int32
+    in the kernel. The host does not synchronize with the device. Memory is that of a matrix of blocks, 1/16,384 of the
+    full attention matrix.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     assert pattern.mask is None, "a mask is not made of blocks"
     first = pattern.position_of_first_query(num_queries, num_keys)
-    positions = torch.arange(num_keys, device=device)
-    query_low, query_high = _bounds(positions[None, first : first + num_queries], block_size)
+    positions, of_queries = torch.arange(num_keys, device=device), query_block_size or block_size
+    query_low, query_high = _bounds(positions[None, first : first + num_queries], of_queries)
     key_low, key_high = _bounds(positions[None], block_size)
     # [b or 1, query blocks, key blocks]: whether any pair, and whether every pair, of two blocks is visible.
     some = torch.ones(1, query_low.shape[1], key_low.shape[1], dtype=torch.bool, device=device)
@@ -133,15 +158,15 @@ def make_block_mask(
         some = some & (key_high[:, None] > query_low[..., None] - pattern.window)
         every = every & (key_low[:, None] > query_high[..., None] - pattern.window)
     if pattern.document_ids is not None:
-        query_low, query_high = _bounds(pattern.document_ids[:, first : first + num_queries], block_size)
+        query_low, query_high = _bounds(pattern.document_ids[:, first : first + num_queries], of_queries)
         key_low, key_high = _bounds(pattern.document_ids, block_size)
         some = some & (key_low[:, None] <= query_high[..., None]) & (query_low[..., None] <= key_high[:, None])
         every = every & (key_low[:, None] == query_high[..., None]) & (query_low[..., None] == key_high[:, None])
     return BlockMask.from_kv_blocks(
         *_in_order(some & ~every),
         *_in_order(every),
-        BLOCK_SIZE=block_size,
-        mask_mod=_rule(pattern, first),
+        BLOCK_SIZE=(of_queries, block_size),
+        mask_mod=_rule(pattern, first, pattern.document_ids if query_block_size is None else _as_int32(pattern)),
         seq_lengths=(num_queries, num_keys),
     )
 
@@ -159,9 +184,13 @@ def _in_order(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers.sum(dim=-1, dtype=torch.int32), order.int()
 
 
-def _rule(pattern: AttentionPattern, first: int) -> Callable[..., torch.Tensor]:
-    """Return FlexAttention's ``mask_mod``: whether a query may attend to a key."""
-    is_causal, window, ids = pattern.is_causal, pattern.window, pattern.document_ids
+def _as_int32(pattern: AttentionPattern) -> torch.Tensor | None:
+    return None if pattern.document_ids is None else pattern.document_ids.int()
+
+
+def _rule(pattern: AttentionPattern, first: int, ids: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """Return FlexAttention's ``mask_mod``: whether a query may attend to a key; ``ids`` are the documents."""
+    is_causal, window = pattern.is_causal, pattern.window
 
     def may_look(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         position = query + first

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.flight_recorder import Channel, Entry, PendingWork
+from megatron.core.parallel_state import make_communicator
 from megatron.core.pipeline_parallel.schedule_actions import RECEIVES_AHEAD, Action, Pass, StagePlace
 from megatron.core.pipeline_parallel.simulator import MessageRules, simulate
 from megatron.core.process_group import Group
@@ -213,8 +214,7 @@ def _turn_of(pp: Group) -> Callable[[int], int]:
 def _make_communicator(pp: Group, timeout: timedelta | None) -> dist.ProcessGroup | None:
     if pp.handle is None:
         return None
-    handle: dist.ProcessGroup = dist.new_group(list(pp.ranks), timeout=timeout, use_local_synchronization=True)
-    return handle
+    return make_communicator(pp.ranks, timeout, pp.options)
 
 
 class ReceiveQueue:

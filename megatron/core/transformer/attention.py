@@ -22,7 +22,10 @@ from megatron.core.ops import (
     AttentionInputs,
     AttentionPattern,
     DropoutKeys,
+    FlashShape,
     Fp8Quantizers,
+    activate_flash_implementation,
+    active_flash_implementation,
     runs_on_triton,
     select_attention_core,
 )
@@ -196,7 +199,9 @@ def describe_attention(
                 has_mask=has_documents or has_window,
                 has_dropout=config.attention_dropout > 0.0,
             )
-            names["torch's flash kernel, block by block" if has_kernel else "step by step, block by block"] += 1
+            active = active_flash_implementation()
+            flash = "torch's flash kernel" if active is None else active.kernel
+            names[f"{flash if has_kernel else 'step by step'}, block by block"] += 1
             continue
         call = AttentionCall(
             *(dtype, head_dim, seq_length // (2 * size if exchange == "all_gather" else 1), seq_length),
@@ -205,11 +210,28 @@ def describe_attention(
             has_dropout=config.attention_dropout > 0.0,
             has_softcap=softcap is not None,
             has_sinks=config.has_sinks,
+            value_dim=value_width_of_core(config),
         )
         names[kernels.choose(call).name] += 1
     if len(names) == 1:
         return f"attention kernel: {names.popitem()[0]}"
     return "attention kernels: " + "; ".join(f"{name} ({count} layers)" for name, count in names.items())
+
+
+def value_width_of_core(config: DecoderConfig) -> int:
+    """Return the width of values in core attention.
+
+    MLA's values, narrower than its queries and keys, keep their width if FlashAttention 3 or 4 is active. Context
+    parallelism exchanges keys and values in one tensor, so their widths are equal.
+    """
+    has_own_width = active_flash_implementation() is not None and config.context_parallel_size == 1
+    return config.value_width if has_own_width else config.head_width
+
+
+def _activate_flash(config: DecoderConfig, device: torch.device | str) -> None:
+    widths = (config.head_width, config.head_width if config.context_parallel_size > 1 else config.value_width)
+    shape = FlashShape(dtype_from_name(config.params_dtype), *widths, config.attention_dropout > 0.0)
+    activate_flash_implementation(config.attention_backend, device, shape)
 
 
 class SelfAttention(nn.Module):
@@ -242,6 +264,7 @@ class SelfAttention(nn.Module):
         self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
+        _activate_flash(config, device)
         self.core = with_context_parallel(
             select_attention_core(
                 config.attention_backend, device, config.attn_logit_softcapping, config.transformer_impl

@@ -445,10 +445,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
     attention_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the attention weights."""
     attention_backend: str = flag(
-        "auto", choices=("auto", "flash", "fused", "unfused", "local"), role="run", in_args=False
+        "auto", choices=("auto", "flash", "fa3", "fa4", "fused", "unfused", "local"), role="run", in_args=False
     )
-    """Attention kernel: auto uses the fastest available, flash-attn first; fused only torch's; unfused and local the
-    reference (logged)."""
+    """Attention kernel: auto uses the fastest available, flash-attn first; flash also FlashAttention 3 and 4 through
+    torch, which fa3 and fa4 require; fused only torch's; unfused and local the reference (logged)."""
     use_flash_attn: bool = flag(False, role="run", in_args=False)
     """Same as --attention-backend flash: auto, but logs if flash-attn is not used."""
 
@@ -694,10 +694,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
 
     @property
+    def value_width(self) -> int:
+        """Return the width of a head's value without padding."""
+        return self.mla.v_head_dim if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
     def context_size(self) -> int:
         """Return the width of the attention output of all heads together."""
-        width = self.mla.v_head_dim if self.mla.multi_latent_attention else self.kv_channels
-        return width * self.num_attention_heads
+        return self.value_width * self.num_attention_heads
 
     @property
     def kv_projection_size(self) -> int:

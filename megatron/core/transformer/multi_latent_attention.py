@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
     several_saved_as_inputs,
     tensor_parallel_linear,
 )
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import SelfAttention, value_width_of_core
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
@@ -61,7 +61,7 @@ class LatentAttention(SelfAttention):
     """Multi-head latent attention (MLA): the KV cache stores only the latent vectors and the rotary parts of the keys.
 
     All heads share the rotary part of a key. Queries, keys and values are padded with zeros to one width, which all
-    kernels and all context-parallel exchanges accept.
+    kernels and all context-parallel exchanges accept. Values keep their width for kernels that support it.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -71,7 +71,7 @@ class LatentAttention(SelfAttention):
         self.tp, self.sequence_parallel = tp, config.sequence_parallel
         self.rank, self.rotary_width = mla.kv_lora_rank, mla.qk_pos_emb_head_dim
         self.plain_width, self.value_width = mla.qk_head_dim, mla.v_head_dim
-        self.padded_width = mla.latent_head_width
+        self.padded_width, self.core_value_width = mla.latent_head_width, value_width_of_core(config)
 
         def up(input_size: int, head_width: int) -> ColumnShardedLinear:
             return ColumnShardedLinear(
@@ -164,24 +164,29 @@ class LatentAttention(SelfAttention):
     def _widen(
         self, angles: RotaryAngles, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of this rank's heads, padded to one width. Shapes: ``-> [s, b, n/tp, d]``."""
+        """Return queries, keys and values of this rank's heads, padded to the widths of `core`.
+
+        Shapes: ``-> [s, b, n/tp, d], [s, b, n/tp, d], [s, b, n/tp, v]``.
+        """
         query: torch.Tensor = (
             self.linear_q_proj(of_query) if self.q_layernorm is None else self.linear_q_up_proj(of_query)
         )
         query = query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width)
         plain, rotary = query.split_with_sizes((self.plain_width, self.rotary_width), dim=-1)
-        query = self._padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1))
+        query = self._padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1), self.padded_width)
         if self.query_factor != 1.0:
             query = query * self.query_factor
         key_value = self.linear_kv_up_proj(latent)
         key_value = key_value.view(*key_value.shape[:2], self.num_heads, self.plain_width + self.value_width)
         key, value = key_value.split_with_sizes((self.plain_width, self.value_width), dim=-1)
         key = torch.cat((key, rotary_key.expand(-1, -1, self.num_heads, -1)), dim=-1)
+        value = self._padded(value, self.core_value_width)
         # Without padding the value is a view into a wider tensor; copy it, so that the wider tensor can be freed.
-        return query, self._padded(key), self._padded(value).contiguous() if self.recomputes_up else self._padded(value)
+        return query, self._padded(key, self.padded_width), value.contiguous() if self.recomputes_up else value
 
-    def _padded(self, heads: torch.Tensor) -> torch.Tensor:
-        missing = self.padded_width - heads.shape[-1]
+    @staticmethod
+    def _padded(heads: torch.Tensor, width: int) -> torch.Tensor:
+        missing = width - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from megatron.core.device import current_device
-from megatron.core.model_parallel_config import ModelParallelConfig, reject_unsupported
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
@@ -21,13 +21,14 @@ _RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_expe
 class TransformerConfig(ModelParallelConfig):
     """Settings that megatron-core's MLP and MoE layers and schedules take, in addition to `ModelParallelConfig`.
 
-    Fields that these do not read, such as those of attention and FP8, are for layers of the caller's own. Fields that
-    only choose between kernels, or save memory, have no effect.
+    The layers reject fields that change their results and are unsupported, such as ``fp8``. Fields that they do not
+    read, such as those of attention, are for layers of the caller's own. Fields that only choose between kernels, or
+    save memory, have no effect.
 
     Raises:
         ValueError: fields contradict each other.
         AssertionError: fields of experts contradict each other.
-        ConfigurationError: a field that changes results is unsupported.
+        ConfigurationError: ``hybrid_context_parallel`` is set.
     """
 
     num_layers: int = 0
@@ -209,9 +210,6 @@ class TransformerConfig(ModelParallelConfig):
     def __post_init__(self) -> None:
         """Set the fields that follow from others, and check combinations."""
         super().__post_init__()
-        reject_unsupported(
-            self, "moe_latent_size", "moe_enable_routing_replay", "activation_func_fp8_input_store", "use_kitchen"
-        )
         if self.fp16 and self.bf16:
             raise ValueError(f"Only one of self.fp16: {self.fp16} and self.bf16 {self.bf16} should be True.")
         if self.bf16 and self.disable_bf16_reduced_precision_matmul:

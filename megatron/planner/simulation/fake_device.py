@@ -37,7 +37,7 @@ from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import attention_backend, dot_product_attention
 from megatron.core.process_group import CollectiveCall
-from megatron.core.transformer import MoEConfig
+from megatron.core.transformer import MoEConfig, attention
 from megatron.planner import Gpu
 from megatron.planner.simulation.fake_triton import recorded_programs
 from megatron.planner.simulation.operators import CudaOperators, FakeFlexAttention, LowerRightMask
@@ -426,6 +426,8 @@ def without_driver(gpu: Gpu) -> Iterator[None]:
         patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
         patch.object(dist, "all_gather_object", _gather_own_object),
+        # Its packages need a driver; FlashAttention 3 and 4 are counted as torch's own flash kernel.
+        patch.object(attention, "activate_flash_implementation", lambda backend, device, shape: None),
         # Torch cannot build its causal mask from fake tensors.
         patch.object(dot_product_attention, "lower_right_mask", LowerRightMask),
     ):

@@ -25,6 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_data_set(folder / "zeros", lengths=(30,) * 200)
     (folder / "list.txt").write_text(str(DATA))
     (folder / "lists.json").write_text(json.dumps({key: [str(DATA)] for key in ("train", "valid", "test")}))
+    (folder / "nccl.yaml").write_text("dp_cp:\n  max_ctas: 8\n")
     (folder / "overlap.yaml").write_text("qkv_fprop:\n  method: bulk\n")
     (folder / "run.toml").write_text("hidden_dropout = 0.4\n")
     turns = [{"prompt": "one two"[:length], "completion": "three"} for length in (3, 7, 5, 1)]

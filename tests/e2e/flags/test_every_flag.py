@@ -39,6 +39,8 @@ ANSWERED = {
     "--inprocess-restart": "error: --inprocess-restart: this script does not keep its rank",
     "--log-arguments": "--log-arguments has no effect: all arguments are printed",
     "--local-rank": "--local-rank 1 has no effect on a CPU",
+    "--nccl-communicator-config-path": "/nccl.yaml has no effect: the process groups do not use NCCL",
+    "--use-nccl-ub": "--use-nccl-ub has no effect: the process groups do not use NCCL",
     "--no-gradient-accumulation-fusion": "--no-gradient-accumulation-fusion has no effect on a CPU",
     "--no-pin-cpu-grads": "--no-pin-cpu-grads has no effect on a CPU",
     "--no-pin-cpu-params": "--no-pin-cpu-params has no effect on a CPU",
@@ -65,6 +67,7 @@ ANSWERED = {
 # Their companions are answered so, and with those they have nothing to change.
 OF_ANSWERED = {
     "--cuda-graph-warmup-steps": "--cuda-graph-impl",
+    "--disable-symmetric-registration": "--use-nccl-ub",
     "--inprocess-barrier-timeout": "--inprocess-restart",
     "--inprocess-empty-cuda-cache": "--inprocess-restart",
     "--inprocess-hard-timeout": "--inprocess-restart",

@@ -148,6 +148,11 @@ void bind_nccl(py::module& module) {
       .def("_set_default_timeout", [](Nccl& self, std::chrono::milliseconds timeout) { self.setTimeout(timeout); })
       .def("_group_start", [](Nccl&) {})
       .def("_group_end", [](Nccl&) {});
+  py::class_<NcclConfig>(nccl, "NCCLConfig")
+      .def_readwrite("blocking", &NcclConfig::blocking)
+      .def_readwrite("cga_cluster_size", &NcclConfig::cga_cluster_size)
+      .def_readwrite("min_ctas", &NcclConfig::min_ctas)
+      .def_readwrite("max_ctas", &NcclConfig::max_ctas);
   py::class_<Nccl::Options, c10d::Backend::Options, c10::intrusive_ptr<Nccl::Options>>(nccl, "Options")
       .def(py::init([](bool is_high_priority_stream) {
              auto options = c10::make_intrusive<Nccl::Options>();
@@ -155,6 +160,7 @@ void bind_nccl(py::module& module) {
              return options;
            }), py::arg("is_high_priority_stream") = false)
       .def("__deepcopy__", [](const Nccl::Options& self, const py::dict&) { return c10::make_intrusive<Nccl::Options>(self); })
+      .def_readwrite("config", &Nccl::Options::config)
       .def_readwrite("is_high_priority_stream", &Nccl::Options::is_high_priority_stream)
       .def_property("split_from", [](const Nccl::Options& self) { return self.split_from; },
                     [](Nccl::Options& self, const c10::intrusive_ptr<c10d::Backend>& parent) {

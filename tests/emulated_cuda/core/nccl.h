@@ -6,15 +6,26 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <climits>
+
 namespace emulated_cuda {
 
 // Let go of the tensors of communications that no stream has waited for and that the host knows to have ended.
 void release_ended_communications();
 
+// What torch exposes of ncclConfig_t, with NCCL's mark of a number that is not set; it changes nothing here.
+struct NcclConfig final {
+  int blocking = INT_MIN;
+  int cga_cluster_size = INT_MIN;
+  int min_ctas = INT_MIN;
+  int max_ctas = INT_MIN;
+};
+
 class Nccl final : public c10d::Backend {
  public:
   struct Options final : c10d::Backend::Options {
     Options() : c10d::Backend::Options("nccl", std::chrono::minutes(10)) {}
+    NcclConfig config;
     bool is_high_priority_stream = false;
     c10::intrusive_ptr<Nccl> split_from;
     int64_t split_color = 0;

@@ -373,3 +373,29 @@ def test_the_driver_is_asked_for_its_first_device(
 def test_without_a_driver_there_is_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.device._DRIVER_LIBRARY", "libabsent.so.1")
     assert driver_capability() is None
+
+
+def test_freed_memory_is_kept_on_a_cpu_unless_the_environment_sets_the_allocator(monkeypatch) -> None:
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda parameter, value: calls.append((parameter, value)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    CPU.keep_freed_memory()
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    Device("cuda").keep_freed_memory()
+    assert calls == []
+    CPU.keep_freed_memory()
+    assert calls == [(-3, 2**25), (-1, 2**31 - 1)]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    CPU.keep_freed_memory()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_the_c_library_accepts_the_thresholds() -> None:
+    mallopt = ctypes.CDLL(None).mallopt
+    results: list[int] = []
+    library = SimpleNamespace(mallopt=lambda *arguments: results.append(mallopt(*arguments)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda name: library)
+        CPU.keep_freed_memory()
+    assert results == [1, 1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from types import FrameType
+from datetime import timedelta
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from megatron.core.parallel_state import (
     make_groups,
     no_communicator,
 )
-from megatron.core.process_group import Group, single_rank_group
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.process_group import Group, NcclOptions, single_rank_group
 
 SIZES = ParallelSizes(tp=2, pp=3, cp=5, dp=7)
 
@@ -278,7 +280,7 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
-    monkeypatch.setattr(parallel_state.Communicators, "make", lambda self, ranks: made.append(ranks))
+    monkeypatch.setattr(parallel_state.Communicators, "make", lambda self, ranks, options=None: made.append(ranks))
     return made
 
 
@@ -302,6 +304,84 @@ def test_copies_of_shards_are_apart_for_experts_that_are_spread_otherwise() -> N
     assert experts.expert_dp.levels is not None
     assert [group.ranks for group in experts.expert_dp.levels] == [(0, 2), (2, 6)]
     assert create_parallel_state(ParallelSizes(tp=2)).dp_cp.levels is None
+
+
+class NcclBackend:
+    """Stand in for torch's class of NCCL communicators, which a CPU build of torch lacks."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self._timeout = timedelta(minutes=10)
+            self.config = SimpleNamespace(blocking=1, cga_cluster_size=-1, min_ctas=-1, max_ctas=-1)
+
+
+OPTIONS = {"dp_cp": NcclOptions(min_ctas=2, max_ctas=8), "pp": NcclOptions(cga_cluster_size=2)}
+
+
+@pytest.fixture
+def new_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Any]]:
+    """Pretend to be rank 2 of a world of eight with NCCL; list the ranks and the options of each group that is made."""
+    made: list[tuple[list[int], Any]] = []
+
+    def new_group(ranks: list[int], pg_options: Any = None, **others: Any) -> object:
+        made.append((ranks, pg_options))
+        return object()
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr("torch.distributed.new_group", new_group)
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", NcclBackend, raising=False)
+    return made
+
+
+def test_a_communicator_has_the_options_of_its_group(new_groups: list[tuple[list[int], Any]]) -> None:
+    timeout = timedelta(minutes=3)
+    state = create_parallel_state(ParallelSizes(tp=2, pp=2), timeout, nccl_options=OPTIONS)
+    given = {tuple(ranks): options for ranks, options in new_groups if options is not None}
+    assert given.keys() == {state.dp_cp.ranks, state.pp.ranks}
+    data, pipeline = given[state.dp_cp.ranks], given[state.pp.ranks]
+    assert data.config == SimpleNamespace(blocking=1, cga_cluster_size=-1, min_ctas=2, max_ctas=8)
+    assert pipeline.config == SimpleNamespace(blocking=1, cga_cluster_size=2, min_ctas=-1, max_ctas=-1)
+    assert data.is_high_priority_stream
+    assert data._timeout == timeout
+    # The group dp has the same ranks and no options.
+    assert state.dp.ranks == state.dp_cp.ranks
+    assert state.dp.handle is not state.dp_cp.handle
+    connect_links = p2p_communication._make_communicator(state.pp, timeout)
+    assert connect_links is not None
+    assert new_groups[-1][0] == list(state.pp.ranks)
+    assert new_groups[-1][1].config.cga_cluster_size == 2
+
+
+def test_options_of_all_ranks_need_a_communicator_beside_the_default_group(
+    new_groups: list[tuple[list[int], Any]],
+) -> None:
+    state = create_parallel_state(ParallelSizes(), nccl_options=OPTIONS)
+    assert [ranks for ranks, _ in new_groups] == [list(range(8))]
+    assert state.dp_cp.handle is not state.dp.handle
+    assert new_groups[0][1].config.max_ctas == 8
+    sharded = create_parallel_state(ParallelSizes(), num_optimizer_instances=2, nccl_options=OPTIONS).dp_cp
+    assert sharded.levels is not None
+    assert [options.config.max_ctas for _, options in new_groups[1:]] == [8, 8, 8]
+
+
+def test_other_backends_and_groups_without_options_have_none(
+    monkeypatch: pytest.MonkeyPatch, new_groups: list[tuple[list[int], Any]]
+) -> None:
+    create_parallel_state(ParallelSizes(tp=2))
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group=None: "gloo")
+    create_parallel_state(ParallelSizes(tp=2), nccl_options=OPTIONS)
+    assert new_groups
+    assert [options for _, options in new_groups] == [None] * len(new_groups)
+
+
+@pytest.mark.usefixtures("new_groups")
+def test_option_that_torch_lacks_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"^this torch cannot set net_name of an NCCL communicator; omit it"):
+        create_parallel_state(ParallelSizes(tp=2), nccl_options={"tp": NcclOptions(net_name="IB")})
 
 
 @pytest.mark.usefixtures("communicators")

@@ -103,11 +103,11 @@ def test_values_behind_an_equals_sign_stay_as_they_are_typed(capsys: pytest.Capt
 
 
 def test_flags_without_effect_are_named_under_the_launch_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, *RUN, "--use-nccl-ub"]) == 0
+    assert main([*SHORT, *RUN, "--use-sharp"]) == 0
     *_, command, note = capsys.readouterr().out.splitlines()
     assert command.startswith("torchrun")
-    assert "--use-nccl-ub" in command
-    assert note.startswith("--use-nccl-ub has no effect: ")
+    assert "--use-sharp" in command
+    assert note.startswith("--use-sharp has no effect: ")
 
 
 @pytest.mark.parametrize(

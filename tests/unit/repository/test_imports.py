@@ -57,11 +57,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/host_memory.py:CudaHostCopies",
         "megatron/core/cuda_graph.py",
         "megatron/core/device.py",
+        "megatron/core/distributed/user_buffers.py:UserBuffers",
         "megatron/cli/doctor/gpus.py:query_torch",
         "megatron/planner/simulation/fake_device.py:without_driver",
     ),
     "torch.distributed": (
         "megatron/core/collectives.py",
+        "megatron/core/distributed/user_buffers.py",
         "megatron/core/hyper_comm_grid.py",
         "megatron/core/parallel_state.py",
         "megatron/core/process_state.py",

@@ -174,6 +174,16 @@ def test_a_machine_says_which_flags_it_leaves_without_effect() -> None:
     assert note == "--local-rank 1 has no effect: the environment variable LOCAL_RANK is used"
 
 
+def test_groups_without_nccl_say_what_has_no_effect() -> None:
+    flags = "--nccl-communicator-config-path nccl.yaml --use-nccl-ub"
+    config = resolve_arguments([*MINIMAL, *flags.split()], 1).config
+    assert list(machine_notes(config, True, True)) == []
+    assert list(machine_notes(config, True, True, has_nccl=False)) == [
+        f"{flag} has no effect: the process groups do not use NCCL"
+        for flag in ("--nccl-communicator-config-path nccl.yaml", "--use-nccl-ub")
+    ]
+
+
 def test_offload_to_the_host_says_what_a_cpu_leaves_without_effect() -> None:
     offload = "--optimizer-cpu-offload --optimizer-offload-policy auto"
     flags = [
@@ -211,6 +221,7 @@ def settings(flags: str, world_size: int, capability: int = 9, **environment: st
         ("--context-parallel-size 2", 2, 9, ORDERED),
         ("--pipeline-model-parallel-size 2", 2, 9, ALWAYS | WITHOUT_WARNING),
         ("--tensor-model-parallel-size 2", 2, 10, ALWAYS),
+        ("--use-nccl-ub", 2, 9, {"TORCH_NCCL_HIGH_PRIORITY": "1"}),
         ("--tensor-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params", 4, 9, ALWAYS),
     ],
 )

@@ -391,5 +391,7 @@ def test_stages_without_a_part_in_the_embedding_group_must_make_one_too(
 
     assert communication_problems(set_up()) == []
     make = Communicators.make
-    monkeypatch.setattr(Communicators, "make", lambda self, ranks: make(self, ranks) if len(ranks) > 1 else None)
+    monkeypatch.setattr(
+        Communicators, "make", lambda self, ranks, *options: make(self, ranks) if len(ranks) > 1 else None
+    )
     assert communication_problems(set_up()) != []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
@@ -22,50 +23,37 @@ _RANKED_IN_GROUP = 2
 """Number of best experts by whose scores transformers ranks a group."""
 
 
-class DeepseekV3Family(RotaryDecoderFamily):
-    """DeepSeek-V3 (``DeepseekV3ForCausalLM``)."""
+class SharedExpertFamily(RotaryDecoderFamily):
+    """Base of architectures with DeepSeek-V3's experts: dense first layers, sigmoid scores, a shared expert, and MTP.
 
-    model_type = "deepseek_v3"
-    architecture = "DeepseekV3ForCausalLM"
-    default_positions = 4096
+    ``expert_defaults`` are the defaults of the architecture's configuration class.
+    """
 
-    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        return read_yarn(settings, positions, self.default_rotary_base)
+    expert_defaults: Mapping[str, Any]
 
-    def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of MLA, MoE and MTP; reject unsupported settings."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
-        settings.require("rope_interleave", True, True, "only interleaved rotary embeddings are supported")
-        settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
-        settings.require("topk_method", "noaux_tc", "noaux_tc", "groups are ranked by their best experts")
-        settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace determines which layers have experts")
-        settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
-        width, experts = settings.integer("moe_intermediate_size", 2048), settings.integer("n_routed_experts", 256)
+    def experts_of(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of MoE and MTP; reject unsupported settings."""
+        usual = self.expert_defaults
+        width = settings.integer("moe_intermediate_size", usual["moe_intermediate_size"])
+        experts = settings.integer("n_routed_experts", usual["n_routed_experts"])
         fields = expert_fields(settings, experts, width, 8)
         is_divided = fields["moe_router_topk"] > 1
         reason = "scores are always normalized to sum 1" if is_divided else "the score of a single expert is its weight"
         settings.require("norm_topk_prob", is_divided, True, reason)
-        layers, dense = settings.integer("num_hidden_layers"), _count(settings, "first_k_dense_replace", 3)
+        layers = settings.integer("num_hidden_layers")
+        dense = _count(settings, "first_k_dense_replace", usual["first_k_dense_replace"])
         if dense >= layers:
             settings.refuse(
                 f"first_k_dense_replace is {dense}: none of the {layers} layers has experts; use {layers - 1} or less"
             )
-        query_rank = settings.values.get("q_lora_rank", 1536)
+        groups, of_token = (settings.integer(name, usual[name]) for name in ("n_group", "topk_group"))
         return {
             **fields,
-            **_group_fields(settings, experts, fields["moe_router_topk"]),
-            "kv_channels": 0,
-            "multi_latent_attention": True,
-            "qk_layernorm": True,
-            "q_lora_rank": None if query_rank is None else settings.integer("q_lora_rank", 1536),
-            "kv_lora_rank": settings.integer("kv_lora_rank", 512),
-            "qk_head_dim": settings.integer("qk_nope_head_dim", 128),
-            "qk_pos_emb_head_dim": settings.integer("qk_rope_head_dim", 64),
-            "v_head_dim": settings.integer("v_head_dim", 128),
+            **_group_fields(settings, experts, fields["moe_router_topk"], groups, of_token),
             "moe_layer_freq": layer_frequency([layer >= dense for layer in range(min(layers, 100_000))]),
             "moe_shared_expert_intermediate_size": settings.integer("n_shared_experts", 1) * width,
             "moe_router_score_function": "sigmoid",
-            "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", 2.5),
+            "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", usual["routed_scaling_factor"]),
             "moe_router_enable_expert_bias": True,
             "moe_router_dtype": "fp32",
             "mtp_num_layers": _further_layers(settings, layers) or None,
@@ -73,12 +61,10 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        mla, moe = config.mla, config.moe
+        moe = config.moe
         shared = moe.moe_shared_expert_intermediate_size or 0
-        settings = super().write_settings(config) | {
-            "attention_bias": False,
+        return super().write_settings(config) | {
             "first_k_dense_replace": sum(not has_experts for has_experts in config.moe_layers),
-            "kv_lora_rank": mla.kv_lora_rank,
             "moe_intermediate_size": moe.moe_ffn_hidden_size,
             "n_group": moe.moe_router_num_groups or 1,
             "n_routed_experts": moe.num_experts,
@@ -86,19 +72,9 @@ class DeepseekV3Family(RotaryDecoderFamily):
             "norm_topk_prob": moe.moe_router_topk > 1,
             "num_experts_per_tok": moe.moe_router_topk,
             "num_nextn_predict_layers": config.mtp.mtp_depth,
-            "q_lora_rank": mla.q_lora_rank,
-            "qk_nope_head_dim": mla.qk_head_dim,
-            "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
-            "rope_interleave": True,
             "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
-            "scoring_func": "sigmoid",
             "topk_group": moe.moe_router_group_topk or 1,
-            "topk_method": "noaux_tc",
-            "v_head_dim": mla.v_head_dim,
         }
-        # transformers' head_dim is the RoPE dimension of a head, which is already in the settings.
-        settings.pop("head_dim", None)
-        return settings
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
         """Yield every link; layers after the last one are MTP modules, with copies of both embeddings."""
@@ -117,6 +93,75 @@ class DeepseekV3Family(RotaryDecoderFamily):
             yield from self.layer_links(config, within, theirs, has_experts=config.moe_layers[-1])
             yield whole(f"{ours}final_layernorm.weight", f"{theirs}shared_head.norm.weight", (width,))
             yield replace(whole(output_layer, f"{theirs}shared_head.head.weight", vocabulary), is_copy=True)
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of router, experts, shared expert and the router's expert bias."""
+        yield from super().expert_layer_links(config, ours, theirs)
+        if config.moe.moe_router_enable_expert_bias:
+            bias = f"{theirs}mlp.gate.e_score_correction_bias"
+            yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
+        if config.moe.moe_shared_expert_intermediate_size is not None:
+            yield from shared_expert_links(config, ours, theirs)
+
+
+class DeepseekV3Family(SharedExpertFamily):
+    """DeepSeek-V3 (``DeepseekV3ForCausalLM``)."""
+
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    default_positions = 4096
+    expert_defaults: Mapping[str, Any] = MappingProxyType(
+        {
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        }
+    )
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        return read_yarn(settings, positions, self.default_rotary_base)
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of MLA, MoE and MTP; reject unsupported settings."""
+        settings.require("attention_bias", False, False, "attention biases are not supported")
+        settings.require("rope_interleave", True, True, "only interleaved rotary embeddings are supported")
+        settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
+        settings.require("topk_method", "noaux_tc", "noaux_tc", "groups are ranked by their best experts")
+        settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace determines which layers have experts")
+        settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
+        query_rank = settings.values.get("q_lora_rank", 1536)
+        return {
+            **self.experts_of(settings),
+            "kv_channels": 0,
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": None if query_rank is None else settings.integer("q_lora_rank", 1536),
+            "kv_lora_rank": settings.integer("kv_lora_rank", 512),
+            "qk_head_dim": settings.integer("qk_nope_head_dim", 128),
+            "qk_pos_emb_head_dim": settings.integer("qk_rope_head_dim", 64),
+            "v_head_dim": settings.integer("v_head_dim", 128),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        mla = config.mla
+        settings = super().write_settings(config) | {
+            "attention_bias": False,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "q_lora_rank": mla.q_lora_rank,
+            "qk_nope_head_dim": mla.qk_head_dim,
+            "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "v_head_dim": mla.v_head_dim,
+        }
+        # transformers' head_dim is the RoPE dimension of a head, which is already in the settings.
+        settings.pop("head_dim", None)
+        return settings
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of MLA's query projections and of its key-value down and up projections."""
@@ -142,15 +187,6 @@ class DeepseekV3Family(RotaryDecoderFamily):
             yield whole(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight", (mla.q_lora_rank,))
         yield whole(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", (mla.kv_lora_rank,))
 
-    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Yield the links of router, experts, shared expert and the router's expert bias."""
-        yield from super().expert_layer_links(config, ours, theirs)
-        if config.moe.moe_router_enable_expert_bias:
-            bias = f"{theirs}mlp.gate.e_score_correction_bias"
-            yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
-        if config.moe.moe_shared_expert_intermediate_size is not None:
-            yield from shared_expert_links(config, ours, theirs)
-
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
         """Reject key-value groups (GQA), and a RoPE dimension that is odd."""
         if groups != heads:
@@ -160,9 +196,8 @@ class DeepseekV3Family(RotaryDecoderFamily):
             settings.refuse(f"qk_rope_head_dim is {rotary}; rotary position embeddings need an even number")
 
 
-def _group_fields(settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
+def _group_fields(settings: Settings, experts: int, chosen: int, groups: int, of_token: int) -> dict[str, Any]:
     """Return the fields of group-limited routing; reject groups that this project ranks differently."""
-    groups, of_token = settings.integer("n_group", 8), settings.integer("topk_group", 4)
     if groups == 1 or settings.problems:
         return {}
     if experts % groups or of_token > groups or experts // groups < _RANKED_IN_GROUP:

@@ -8,20 +8,24 @@ from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
+from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
+from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
+from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
-from megatron.checkpoint.formats.huggingface.olmo import Olmo2Family, Olmo3Family, OlmoeFamily
+from megatron.checkpoint.formats.huggingface.olmo import FlexOlmoFamily, Olmo2Family, Olmo3Family, OlmoeFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings, read_quantization, read_settings
 from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
+from megatron.checkpoint.formats.huggingface.stablelm import StableLmFamily
 from megatron.checkpoint.formats.huggingface.starcoder2 import Starcoder2Family
 from megatron.checkpoint.formats.huggingface.tokenizer_files import tokenizer_settings
 from megatron.core.config_base import config_to_dict, excesses
@@ -54,6 +58,11 @@ FAMILIES: tuple[Family, ...] = (
     ArceeFamily(),
     Starcoder2Family(),
     Exaone4Family(),
+    HeliumFamily(),
+    Ernie4_5Family(),
+    StableLmFamily(),
+    Glm4MoeFamily(),
+    FlexOlmoFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and OLMoE.
+"""OLMo 2, OLMo 3, OLMoE and FlexOlmo.
 
 OLMo 2 has Llama's layers with norms after attention and MLP, and a QK norm over all heads together. OLMo 3 has sliding
 windows in three of four layers, which do not use RoPE scaling. OLMoE has experts in every layer.
@@ -115,6 +115,28 @@ def _merged(settings: Settings, both: Settings | None) -> Settings | None:
     return Settings({**newer.values, **older.values}, newer.place, settings.problems)
 
 
+class FlexOlmoFamily(Olmo2Family):
+    """FlexOlmo (``FlexOlmoForCausalLM``): OLMo 2 with experts in every layer."""
+
+    model_type = "flex_olmo"
+    architecture = "FlexOlmoForCausalLM"
+    default_positions = 4096
+    default_epsilon = 1e-6
+    default_rotary_base = 500000.0
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of norms and MoE; reject biases."""
+        experts = settings.integer("num_experts", settings.integer("num_local_experts", 7))
+        return super().own_fields(settings) | {
+            "moe_router_pre_softmax": is_unnormalized(settings),
+            **expert_fields(settings, experts, settings.integer("intermediate_size"), 5),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | _written_experts(config)
+
+
 class OlmoeFamily(RotaryDecoderFamily):
     """OLMoE (``OlmoeForCausalLM``)."""
 
@@ -140,9 +162,16 @@ class OlmoeFamily(RotaryDecoderFamily):
         return super().write_settings(config) | {
             "attention_bias": False,
             "clip_qkv": None,
-            "intermediate_size": config.moe.moe_ffn_hidden_size,
-            "norm_topk_prob": not config.moe.moe_router_pre_softmax,
-            "num_experts": config.moe.num_experts,
-            "num_experts_per_tok": config.moe.moe_router_topk,
-            "pad_token_id": None,
+            **_written_experts(config),
         }
+
+
+def _written_experts(config: GPTConfig) -> dict[str, Any]:
+    """Return the settings of the MoE layers of a model."""
+    return {
+        "intermediate_size": config.moe.moe_ffn_hidden_size,
+        "norm_topk_prob": not config.moe.moe_router_pre_softmax,
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.moe_router_topk,
+        "pad_token_id": None,
+    }

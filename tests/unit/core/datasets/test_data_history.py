@@ -327,7 +327,7 @@ def test_what_cannot_go_on_is_refused(texts: tuple[str, ...], tmp_path: Path) ->
     with pytest.raises(DataError, match="used --dataloader-type single: with cyclic this run would repeat samples"):
         single.build(blend, 50)
     cyclic = Run(tmp_path, "cyclic").train(blend, 50, 30)
-    with pytest.raises(DataError, match="cyclic shuffled all samples of the old blend together; use the --data-path"):
+    with pytest.raises(DataError, match="cyclic shuffled all samples of the old data together; use the data of"):
         cyclic.build(Blend(texts[:2], (0.5, 0.5)), 50)
     cyclic.seed = 6
     with pytest.raises(DataError, match=r"used --seed 5, .* use --seed 5, or --finetune"):

@@ -40,15 +40,20 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return flex_module.flex_attention
 
 
+@pytest.mark.parametrize("query_block", [None, BLOCK, 2 * BLOCK])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", PATTERNS)
-def test_blocks_hold_every_pair_that_may_meet_and_no_others(name: str, part: str) -> None:
+def test_blocks_hold_every_pair_that_may_meet_and_no_others(name: str, part: str, query_block: int | None) -> None:
     queries, keys = PARTS[part]
+    if len(queries) % (query_block or BLOCK):
+        queries, keys = range(8, 24), range(24)
     pattern = PATTERNS[name].part(queries, keys)
     matrix = pattern.matrix(len(queries), len(keys), torch.device("cpu"))
     assert matrix is not None
-    pairs = matrix[:, 0].unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-    mask = make_block_mask(pattern, len(queries), len(keys), torch.device("cpu"), BLOCK)
+    pairs = matrix[:, 0].unflatten(2, (-1, BLOCK)).unflatten(1, (-1, query_block or BLOCK))
+    sizes = (BLOCK,) if query_block is None else (BLOCK, query_block)
+    mask = make_block_mask(pattern, len(queries), len(keys), torch.device("cpu"), *sizes)
+    assert (query_block or BLOCK, BLOCK) == mask.BLOCK_SIZE
     batch, query, key = (torch.arange(size) for size in matrix[:, 0].shape)
     rule = mask.mask_mod(batch[:, None, None], torch.zeros(1), query[:, None], key)
     assert torch.equal(rule.expand_as(matrix[:, 0]), matrix[:, 0])

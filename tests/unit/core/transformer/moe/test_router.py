@@ -222,6 +222,7 @@ def test_shared_experts_have_a_stream_if_communication_overlaps(overlaps: bool) 
         {"moe_latent_size": 4},
         {"fp8": "hybrid"},
         {"activation_func_fp8_input_store": True},
+        {"use_kitchen": True},
         {"activation_func_clamp_value": 7.0},
     ],
 )
@@ -236,7 +237,7 @@ def test_options_that_would_have_no_effect_are_rejected(field: dict[str, Any]) -
         **field,
     )
     ((name, value),) = field.items()
-    with pytest.raises(ConfigurationError, match=f"{name}={value!r} has no equivalent here"):
+    with pytest.raises(ConfigurationError, match=f"{name}={value!r} is unsupported"):
         build_module(get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp, config)
 
 

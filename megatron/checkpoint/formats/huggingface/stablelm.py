@@ -1,0 +1,42 @@
+"""StableLM: LayerNorm with biases, partial RoPE, and a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.rope import read_partial_rope
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt import GPTConfig
+
+
+class StableLmFamily(RotaryDecoderFamily):
+    """StableLM without parallel layers and QK norms (``StableLmForCausalLM``), as StableLM 3B and StableLM 2 1.6B."""
+
+    model_type = "stablelm"
+    architecture = "StableLmForCausalLM"
+    default_positions = 4096
+    default_groups = 32
+    default_epsilon = 1e-5
+    epsilon_name = "layer_norm_eps"
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the RoPE fields, with the fraction of rotated channels."""
+        return read_partial_rope(settings, positions, "rope_theta", "partial_rotary_factor", 0.25)
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of norms and QKV biases; reject what the layers do not have here."""
+        settings.require("use_parallel_residual", False, False, "attention and MLP with one norm are not supported")
+        settings.require("qk_layernorm", False, False, "QK norms with weights of their own per head are not supported")
+        settings.require("hidden_dropout", 0.0, 0.0, "dropout after the MLP alone is not supported")
+        return {"normalization": "LayerNorm", "add_qkv_bias": settings.switch("use_qkv_bias", False)}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {
+            "hidden_dropout": 0.0,
+            "partial_rotary_factor": config.rotary_percent,
+            "qk_layernorm": False,
+            "use_parallel_residual": False,
+            "use_qkv_bias": config.has_qkv_bias,
+        }
