@@ -73,7 +73,7 @@ def to_chunks(x: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
     missing = -x.shape[2] % length
     if missing:
         x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, missing))
-    return torch.unflatten(x.to(dtype, memory_format=torch.contiguous_format), 2, (-1, length))
+    return torch.unflatten(x.to(dtype).contiguous(), 2, (-1, length))
 
 
 def from_chunks(x: torch.Tensor, num_positions: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def unit_lower_inverse(x: torch.Tensor) -> torch.Tensor:
     block = min(size, _SUBSTITUTED_ROWS)
     diagonal = _diagonal_blocks(x, block, block)
     eye = torch.eye(block, dtype=x.dtype, device=x.device).expand_as(diagonal)
-    inverse = torch.linalg.solve_triangular(diagonal, eye, upper=False, unitriangular=True)
+    inverse: torch.Tensor = torch.linalg.solve_triangular(diagonal, eye, upper=False, unitriangular=True)
     while block < size:
         first, second = torch.unflatten(inverse, -3, (-1, 2)).unbind(dim=-3)
         below = -(second @ (_diagonal_blocks(x, block, 2 * block) @ first))
@@ -213,4 +213,5 @@ def diagonal_of_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     Shapes: ``[..., c, c] -> [..., c / block, block, block]``.
     """
     blocks = torch.unflatten(torch.unflatten(x, -2, (-1, block)), -1, (-1, block))
-    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    diagonal: torch.Tensor = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    return diagonal

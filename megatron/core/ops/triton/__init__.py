@@ -8,6 +8,7 @@ from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.core.ops.triton.activation import GATED_KINDS, PLAIN_KINDS, activate_with_bias, gated_activation
+    from megatron.core.ops.triton.causal_convolution import convolution_gradients, convolve
     from megatron.core.ops.triton.column_sums import sum_parts
     from megatron.core.ops.triton.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
@@ -20,6 +21,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "activation": "GATED_KINDS PLAIN_KINDS activate_with_bias gated_activation",
+        "causal_convolution": "convolution_gradients convolve",
         "column_sums": "sum_parts",
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "fp8_cast": "cast_and_transpose",

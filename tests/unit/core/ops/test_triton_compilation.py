@@ -18,9 +18,11 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 32, 12
+NUM_PROGRAMS, NUM_FLOAT8 = 38, 12
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
+MAX_CONVOLUTION_REGISTERS = 96
+"""Its threads load all places of their windows at once."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,15 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import (
+        activation,
+        causal_convolution,
+        column_sums,
+        cross_entropy,
+        fp8_cast,
+        query_key_value,
+        residual,
+    )
     from megatron.core.ops.triton import fp8_scaled_cast as scaled
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
@@ -97,6 +107,15 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         warps = residual.warps(width)
         yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
+    kinds = dict.fromkeys(("state", "visible", "weight", "bias", "sums_grad", "parts"), "*fp32")
+    kinds |= dict.fromkeys(("last_state_grad", "state_grad"), "*fp32")
+    kinds |= {"batch": "odd", "num_positions": "odd", "channels": "i32"}
+    sizes = {"WIDTH": 4, "ROWS": causal_convolution._ROWS, "COLUMNS": causal_convolution._COLUMNS}
+    for name, arguments in [("convolution", kinds), ("convolution, no documents", kinds | {"visible": None})]:
+        silu = sizes | {"SILU": True}
+        yield name, causal_convolution.forward_program, arguments, silu, 4
+        yield f"{name}, weights", causal_convolution.weights_program, arguments, silu, 4
+        yield f"{name}, inputs", causal_convolution.inputs_program, arguments, sizes, 4
     kinds = dict.fromkeys(("rows", "columns", "whole"), "*i32") | {"num_rows": "i32", "width": "i32"}
     for name, absent in [("rows and columns", ["whole"]), ("matrix", ["rows", "columns"])]:
         arguments = kinds | dict.fromkeys(absent)
@@ -170,6 +189,7 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
         limit = MAX_NORM_GRADIENT_REGISTERS if is_norm_gradient else MAX_REGISTERS
+        limit = MAX_CONVOLUTION_REGISTERS if result.name.startswith("convolution") else limit
         assert 0 < result.registers <= limit, result
         assert result.wide_loads >= (1 if result.name in ("dropout", "float8 scales") else 2), result
         # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few, and

@@ -33,6 +33,7 @@ from megatron.core.ops.fp8_tensor import (
     scale_of,
 )
 from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.ops.linear_attention import causal_convolution, recurrent_causal_convolution
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from megatron.core.transformer.mlp import ACTIVATIONS, FeedForward
@@ -223,6 +224,45 @@ def compare_heads(
 )
 def test_rotation_of_queries_and_keys_and_of_their_projection(dtype: torch.dtype, interleaved: bool) -> None:
     interpret(check_rotation, dtype, interleaved)
+
+
+def check_convolution(dtype: torch.dtype, silu: bool) -> None:
+    from megatron.core.ops.triton import causal_convolution as programs
+
+    torch.manual_seed(13)
+    programs._ROWS, programs._COLUMNS = 4, 8
+    # Tiles of positions and channels are cut off at the end, also before a window is full.
+    for batch, positions, channels, width in [(2, 11, 10, 4), (1, 2, 8, 4), (3, 5, 3, 2), (2, 4, 9, 1)]:
+        starts = torch.rand(batch, positions) < 0.3
+        x = torch.randn(batch, positions, channels).to(dtype)
+        weight, bias = torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)
+        state = torch.randn(batch, width - 1, channels)
+        grads = torch.randn(batch, positions, channels).to(dtype), torch.randn(batch, width - 1, channels)
+        for with_bias, with_state, document_starts in [(bias, state, starts), (None, None, None)]:
+            leaves = [each for each in (x, weight, with_bias, with_state) if each is not None]
+            wide = [each.double().requires_grad_() for each in leaves]
+            expected = recurrent_causal_convolution(
+                *(wide if len(wide) == 4 else [*wide, None, None]), document_starts, silu=silu, return_state=True
+            )
+            leaves = [each.detach().requires_grad_() for each in leaves]
+            with cpu_runs_on_triton():
+                actual = causal_convolution(
+                    *(leaves if len(leaves) == 4 else [*leaves, None, None]),
+                    *(document_starts,),
+                    silu=silu,
+                    return_state=True,
+                )
+                actual_grads = torch.autograd.grad(actual, leaves, grads)
+            expected_grads = torch.autograd.grad(expected, wide, [each.double() for each in grads])
+            for one, other in zip((*actual, *actual_grads), (*expected, *expected_grads)):
+                if one.numel():
+                    close(one, other)
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize(("dtype", "silu"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
+def test_causal_convolution(dtype: torch.dtype, silu: bool) -> None:
+    interpret(check_convolution, dtype, silu)
 
 
 BIAS_DTYPES = [torch.float32, torch.bfloat16]
