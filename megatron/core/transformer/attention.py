@@ -286,6 +286,7 @@ class SelfAttention(nn.Module):
             device=device,
             tp_comm_buffer_name="proj",
         )
+        self.split_and_rotate, self.rotate = split_and_rotate, apply_rotary_to_both
         self._add_projections(config, tp, device)
 
     def _add_projections(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
@@ -398,15 +399,26 @@ class SelfAttention(nn.Module):
         is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
         bias = None if is_rotated_first else self._bias_of_split(x)
         mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)
+        return self.split_heads(mixed, angles, bias)
+
+    def split_heads(
+        self, mixed: torch.Tensor, angles: RotaryAngles | None, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split the output of the fused projection, and normalize and rotate queries and keys as configured.
+
+        If ``bias``, which is already added, is given, Triton computes its gradient.
+
+        Shapes: ``mixed: [s, b, (n + 2 groups)/tp * d]``; results as those of `projected`.
+        """
         mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
-        if angles is not None and is_rotated_first:
-            return split_and_rotate(mixed, angles)
+        if angles is not None and (self.q_layernorm is None or self.k_layernorm is None):
+            return self.split_and_rotate(mixed, angles)
         query, key, value = split_projection(mixed, bias)
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key, value
         query, key = self.q_layernorm(query), self.k_layernorm(key)
         if angles is not None:
-            query, key = apply_rotary_to_both(query, key, angles)
+            query, key = self.rotate(query, key, angles)
         return query, key, value
 
     def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -610,8 +610,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def draws_by_sample(self) -> bool:
-        """Return whether training draws random numbers per sample: for dropout or for random routing."""
-        return self.has_dropout or self.routes_at_random
+        """Return whether training draws random numbers per sample: for dropout, routing or stochastic rounding."""
+        return self.has_dropout or self.routes_at_random or self.fp8.fp4_format is not None
 
     @property
     def routes_at_random(self) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops import AttentionPattern, DropoutKeys
+from megatron.core.ops import AttentionPattern, DropoutKeys, Nvfp4Quantizers
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -118,6 +118,8 @@ class TransformerLayer(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
+    add_branch = staticmethod(add_branch)
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -141,6 +143,8 @@ class TransformerLayer(nn.Module):
         self.recomputes_norms = "layernorm" in config.recomputed_modules
         self.recomputes_mlp = ("moe" if isinstance(self.mlp, ExpertLayer) else "mlp") in config.recomputed_modules
         self.adapters: tuple[LowRankAdapter, ...] = ()
+        self.keyed_quantizers: tuple[Nvfp4Quantizers, ...] = ()
+        """Quantizers of this layer that round stochastically, and of the MTP module whose layer this is."""
 
     def forward(
         self,
@@ -165,7 +169,7 @@ class TransformerLayer(nn.Module):
             attended_keys = keys.after_attention(self.layer_number)
             fed_keys = keys.after_feed_forward(self.layer_number)
         probability = self.hidden_dropout.probability
-        self._hand_keys(dropout)
+        self.hand_keys(dropout)
         if ahead is None or ahead.normalized is None:
             x, normalized = self.input_layernorm(x)
         else:
@@ -175,7 +179,7 @@ class TransformerLayer(nn.Module):
         branch = self.post_self_attn_layernorm(attended)
         if self.is_parallel:
             stream, normalized = self.pre_mlp_layernorm(x)
-            x = add_branch(stream, branch, attended_keys, probability)
+            x = self.add_branch(stream, branch, attended_keys, probability)
         else:
             x, normalized = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
             stream = x
@@ -186,7 +190,7 @@ class TransformerLayer(nn.Module):
                 fed, more_losses = self._feed(normalized, dropout, padding_mask)
         branch = self.post_mlp_layernorm(fed)
         if ahead is None or ahead.following is None:
-            x = add_branch(x, branch, fed_keys, probability)
+            x = self.add_branch(x, branch, fed_keys, probability)
         else:
             x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)
         return LayerOutput(x, losses + more_losses)
@@ -195,14 +199,17 @@ class TransformerLayer(nn.Module):
         self, normalized: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
     ) -> LayerOutput:
         """Run the feed-forward layer; recomputation uses the same dropout keys."""
-        self._hand_keys(dropout)
+        self.hand_keys(dropout)
         takes_mask = isinstance(self.mlp, ExpertLayer) and padding_mask is not None
         output: LayerOutput = self.mlp(normalized, padding_mask) if takes_mask else self.mlp(normalized)
         return output
 
-    def _hand_keys(self, dropout: DropoutKeys | None) -> None:
+    def hand_keys(self, dropout: DropoutKeys | None) -> None:
+        """Set the keys of the next forward pass in the modules that draw random numbers."""
         for adapter in self.adapters:
             adapter.keys = dropout
+        for quantizers in self.keyed_quantizers:
+            quantizers.keys = dropout
         if isinstance(self.mlp, ExpertLayer) and self.mlp.config.routes_at_random:
             self.mlp.router.keys, self.mlp.router.layer_number = dropout, self.layer_number
 

@@ -491,7 +491,7 @@ def check_scales_in_tiles() -> None:
     for part, matrix in zip(parts, (x, x.t())):
         assert part is not None
         expected = quantize(matrix, E4M3, SEGMENTS_OF_32)
-        tiles = fp8_tensor._swizzled(expected.scale.to(torch.float8_e8m0fnu))
+        tiles = fp8_tensor.swizzled(expected.scale.to(torch.float8_e8m0fnu))
         assert torch.equal(part.scale.view(torch.uint8).reshape(-1), tiles.view(torch.uint8))
         assert torch.equal(part.values(), expected.values())
         assert torch.equal(part.first_rows(40).values(), expected.values()[:40])
@@ -792,3 +792,51 @@ class Counted:
 )
 def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any], world_size: int) -> None:
     interpret(check_model, settings, world_size=world_size)
+
+
+def adamw_in_float64(
+    state: list[torch.Tensor], gradient: torch.Tensor, decay: torch.Tensor, multiplier: float, step: int
+) -> list[torch.Tensor]:
+    """Return the weights and moments of AdamW's update, in float64."""
+    p, m, v = (tensor.double() for tensor in state)
+    g = gradient.double() * multiplier
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    update = m / (1 - 0.9**step) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+    return [p - 0.01 * decay * p - 0.01 * update, m, v]
+
+
+def check_adamw(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    from megatron.core.ops.triton import AdamWNumbers, update_adamw
+
+    numbers = AdamWNumbers(0.01, (0.1, 0.0), (0.9, 0.95), 1e-8)
+    eps = torch.finfo(torch.float32).eps
+    for num_elements, has_decays in [(128, False), (1024 + 384, True), (2048, True)]:
+        is_second = torch.randint(0, 2, (num_elements // 128,), dtype=torch.uint8) if has_decays else None
+        second = torch.zeros(num_elements) if is_second is None else is_second.repeat_interleave(128)
+        state = [torch.randn(num_elements), torch.randn(num_elements), torch.rand(num_elements)]
+        gradient = (10 ** (4 * torch.rand(num_elements) - 3) * torch.randn(num_elements)).to(dtype)
+        rounded = None if dtype is torch.float32 else torch.full((num_elements,), 7.0, dtype=dtype)
+        multiplier = torch.tensor(0.37, dtype=torch.float64)
+        for step in (1, 2, 1000):
+            corrections = 1.0 - torch.tensor((0.9, 0.95), dtype=torch.float64) ** step
+            args = (is_second, torch.tensor(False), multiplier, corrections, numbers, 128)
+            before = [tensor.clone() for tensor in state]
+            update_adamw(gradient, *state, rounded, *args)
+            assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+            assert rounded is None or step > 1 or bool((rounded == 7.0).all())
+            expected = adamw_in_float64(state, gradient, 0.1 * (1 - second.double()), 0.37, step)
+            update_adamw(gradient, *state, rounded, is_second, torch.tensor(True), *args[2:])
+            sizes = [before[0].abs() + 0.1, before[1].abs() + gradient.float().abs(), expected[2]]
+            for actual, exact, size in zip(state, expected, sizes, strict=True):
+                assert float(((actual.double() - exact).abs() / size.double()).max()) <= 4 * eps
+            if dtype is torch.float16:
+                assert torch.equal(rounded, state[0].half())
+            elif rounded is not None:
+                close(rounded, state[0])
+            gradient = -0.3 * gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw_against_float64(dtype: torch.dtype) -> None:
+    interpret(check_adamw, dtype)
