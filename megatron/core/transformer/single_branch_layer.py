@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from megatron.core.layer_output import LayerOutput
 from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel import LowRankAdapter
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.dropout import HiddenDropout, require_keys
+from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.hybrid_config import MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.norm import NormAhead, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_layer import (
@@ -43,31 +40,23 @@ def make_layer(
 class SingleBranchLayer(TransformerLayer):
     """Compute ``x + mixer(norm(x))`` or ``x + mlp(norm(x))``. Called like `TransformerLayer`."""
 
-    def __init__(
+    def _add_parts(
         self,
         config: DecoderConfig,
-        layer_number: int,
         tp: Group,
         device: torch.device | str,
-        cp: Group | None = None,
-        experts: ExpertGroups | None = None,
+        cp: Group | None,
+        experts: ExpertGroups | None,
     ) -> None:
-        nn.Module.__init__(self)
-        self.layer_number = layer_number
         self.input_layernorm = make_stream_norm(config, tp, device)
-        mixer, _ = config.layer_parts[config.kind_of(layer_number)]
+        mixer, _ = config.layer_parts[config.kind_of(self.layer_number)]
         # The names of the parts in Megatron-LM's layers.
         self.name_of_branch = "mlp" if mixer is None else "mixer" if mixer == MAMBA else "self_attention"
-        if mixer is None:
-            self.mlp = make_feed_forward(config, layer_number, tp, device, experts)
-        else:
-            setattr(self, self.name_of_branch, make_attention(config, layer_number, tp, device, cp))
         self.has_feed_forward = mixer is None
-        self.hidden_dropout = HiddenDropout(config.hidden_dropout)
-        self.recomputes_norms = "layernorm" in config.recomputed_modules
-        name = "moe" if self.has_feed_forward and isinstance(self.mlp, ExpertLayer) else "mlp"
-        self.recomputes_mlp = name in config.recomputed_modules
-        self.adapters: tuple[LowRankAdapter, ...] = ()
+        if mixer is None:
+            self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
+        else:
+            setattr(self, self.name_of_branch, make_attention(config, self.layer_number, tp, device, cp))
 
     def forward(
         self,

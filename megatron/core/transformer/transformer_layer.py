@@ -131,20 +131,33 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        has_after = config.norm_placement != "pre"
-        self.input_layernorm = make_stream_norm(config, tp, device)
-        self.self_attention = make_attention(config, layer_number, tp, device, cp)
-        self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
-        self.pre_mlp_layernorm = make_stream_norm(config, tp, device)
-        self.mlp = make_feed_forward(config, layer_number, tp, device, experts)
-        self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self._add_parts(config, tp, device, cp, experts)
         self.is_parallel = config.use_parallel_residual
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
         self.recomputes_norms = "layernorm" in config.recomputed_modules
-        self.recomputes_mlp = ("moe" if isinstance(self.mlp, ExpertLayer) else "mlp") in config.recomputed_modules
+        self.recomputes_mlp = (
+            "moe" if isinstance(getattr(self, "mlp", None), ExpertLayer) else "mlp"
+        ) in config.recomputed_modules
         self.adapters: tuple[LowRankAdapter, ...] = ()
         self.keyed_quantizers: tuple[Nvfp4Quantizers, ...] = ()
         """Quantizers of this layer that round stochastically, and of the MTP module whose layer this is."""
+
+    def _add_parts(
+        self,
+        config: DecoderConfig,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None,
+        experts: ExpertGroups | None,
+    ) -> None:
+        """Create the norms, the attention and the feed-forward, in the order of Megatron's files."""
+        has_after = config.norm_placement != "pre"
+        self.input_layernorm = make_stream_norm(config, tp, device)
+        self.self_attention = make_attention(config, self.layer_number, tp, device, cp)
+        self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self.pre_mlp_layernorm = make_stream_norm(config, tp, device)
+        self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
+        self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
 
     def forward(
         self,
