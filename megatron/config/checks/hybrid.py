@@ -148,6 +148,7 @@ def _check_unsupported(config: RunConfig) -> Iterator[str]:
     others = {
         f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
+        f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
         f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
         "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
         "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
@@ -177,7 +178,7 @@ HYBRID_CHECKS = (
     Check(
         (
             *("experimental_attention_variant", "hybrid_override_pattern", "context_parallel_size", "fp8_format"),
-            *("lora_rank", "cuda_graph_impl", "optimizer_offload_policy", "optimizer_cpu_offload"),
+            *("fp4_format", "lora_rank", "cuda_graph_impl", "optimizer_offload_policy", "optimizer_cpu_offload"),
         ),
         _check_unsupported,
     ),

@@ -46,6 +46,7 @@ WRONG = [
     (f"{MIXED} --mamba-head-dim 24", "twice --hidden-size 32 is not divisible by --mamba-head-dim 24"),
     (f"{MIXED} --mamba-num-heads 12", "12 Mamba-2 heads are not divisible by --mamba-num-groups 8; numbers of groups"),
     (f"{FOUR} --bf16 --fp8-format hybrid", "is not supported with --fp8-format hybrid yet; omit"),
+    (f"{FOUR} --bf16 --fp4-format e2m1", "is not supported with --fp4-format e2m1 yet; omit"),
     (f"{FOUR} --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
     (f"{FOUR} --save x --ckpt-format torch_dist", "cannot store a model with --experimental-attention-variant"),
     (
