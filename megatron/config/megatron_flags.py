@@ -190,7 +190,6 @@ _SWITCHES = [
     "--fp32-residual-connection",
     "--qk-l2-norm",
     "--qk-clip",
-    "--attention-output-gate",
     "--moe-extended-tp",
     "--moe-use-upcycling",
     "--fp4-param-gather",
@@ -276,7 +275,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
     ("--qk-clip", "query and key weights are not clipped; omit it, or use --qk-layernorm"),
-    ("--attention-output-gate", "attention output gates are not supported; omit it"),
     (
         "--spec",
         "flags define the model, and --transformer-impl selects the kernels; docs/how_to_add.md explains how to add a "

@@ -173,7 +173,7 @@ class _Layer:
         own = matrix.reads * self.element * self.saves_core
         if self.pads_values:
             own = own * self.model.mla.latent_head_width // self.model.mla.v_head_dim
-        is_same = not (self._rounds or self.is_copied or self.pads_values)
+        is_same = not (self._rounds or self.is_copied or self.pads_values or self.model.attention_output_gate)
         of_projection = self._input(matrix, "linear_proj")
         return max(own, of_projection) if is_same else own + of_projection
 

@@ -585,6 +585,8 @@ MTP_CHECKS = (
 
 def _check_moe_layers(config: RunConfig) -> Iterator[str]:
     model = config.model
+    if model.hybrid.hybrid_override_pattern is not None:
+        return  # The checks of hybrid models report it.
     try:
         layers = model.moe_layers
     except ValueError as error:
@@ -902,7 +904,8 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
     if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
-    columns, rows = own_heads * model.kv_channels, (own_heads + 2 * own_groups) * model.kv_channels
+    num_rows = own_heads * (2 if model.attention_output_gate else 1) + 2 * own_groups
+    columns, rows = own_heads * model.kv_channels, num_rows * model.kv_channels
     if columns % multiple or rows % multiple:
         fitting = next(
             width

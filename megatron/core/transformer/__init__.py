@@ -22,6 +22,14 @@ if TYPE_CHECKING:
         without_rotary,
     )
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
+    from megatron.core.transformer.hybrid_config import (
+        ATTENTION,
+        GATED_DELTA_NET,
+        MAMBA,
+        MOE,
+        HybridConfig,
+        LayerParts,
+    )
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
     from megatron.core.transformer.lora import add_adapters, quantize_base
@@ -71,6 +79,7 @@ __getattr__ = lazy_exports(
         "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
+        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE HybridConfig LayerParts",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",

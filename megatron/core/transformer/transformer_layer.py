@@ -20,7 +20,11 @@ from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
+from megatron.core.transformer.gated_attention import GatedAttention
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.hybrid_config import GATED_DELTA_NET, MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
@@ -61,13 +65,18 @@ def make_attention(
     device: torch.device | str,
     cp: Group | None,
 ) -> nn.Module:
-    """Return the configured attention module, called like `SelfAttention`; it returns a `LayerOutput`.
+    """Return the layer's attention or recurrence, called like `SelfAttention`; it returns a `LayerOutput`.
 
     Raises:
         ConfigurationError: --attention names a class that does not fit MLA, or has parameters without `ParamSpec`.
     """
+    mixer, _ = config.layer_parts[config.kind_of(layer_number)]
+    if mixer in (GATED_DELTA_NET, MAMBA):
+        return (GatedDeltaNet if mixer == GATED_DELTA_NET else MambaMixer)(config, layer_number, tp, device)
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
+    if config.attention_output_gate:
+        kind = GatedAttention
     if name == "self_attention":
         return kind(config, layer_number, tp, device, cp)
     module: nn.Module = find_registered("attention", name).value(config, layer_number, tp, device, cp)
@@ -122,20 +131,33 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        has_after = config.norm_placement != "pre"
-        self.input_layernorm = make_stream_norm(config, tp, device)
-        self.self_attention = make_attention(config, layer_number, tp, device, cp)
-        self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
-        self.pre_mlp_layernorm = make_stream_norm(config, tp, device)
-        self.mlp = make_feed_forward(config, layer_number, tp, device, experts)
-        self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self._add_parts(config, tp, device, cp, experts)
         self.is_parallel = config.use_parallel_residual
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
         self.recomputes_norms = "layernorm" in config.recomputed_modules
-        self.recomputes_mlp = ("moe" if isinstance(self.mlp, ExpertLayer) else "mlp") in config.recomputed_modules
+        self.recomputes_mlp = (
+            "moe" if isinstance(getattr(self, "mlp", None), ExpertLayer) else "mlp"
+        ) in config.recomputed_modules
         self.adapters: tuple[LowRankAdapter, ...] = ()
         self.keyed_quantizers: tuple[Nvfp4Quantizers, ...] = ()
         """Quantizers of this layer that round stochastically, and of the MTP module whose layer this is."""
+
+    def _add_parts(
+        self,
+        config: DecoderConfig,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None,
+        experts: ExpertGroups | None,
+    ) -> None:
+        """Create the norms, the attention and the feed-forward, in the order of Megatron's files."""
+        has_after = config.norm_placement != "pre"
+        self.input_layernorm = make_stream_norm(config, tp, device)
+        self.self_attention = make_attention(config, self.layer_number, tp, device, cp)
+        self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self.pre_mlp_layernorm = make_stream_norm(config, tp, device)
+        self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
+        self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
 
     def forward(
         self,

@@ -140,11 +140,12 @@ class GPTEmbedding(nn.Module):
         return output
 
 
-_NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
+_NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight", "conv1d.weight")
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Return whether a parameter is a hidden matrix for muP: no embedding, output layer, vector or adapter."""
+    """Return whether a parameter is a hidden matrix for muP: no embedding, output layer,
+    convolution, vector or adapter."""
     is_matrix = len(spec.global_shape) >= 2 and not spec.name.endswith(("bias", *_NOT_HIDDEN))
     return is_matrix and ADAPTERS not in spec.name
 
