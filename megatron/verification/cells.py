@@ -47,9 +47,15 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--position-embedding-type", "rope", "--rotary-percent", "0.67", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
     ),
+    "cohere": (
+        *("--swiglu", "--position-embedding-type", "rope", "--rotary-interleaved", "--disable-bias-linear"),
+        *("--use-parallel-residual", "--shared-parallel-norm", "--norm-parameters", "weight"),
+        *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
+        *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
+    ),
 }
 """Model shapes by name: the flags that each adds to the base command line."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {

@@ -149,8 +149,8 @@ def linear_links(config: GPTConfig, native: str, foreign: str, shape: tuple[int,
 
 
 def norm_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorLink]:
-    """Yield the links of a norm of hidden states: its weight, and the bias of a LayerNorm."""
-    for kind in ("weight", "bias")[: 2 if config.normalization == "LayerNorm" else 1]:
+    """Yield the links of a norm of hidden states: of its weight and bias, if it has them."""
+    for kind in config.norm_parameter_names:
         yield whole(f"{native}.{kind}", f"{foreign}.{kind}", (config.hidden_size,))
 
 
@@ -187,6 +187,7 @@ class RotaryDecoderFamily:
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
     names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
     up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
+    ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
     """
 
     model_type: str
@@ -204,6 +205,7 @@ class RotaryDecoderFamily:
     epsilon_name = "rms_norm_eps"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     expert_names: ExpertNames | None = ExpertNames()
+    names_in_memory: tuple[tuple[str, str], ...] = ()
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -342,7 +344,7 @@ class RotaryDecoderFamily:
             yield from self.expert_layer_links(config, ours, theirs)
         else:
             yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
-        for name, their_name in self.norm_names:
+        for name, their_name in self.norm_names[: 1 if config.shared_parallel_norm else None]:
             yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:

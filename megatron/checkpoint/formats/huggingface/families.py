@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
+from megatron.checkpoint.formats.huggingface.cohere import CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
@@ -16,10 +17,17 @@ from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
 from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
+from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
-from megatron.checkpoint.formats.huggingface.olmo import FlexOlmoFamily, Olmo2Family, Olmo3Family, OlmoeFamily
+from megatron.checkpoint.formats.huggingface.olmo import (
+    FlexOlmoFamily,
+    OlmoFamily,
+    Olmo2Family,
+    Olmo3Family,
+    OlmoeFamily,
+)
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
@@ -63,6 +71,10 @@ FAMILIES: tuple[Family, ...] = (
     StableLmFamily(),
     Glm4MoeFamily(),
     FlexOlmoFamily(),
+    GraniteFamily(),
+    GraniteMoeFamily(),
+    CohereFamily(),
+    OlmoFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -108,7 +108,7 @@ class GPTEmbedding(nn.Module):
             # step.
             dtype = dtype_from_name(config.params_dtype)
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
-        self.multiplier = config.mup.mup_embedding_mult
+        self.multiplier = config.embedding_multiplier * config.mup.mup_embedding_mult
         if self.multiplier != 1.0:
             self.scale = self.multiplier * (1.0 if self.scale is None else self.scale)
         self.position_embeddings: PositionEmbedding | None = None
