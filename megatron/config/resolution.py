@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.checkpoint import candidate_folders
@@ -25,36 +25,6 @@ from megatron.core.parallel_config import Fp8Config
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.tensor_parallel import read_overlap_methods
 
-BF16 = "bf16"
-PREDICTED_MS: Mapping[str, Mapping[str, float]] = {
-    "H100": {BF16: 260, "delayed": 216, "tensorwise": 234, "rowwise": 458, "blockwise": 490},
-    "B200": {BF16: 120, "delayed": 100, "tensorwise": 110, "rowwise": 210, "blockwise": 223, "mxfp8": 230},
-}
-"""Step time in milliseconds by GPU type and recipe: 4 layers of Llama 3.1 8B, TP 1, DP 8, two micro-batches of 8,192
-tokens, by the dry run (tests/unit/planner/simulation/test_dry_run.py predicts them again)."""
-
-
-def float8_speed_line(recipe: str) -> str | None:
-    """Return a note if a recipe is predicted to be slower than bf16, else None."""
-    slower = [
-        f"{times[recipe]:g} ms per step instead of {times[BF16]:g} on 8 {gpu}"
-        for gpu, times in PREDICTED_MS.items()
-        if times.get(recipe, 0.0) > times[BF16]
-    ]
-    if not slower:
-        return None
-    return (
-        f"--fp8-recipe {recipe} is predicted slower than bf16: {', '.join(slower)} (4 layers of Llama 3.1 8B, TP 1, "
-        "DP 8; predicted by megatron simulate, not measured); delayed and tensorwise are predicted faster than bf16"
-    )
-
-
-def float8_notes(config: RunConfig) -> Iterator[str]:
-    """Yield the note about the run's FP8 recipe."""
-    line = None if config.model.fp8.fp8_format is None else float8_speed_line(config.model.fp8.fp8_recipe)
-    if line is not None:
-        yield line
-
 
 def model_notes(config: RunConfig) -> list[str]:
     """Return the lines."""
@@ -64,7 +34,6 @@ def model_notes(config: RunConfig) -> list[str]:
         *_window_notes(config),
         *_routing_notes(config),
         *_mtp_notes(config),
-        *float8_notes(config),
     ]
 
 

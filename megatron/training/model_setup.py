@@ -94,7 +94,8 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
                 activation = torch.compile(activation, dynamic=False)
             for other in mlps:
                 other.activation = activation
-        for function, shape, weight in _first_calls(norms, mlps, config):
+        weight = next(chunks[0].parameters())
+        for function, shape in _first_calls(norms, mlps, config):
             x = torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
             # Gradients of the parameters are computed too, and discarded.
             output = function(x)
@@ -107,8 +108,8 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
 
 def _first_calls(
     norms: Sequence[Norm], mlps: Sequence[FeedForward], config: RunConfig
-) -> Iterator[tuple[Callable[[torch.Tensor], Any], tuple[int, ...], torch.Tensor]]:
-    """Yield one call per kind: the function, the shape of its input, and a weight with its dtype and device."""
+) -> Iterator[tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]]:
+    """Yield one call per kind: the function and the shape of its input."""
     model, tp = config.model, config.model.tensor_model_parallel_size
     *rows, hidden_size = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     seen = set[tuple[int, ...]]()
@@ -120,11 +121,11 @@ def _first_calls(
         if shape not in seen:
             seen.add(shape)
             # Norm.forward also returns the residual stream for a norm of that stream.
-            yield partial(Norm.forward, norm), shape, norm.weight
+            yield partial(Norm.forward, norm), shape
     for mlp in mlps[:1]:
         width = mlp.linear_fc1.weight.shape[0]
         length = config.data.seq_length // model.context_parallel_size
-        yield mlp.activation, (length, rows[1], width), mlp.linear_fc1.weight
+        yield mlp.activation, (length, rows[1], width)
 
 
 _GIB = 2**30

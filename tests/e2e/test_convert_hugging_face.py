@@ -197,8 +197,10 @@ TRAINED = ("gemma3",)
 """Norms on both sides and windows; experts are in other default tests."""
 OTHERS = (
     *("mixtral", "neox", "phi3", "qwen3", "mistral", "olmo2", "gemma2", "qwen3_moe", "olmoe", "deepseek"),
-    *("gpt_oss", "olmo3", "smollm3"),
+    *("gpt_oss", "olmo3", "smollm3", "gemma", "qwen2_moe", "seed_oss", "glm4", "arcee", "starcoder2", "exaone4"),
+    *("helium", "ernie4_5", "stablelm", "glm4_moe", "flex_olmo"),
 )
+SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
 
 def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) -> None:
@@ -215,16 +217,19 @@ def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", [*TRAINED, *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
 def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"num_hidden_layers": 4}
-    if kind.startswith("gemma"):
+    if kind in ("gemma2", "gemma3"):
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
-    if kind == "olmo3":
+    if kind in ("olmo3", "exaone4"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     if kind == "smollm3":
         changes |= {"no_rope_layers": [1, 0, 1, 0]}
+    if kind == "gpt_oss":
+        changes |= {"num_local_experts": 4}
     save_model(kind, tmp_path / "hf", **changes)
     run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
     folders = f"--load {tmp_path / 'native'} --save {tmp_path / 'run'} --vocab-size {KINDS[kind]['vocab_size'] - 1}"
-    fork_training([*TRAINING.split(), *FLAGS.split(), *folders.split()], 4).check()
+    experts = SPREAD if any("experts" in name for name in KINDS[kind]) else ""
+    fork_training([*TRAINING.split(), *FLAGS.split(), *folders.split(), *experts.split()], 4).check()
     # Bits are compared, and logits with those of AutoModelForCausalLM: within 1e-5.
     lines = run_converter(tmp_path / "run", tmp_path / "back", "--saver hf --test-logits")
     assert any("transformers package" in line for line in lines)

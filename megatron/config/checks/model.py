@@ -144,7 +144,10 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
     if model.norm_parameters == "none" and model.qk_layernorm_across_heads:
         yield "--qk-layernorm-across-heads has a weight, but --norm-parameters is none; omit one of them"
     if model.shared_parallel_norm and model.norm_placement == "post":
-        yield "--shared-parallel-norm needs a norm before attention and FFN, but --norm-placement is post; omit one of them"
+        yield (
+            "--shared-parallel-norm needs a norm before attention and FFN, but --norm-placement is post; omit one of "
+            "them"
+        )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (
             "--apply-residual-connection-post-layernorm needs norms before attention and FFN, but --norm-placement is "

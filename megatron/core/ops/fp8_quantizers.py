@@ -5,7 +5,7 @@ Delayed scaling stores a scale and an amax history for every operand of every li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from megatron.core.ops.fp8_tensor import (
     Quantized,
     amax_of,
     quantize,
+    quantize_both,
     quantize_whole,
     scale_of,
 )
@@ -211,7 +212,9 @@ class Fp8Quantizers:
             plain, turned = quantize_whole(x, dtype, scale, amax, transpose=transpose)
             assert plain is not None
             return plain, turned
-        return quantize(x, dtype, blocks), self.columns(operand, x, group) if transpose else None
+        plain, turned = quantize_both(x, dtype, blocks, transpose=transpose, share=_maximum_over(group))
+        assert plain is not None
+        return plain, turned
 
     def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantized:
         """Return the transpose of an input or gradient, quantized along its rows.
@@ -219,11 +222,11 @@ class Fp8Quantizers:
         Shapes: ``x: [n, m] -> [m, n]``.
         """
         dtype, blocks = self.recipe.dtype(operand), self.recipe.blocks
-        turned = x.t()
-        scale = None
-        if blocks.columns == 0 and group is not None:
-            scale = scale_of(_shared_amax(turned, blocks, group), dtype)
-        return quantize(turned, dtype, blocks, scale)
+        if blocks == WHOLE:
+            return quantize(x.t(), dtype, blocks, scale_of(_shared_amax(x, blocks, group), dtype))
+        _, turned = quantize_both(x, dtype, blocks, plain=False, transpose=True, share=_maximum_over(group))
+        assert turned is not None
+        return turned
 
     def input_again(
         self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None
@@ -259,10 +262,10 @@ class Fp8Quantizers:
             quantized = turned if plain is None else plain
             assert quantized is not None
             return quantized
-        if blocks == SQUARES_OF_128:
-            quantized = quantize(x, dtype, blocks, scale)
-            return quantized.transposed() if transpose else quantized
-        return quantize(x.t() if transpose else x, dtype, blocks)
+        plain, turned = quantize_both(x, dtype, blocks, plain=not transpose, transpose=transpose, scale=scale)
+        quantized = turned if plain is None else plain
+        assert quantized is not None
+        return quantized
 
     def _scale(
         self, operand: str, x: torch.Tensor, group: Group | None, records: bool
@@ -274,6 +277,11 @@ class Fp8Quantizers:
             return state.scale[index].view(1, 1), seen
         # The first step has no history and uses the current amax.
         return scale_of(_shared_amax(x, WHOLE, group), self.recipe.dtype(operand)), seen
+
+
+def _maximum_over(group: Group | None) -> Callable[[torch.Tensor], object] | None:
+    """Return a function that reduces amaxes to their maximum over a group's ranks."""
+    return None if group is None else lambda amax: all_reduce(amax, group, "max")
 
 
 def _shared_amax(x: torch.Tensor, blocks: Blocks, group: Group | None) -> torch.Tensor:

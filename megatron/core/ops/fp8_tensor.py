@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,11 @@ SEGMENTS_OF_32 = Blocks(1, 32)
 class Quantized:
     """A matrix in FP8 and the scales that its blocks are multiplied by to dequantize it.
 
-    Shapes: ``data: [n, m]``, ``scale``: float32, one number per block, in two dimensions.
+    Scales of 1 × 32 blocks of a matrix of 128 n × 128 m elements may be in the layout that cuBLAS reads: exponents
+    (E8M0) in tiles of 128 × 4 scales, one row of tiles per row. Like the matrix, they can be concatenated along either
+    dim.
+
+    Shapes: ``data: [n, m]``, ``scale``: float32, one number per block, in two dimensions; in tiles ``[n / 128, 4 m]``.
     """
 
     data: torch.Tensor
@@ -59,7 +64,22 @@ class Quantized:
 
         Shapes: ``-> [n, m]``.
         """
-        return self.data.to(dtype) * _spread(self.scale, self.blocks, self.data.shape).to(dtype)
+        return self.data.to(dtype) * _spread(self.block_scales(), self.blocks, self.data.shape).to(dtype)
+
+    def block_scales(self) -> torch.Tensor:
+        """Return the scales in two dimensions, one number per block."""
+        return _from_tiles(self.scale) if self.has_tiles else self.scale
+
+    @property
+    def has_tiles(self) -> bool:
+        return self.scale.dtype is torch.float8_e8m0fnu
+
+    def first_rows(self, count: int) -> Quantized:
+        """Return the first rows of a matrix whose rows do not share scales."""
+        if count == len(self.data):
+            return self
+        assert self.blocks.rows == 1, "rows share scales"
+        return Quantized(self.data[:count], self.block_scales()[:count], self.blocks)
 
     def transposed(self) -> Quantized:
         """Return the transpose, with transposed blocks."""
@@ -71,6 +91,12 @@ def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
     Shapes: ``[n, m] -> [blocks along n, blocks along m]`` float32.
     """
+    if blocks == WHOLE and x.numel() and runs_on_triton(x):
+        from megatron.core.ops.triton import amaxes
+
+        _, _, whole = amaxes(x.detach().contiguous(), whole=True)
+        assert whole is not None
+        return whole
     amax = x.detach().abs()
     for dim, length in enumerate((blocks.rows, blocks.columns)):
         if length == 0:
@@ -93,6 +119,10 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.T
 
     Shapes: ``[...] -> [...]`` float32.
     """
+    if margin == 0 and amax.numel() and dtype in (E4M3, E5M2) and runs_on_triton(amax):
+        from megatron.core.ops.triton import scales_of
+
+        return scales_of(amax.float(), dtype)
     mantissa, exponent = torch.frexp(amax.float() / torch.finfo(dtype).max)
     exponent = exponent - (mantissa == 0.5).int() + margin
     bits = exponent.clamp(_SMALLEST_EXPONENT, _LARGEST_EXPONENT).int() + _EXPONENT_BIAS
@@ -133,6 +163,64 @@ def quantize_whole(
     return tuple(None if part is None else Quantized(part, scale, WHOLE) for part in (data, turned))  # type: ignore[return-value]
 
 
+def quantize_both(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Blocks,
+    *,
+    plain: bool = True,
+    transpose: bool,
+    share: Callable[[torch.Tensor], object] | None = None,
+    scale: torch.Tensor | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantize a matrix along its rows (``plain``), its transpose along its own rows, or both.
+
+    ``share`` is called with the amax of the transpose's rows before its scales are computed, if there is one per row.
+    ``scale`` may have the known scales of square blocks. On Triton one kernel reads ``x`` once; with a scale per row it
+    is read a first time for the amax.
+
+    Shapes: ``x: [n, m] -> [n, m], [m, n]``.
+    """
+    if x.numel() and runs_on_triton(x) and casts_to_float8(x.device.type):
+        return _both_on_triton(x.detach().contiguous(), dtype, blocks, plain, transpose, share)
+    first = quantize(x, dtype, blocks, scale) if plain or blocks == SQUARES_OF_128 else None
+    if not transpose:
+        return first, None
+    if blocks == SQUARES_OF_128:
+        assert first is not None
+        return (first if plain else None), first.transposed()
+    turned, turned_scale = x.t(), None
+    if share is not None and blocks.columns == 0:
+        amax = amax_of(turned, blocks)
+        share(amax)
+        turned_scale = scale_of(amax, dtype)
+    return first, quantize(turned, dtype, blocks, turned_scale)
+
+
+def _both_on_triton(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Blocks,
+    plain: bool,
+    transpose: bool,
+    share: Callable[[torch.Tensor], object] | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    from megatron.core.ops.triton import amaxes, cast_rows, cast_segments, cast_squares
+
+    if blocks == ROWS:
+        of_rows, of_columns, _ = amaxes(x, rows=plain, columns=transpose)
+        if share is not None and of_columns is not None:
+            share(of_columns)
+        parts = cast_rows(x, dtype, of_rows, of_columns)
+    elif blocks == SQUARES_OF_128:
+        parts = cast_squares(x, dtype, plain=plain, transpose=transpose)
+    else:
+        assert blocks in (SEGMENTS_OF_32, SEGMENTS_OF_128), blocks
+        tiled = blocks == SEGMENTS_OF_32 and all(size % _TILE_ROWS == 0 for size in x.shape)
+        parts = cast_segments(x, dtype, blocks.columns, plain=plain, transpose=transpose, tiled=tiled)
+    return tuple(None if part is None else Quantized(*part, blocks) for part in parts)  # type: ignore[return-value]
+
+
 def _cast_whole(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, plain: bool, transpose: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -163,14 +251,24 @@ def _spread(scale: torch.Tensor, blocks: Blocks, shape: torch.Size) -> torch.Ten
 
 _SCALES_ALIGNMENT = 4
 """cuBLAS reads rows of scales of 128 × 128 blocks at a stride that is a multiple of this number of scales."""
+_TILE_ROWS = 128
+"""Rows of a tile of scales of 1 × 32 blocks."""
 _PROBE = 256
 """Rows and columns of the GEMM that probes a device: whole blocks of every kind."""
 
 
 def scaled_product(
-    left: Quantized, right: Quantized, out_dtype: torch.dtype, bias: torch.Tensor | None = None, library: str = "auto"
+    left: Quantized,
+    right: Quantized,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    library: str = "auto",
+    *,
+    narrow: bool = False,
 ) -> torch.Tensor:
     """Compute ``left @ right.T + bias`` with accumulation in float32.
+
+    With ``narrow`` a float32 result of a device's GEMM that rounds to bfloat16 stays in bfloat16.
 
     Blocks of both operands extend along the columns. Native FP8 GEMMs are used if the GPU supports them for these
     blocks, otherwise float32 GEMMs of the dequantized values. On CPU native FP8 GEMMs are slower than float32.
@@ -178,25 +276,30 @@ def scaled_product(
     Shapes: ``left: [a, n]``, ``right: [b, n]``, ``bias: [b] -> [a, b]``.
     """
     if left.data.is_cuda and _has_scaled_product(left, right):
-        result = device_product(left, right, out_dtype)
+        result = device_product(left, right, out_dtype, narrow=narrow)
         return result if bias is None else result + bias
     result = linear(left.values(), right.values(), None if bias is None else bias.float(), library)
     return result.to(out_dtype)
 
 
-def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False) -> torch.Tensor:
     """Compute ``left @ right.T`` with torch's scaled GEMM; raises RuntimeError if it is unsupported.
+
+    ``narrow`` as in `scaled_product`.
 
     Shapes: ``left: [a, n]``, ``right: [b, n] -> [a, b]``.
     """
     scales = left.scale, right.scale
     computed_dtype = out_dtype
     if right.blocks == SQUARES_OF_128:
-        return _product_with_squares(left, right, torch.bfloat16).to(out_dtype)
+        return _in_dtype(_product_with_squares(left, right, torch.bfloat16), out_dtype, narrow)
     if left.blocks == WHOLE:
         left_scale, right_scale = (scale.reshape(()) for scale in scales)
     elif left.blocks == SEGMENTS_OF_32:
-        left_scale, right_scale = (_swizzled(scale.to(torch.float8_e8m0fnu)) for scale in scales)
+        left_scale, right_scale = (
+            each.scale.reshape(-1) if each.has_tiles else _swizzled(each.scale.to(torch.float8_e8m0fnu))
+            for each in (left, right)
+        )
         computed_dtype = torch.bfloat16
     else:
         # On CUDA scales of rows and segments are column-major.
@@ -210,7 +313,11 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) ->
         right_scale,
         out_dtype=computed_dtype,
     )
-    return result.to(out_dtype)
+    return _in_dtype(result, out_dtype, narrow)
+
+
+def _in_dtype(result: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
+    return result if narrow and dtype is torch.float32 else result.to(dtype)
 
 
 def _product_with_squares(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -260,8 +367,17 @@ def _swizzled(scale: torch.Tensor) -> torch.Tensor:
 
     Shapes: ``[n, m] -> [128 * 4 * tiles]``.
     """
-    tiles = math.ceil(scale.shape[0] / 128), math.ceil(scale.shape[1] / 4)
-    padded = torch.zeros(128 * tiles[0], 4 * tiles[1], dtype=torch.uint8, device=scale.device)
+    tiles = math.ceil(scale.shape[0] / _TILE_ROWS), math.ceil(scale.shape[1] / 4)
+    padded = torch.zeros(_TILE_ROWS * tiles[0], 4 * tiles[1], dtype=torch.uint8, device=scale.device)
     padded[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
     ordered = padded.view(tiles[0], 4, 32, tiles[1], 4).permute(0, 3, 2, 1, 4)
     return ordered.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+def _from_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in two dimensions, in float32, from rows of whole tiles.
+
+    Shapes: ``[n / 128, 512 tiles] -> [n, 4 tiles]``.
+    """
+    tiles = scale.view(len(scale), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(len(scale) * _TILE_ROWS, -1).float()

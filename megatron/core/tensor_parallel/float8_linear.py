@@ -57,6 +57,8 @@ def gather_scales(scale: torch.Tensor, group: Group) -> torch.Tensor:
 
     Shapes: ``[n, m] -> [group.size * n, m]``.
     """
+    if scale.dtype is torch.float8_e8m0fnu:
+        return all_gather_first_dim(scale.view(torch.uint8), group).view(torch.float8_e8m0fnu)
     exponents = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     return all_gather_first_dim(exponents, group).view(torch.float8_e8m0fnu).float()
 
@@ -258,5 +260,6 @@ def _add_fp8(
 ) -> torch.Tensor | None:
     if main_grad is None:
         return scaled_product(grad, x, dtype, library=library)
-    main_grad.add_computed(partial(scaled_product, grad, x, main_grad.tensor.dtype, library=library))
+    # The addition reads the result in the dtype of the GEMM.
+    main_grad.add_computed(partial(scaled_product, grad, x, main_grad.tensor.dtype, library=library, narrow=True))
     return None

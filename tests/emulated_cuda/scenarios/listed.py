@@ -466,6 +466,21 @@ _IN_FP8 = (
     training("experts in fp8, rows", f"{_EXPERTS} {_FP8} rowwise --add-qkv-bias"),
     training("experts in fp8 on a B200", f"{_EXPERTS} {_E4M3} mxfp8 --hidden-size 64", gpu="b200"),
     training("Triton: fp8, rows", f"{_SHORT} {_FP8} rowwise", triton=True),
+    training("Triton: fp8, blocks of 128", f"{_SHORT} {_FP8} blockwise {_ROPE}", triton=True),
+    training(
+        "Triton: fp8, rows, tensor parallel",
+        f"{_SHORT} {_FP8} rowwise {_ROPE} --seq-length 32 --max-position-embeddings 32 {_TENSOR} --sequence-parallel",
+        2,
+        triton=True,
+    ),
+    training(
+        "Triton: fp8, scales in tiles, tensor parallel",
+        f"{_SHORT} {_E4M3} mxfp8 --hidden-size 128 --ffn-hidden-size 256 --seq-length 256 "
+        f"--max-position-embeddings 256 {_TENSOR} --sequence-parallel",
+        2,
+        triton=True,
+        gpu="b200",
+    ),
     training("Triton: fp8 on an A100", f"{_SHORT} {_FP8} tensorwise", triton=True, gpu="a100"),
     training("Triton: fp8 on a B200", f"{_SHORT} {_E4M3} mxfp8 --hidden-size 64", triton=True, gpu="b200"),
     training("fp8 parameters gathered, delayed", f"{_FP8} delayed --fp8-param-gather {_OVERLAPS} --num-layers 3", 2),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron.config.arguments import resolve_arguments
@@ -134,19 +132,6 @@ def test_what_has_no_effect_is_told(flags: str, note: str) -> None:
 def test_without_fp8_its_other_flags_are_told_to_have_no_effect() -> None:
     notes = resolve("--fp8-amax-history-len 8 --fp8-recipe rowwise --no-fp8-wgrad").notes
     assert [note for note in notes if note.endswith("has no effect without --fp8-format {hybrid,e4m3}")]
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_a_recipe_that_is_predicted_slower_than_bf16_says_so(recipe: str) -> None:
-    said = [n for n in resolve(f"--fp8-format hybrid --fp8-recipe {recipe}").notes if "predicted slower" in n]
-    assert len(said) == (recipe in ("rowwise", "blockwise", "mxfp8"))
-    page = (Path(__file__).parents[3] / "docs" / "fp8.md").read_text(encoding="utf-8")
-    assert all(f"- {note}\n" in page for note in said)
-    assert all("not measured" in note and "\n" not in note for note in said)
-
-
-def test_nothing_is_said_without_fp8() -> None:
-    assert [note for note in resolve("").notes if "slower" in note] == []
 
 
 SIZES = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"

@@ -213,7 +213,8 @@ def test_each_flag_of_fp8_changes_the_time_of_a_layer() -> None:
         float8_layer_of(f"--fp8-format hybrid {more}")
         for more in ("--fp8-recipe tensorwise", "--fp8-recipe blockwise", "--no-fp8-wgrad")
     )
-    assert max(delayed.passes, own.passes) < blocks.passes
+    # A scale of the whole matrix needs its amax first. A block's scale does not: one kernel reads the matrix once.
+    assert max(delayed.passes, blocks.passes) < own.passes
     assert delayed.products == pytest.approx(own.products)
     assert own.products < half.products < float8_layer_of("").products
     # Without weight gradients in fp8 nothing is turned, and what they take is gathered in 16 bits.
@@ -253,9 +254,9 @@ def test_experts_in_fp8_round_what_their_recipe_says() -> None:
     half = float8_layer_of(experts.partition("--fp8")[0])
     own, blocks = (float8_layer_of(f"{experts} {recipe}") for recipe in ("tensorwise", "blockwise"))
     assert own.products < half.products
-    assert half.passes < own.passes < blocks.passes
-    # Each expert is launched for itself, and recipes without a kernel of their own round with several.
-    assert half.host < own.host < blocks.host
+    assert half.passes < blocks.passes < own.passes
+    # Each expert is launched for itself. A scale of the whole matrix takes kernels for the amax and for the scale.
+    assert half.host < blocks.host < own.host
 
 
 def test_transformer_engine_computes_weight_gradients_as_the_flag_says() -> None:

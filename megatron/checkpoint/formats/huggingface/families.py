@@ -23,10 +23,10 @@ from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
-    OlmoFamily,
     Olmo2Family,
     Olmo3Family,
     OlmoeFamily,
+    OlmoFamily,
 )
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily

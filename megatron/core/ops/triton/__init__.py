@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megatron.core.ops.triton.column_sums import sum_parts
     from megatron.core.ops.triton.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
+    from megatron.core.ops.triton.fp8_scaled_cast import amaxes, cast_rows, cast_segments, cast_squares, scales_of
     from megatron.core.ops.triton.probe import probe_float8
     from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
     from megatron.core.ops.triton.residual import MAX_WIDTH, add_and_normalize, drop_hidden
@@ -22,6 +23,7 @@ __getattr__ = lazy_exports(
         "column_sums": "sum_parts",
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "fp8_cast": "cast_and_transpose",
+        "fp8_scaled_cast": "amaxes cast_rows cast_segments cast_squares scales_of",
         "probe": "probe_float8",
         "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",
         "residual": "MAX_WIDTH add_and_normalize drop_hidden",

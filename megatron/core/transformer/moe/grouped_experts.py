@@ -164,7 +164,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
             plain, turned = own.matrix("grad", _padded(rows, multiple), transpose=in_fp8, records=ctx.records)
             if x_grad is not None:
                 quantized = own.weight(weight[number], transpose=True, records=False, scale=weight_scale)
-                few = _first_rows(plain, len(rows) + -len(rows) % _MULTIPLE)
+                few = plain.first_rows(len(rows) + -len(rows) % _MULTIPLE)
                 x_grad[start:end] = scaled_product(few, quantized, grad.dtype, library=library)[: len(rows)]
             if turned is not None:
                 operands.append((turned, own.input_again(_padded(x[start:end], multiple), x_scale, True, None)))
@@ -211,13 +211,6 @@ def _summed_multiple(blocks: Blocks, device: str) -> int:
     """Return the multiple of rows that the weight gradient's GEMM requires."""
     takes_blocks = device == "cuda" and has_scaled_products(blocks, blocks, device)
     return max(_MULTIPLE, blocks.columns) if takes_blocks else _MULTIPLE
-
-
-def _first_rows(matrix: Quantized, count: int) -> Quantized:
-    if count == len(matrix.data):
-        return matrix
-    assert matrix.blocks.rows == 1, "rows share scales, and are no more than are asked for"
-    return Quantized(matrix.data[:count], matrix.scale[:count], matrix.blocks)
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_FLOAT8 = 4
+NUM_PROGRAMS, NUM_FLOAT8 = 32, 12
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 
@@ -38,6 +38,7 @@ class Compiled:
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
     from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import fp8_scaled_cast as scaled
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
@@ -96,6 +97,12 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         warps = residual.warps(width)
         yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
+    kinds = dict.fromkeys(("rows", "columns", "whole"), "*i32") | {"num_rows": "i32", "width": "i32"}
+    for name, absent in [("rows and columns", ["whole"]), ("matrix", ["rows", "columns"])]:
+        arguments = kinds | dict.fromkeys(absent)
+        yield f"amax of {name}", scaled.amax_program, arguments, {"BLOCK": scaled._AMAX_BLOCK}, scaled._AMAX_WARPS
+    kinds = {"amax": "*i32", "scale": "*fp32", "count": "i32"}
+    yield "float8 scales", scaled.scales_program, kinds, {"BLOCK": scaled._SCALES_BLOCK, "IS_E5M2": False}, 4
     if capability >= MIN_FLOAT8_CAPABILITY:
         kinds = {"scale": "*fp32", "amax": "*fp32", "data": "*u8", "turned": "*u8", "num_rows": "i32", "width": "i32"}
         for is_e5m2 in (False, True):
@@ -103,6 +110,16 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
             yield f"float8 {is_e5m2}", fp8_cast.cast_program, kinds, sizes, 4
             weights = kinds | {"amax": None, "data": None}
             yield f"float8 transpose {is_e5m2}", fp8_cast.cast_program, weights, sizes, 4
+            kinds |= {"row_amax": "*i32", "column_amax": "*i32", "turned_scale": "*fp32"}
+            sizes = {"BLOCK": scaled._ROWS_BLOCK, "IS_E5M2": is_e5m2}
+            yield f"float8 rows {is_e5m2}", scaled.rows_program, kinds, sizes, 4
+            sizes = {"BLOCK": scaled.TILE, "IS_E5M2": is_e5m2}
+            yield f"float8 squares {is_e5m2}", scaled.squares_program, kinds, sizes, scaled._TILE_WARPS
+            sizes |= {"LENGTH": 128, "IS_TILED": False}
+            yield f"float8 segments {is_e5m2}", scaled.segments_program, kinds, sizes, scaled._TILE_WARPS
+            sizes |= {"LENGTH": 32, "IS_TILED": True}
+            tiled = kinds | {"scale": "*u8", "turned_scale": "*u8"}
+            yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
 
 
 def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:
@@ -148,20 +165,22 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
 )
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
-    assert len(results) == 29 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
+    assert len(results) == NUM_PROGRAMS + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
     for result in results:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
         limit = MAX_NORM_GRADIENT_REGISTERS if is_norm_gradient else MAX_REGISTERS
         assert 0 < result.registers <= limit, result
-        assert result.wide_loads >= (1 if result.name == "dropout" else 2), result
-        # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few.
+        assert result.wide_loads >= (1 if result.name in ("dropout", "float8 scales") else 2), result
+        # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few, and
+        # amaxes are atomic updates.
         is_normalizer = result.name == "cross-entropy"
-        assert result.wide_stores >= (0 if is_normalizer or result.name == "sums" else 1), result
+        writes_little = is_normalizer or result.name == "sums" or result.name.startswith("amax")
+        assert result.wide_stores >= (0 if writes_little else 1), result
         assert result.narrow_accesses == (1 if is_normalizer else 0), result
 
 
 @pytest.mark.long
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
-    assert len(results) == 29 + NUM_FLOAT8
+    assert len(results) == NUM_PROGRAMS + NUM_FLOAT8

@@ -14,10 +14,24 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.main_grad import MainGrad, Receiver, attach_main_grad, bias_gradient, leave_parts, receive_parts
-from megatron.core.ops import cross_entropy
+from megatron.core.ops import cross_entropy, fp8_tensor
 from megatron.core.ops import gated_activation as gated_activation_module
 from megatron.core.ops.dropout import DropoutSamples, RowKeys, drop_hidden
-from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
+from megatron.core.ops.fp8_tensor import (
+    E4M3,
+    E5M2,
+    ROWS,
+    SEGMENTS_OF_32,
+    SEGMENTS_OF_128,
+    SQUARES_OF_128,
+    WHOLE,
+    Quantized,
+    amax_of,
+    quantize,
+    quantize_both,
+    quantize_whole,
+    scale_of,
+)
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
@@ -29,7 +43,8 @@ from megatron.core.transformer.rotary_pos_embedding import (
     split_and_rotate,
     split_projection,
 )
-from tests.harness.toy_model import make_batch, make_model, tensor_parallel_group
+from tests.harness.float8_products import assert_products
+from tests.harness.toy_model import make_batch, make_float8_model, make_model, tensor_parallel_group
 from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
@@ -373,6 +388,116 @@ def check_cast(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_bytes_are_those_of_torch(dtype: torch.dtype) -> None:
     interpret(check_cast, dtype)
+
+
+def same_bits(actual: Quantized | None, expected: Quantized | None) -> None:
+    """Compare quantized matrices bit for bit; NaN has any sign."""
+    assert actual is not None
+    assert expected is not None
+    assert actual.data.is_contiguous()
+    (one, scale), (other, other_scale) = ((each.data, each.block_scales()) for each in (actual, expected))
+    assert torch.equal(one.float().isnan(), other.float().isnan())
+    assert torch.equal(one.view(torch.uint8)[~one.float().isnan()], other.view(torch.uint8)[~one.float().isnan()])
+    torch.testing.assert_close(scale, other_scale, rtol=0, atol=0, equal_nan=True)
+
+
+def hard_matrix(rows: int, columns: int) -> torch.Tensor:
+    """Return a matrix of many magnitudes, in which some blocks have infinity, NaN, zeros or denormals only."""
+    x = torch.randn(rows, columns) * torch.logspace(-30, 30, columns) * torch.logspace(-7, 7, rows).unsqueeze(1)
+    # The largest numbers of blocks: just below, at and just above what a power of two brings into range.
+    edges = [1.75, torch.tensor(1.75).nextafter(torch.tensor(2.0)).item(), 1.0, 1.9, 2.0**-140, 224 * 2.0**-149]
+    for place, edge in enumerate((*edges, 225 * 2.0**-149, 28672 * 2.0**-149, 28673 * 2.0**-149, -0.0)):
+        x[place % rows, :] = 0.0
+        x[place % rows, place % columns] = edge
+    x[rows // 2, columns // 2], x[-1, -1], x[-1, 0] = torch.inf, torch.nan, -torch.inf
+    x[rows // 2 :, : columns // 3] = 0.0
+    return x
+
+
+def check_scaled_casts(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    for rows, width in [(150, 200), (128, 256), (1, 3), (33, 160)]:
+        wide = hard_matrix(rows, width)
+        for x in (wide, wide.bfloat16(), wide.clamp(-1e3, 1e3).half(), wide.t().contiguous().t()):
+            for blocks in (ROWS, SEGMENTS_OF_128, SQUARES_OF_128, SEGMENTS_OF_32):
+                expected = quantize_both(x, dtype, blocks, transpose=True)
+                with cpu_runs_on_triton():
+                    both = quantize_both(x, dtype, blocks, transpose=True)
+                    first, none = quantize_both(x, dtype, blocks, transpose=False)
+                    no, second = quantize_both(x, dtype, blocks, plain=False, transpose=True)
+                assert none is no is None
+                for actual in (both, (first, second)):
+                    for ours, theirs in zip(actual, expected):
+                        same_bits(ours, theirs)
+                        assert ours is not None
+                        assert ours.has_tiles is (blocks == SEGMENTS_OF_32 and (rows, width) == (128, 256))
+            amax = amax_of(x, ROWS)
+            with cpu_runs_on_triton():
+                assert torch.equal(amax_of(x.nan_to_num(), WHOLE), x.nan_to_num().abs().max().float().view(1, 1))
+                assert amax_of(x, WHOLE).isfinite().all() == x.isfinite().all()
+                scale = scale_of(amax, dtype)
+            torch.testing.assert_close(scale, scale_of(amax, dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_casts_with_scales_of_their_own_are_those_of_torch(dtype: torch.dtype) -> None:
+    interpret(check_scaled_casts, dtype)
+
+
+def check_scales_in_tiles() -> None:
+    x = torch.randn(256, 384) * torch.logspace(-9, 9, 384)
+    with cpu_runs_on_triton():
+        parts = quantize_both(x, E4M3, SEGMENTS_OF_32, transpose=True)
+    for part, matrix in zip(parts, (x, x.t())):
+        assert part is not None
+        expected = quantize(matrix, E4M3, SEGMENTS_OF_32)
+        tiles = fp8_tensor._swizzled(expected.scale.to(torch.float8_e8m0fnu))
+        assert torch.equal(part.scale.view(torch.uint8).reshape(-1), tiles.view(torch.uint8))
+        assert torch.equal(part.values(), expected.values())
+        assert torch.equal(part.first_rows(40).values(), expected.values()[:40])
+        # Like the matrix, scales are concatenated along either dim.
+        for dim in (0, 1):
+            data, scale = (
+                torch.cat((each, each), dim) for each in (part.data.view(torch.uint8), part.scale.view(torch.uint8))
+            )
+            twice = Quantized(data.view(E4M3), scale.view(torch.float8_e8m0fnu), part.blocks)
+            assert torch.equal(twice.values(), torch.cat((expected.values(),) * 2, dim))
+
+
+def test_scales_are_in_the_tiles_that_cublas_reads() -> None:
+    interpret(check_scales_in_tiles)
+
+
+def check_shared_amax() -> None:
+    x, seen = torch.randn(40, 48), []
+
+    def share(amax: torch.Tensor) -> None:
+        seen.append(amax.clone())
+        amax.clamp_(min=100.0)
+
+    expected = quantize_both(x, E4M3, ROWS, transpose=True, share=share)
+    with cpu_runs_on_triton():
+        actual = quantize_both(x, E4M3, ROWS, transpose=True, share=share)
+    assert torch.equal(*seen)
+    for ours, theirs in zip(actual, expected):
+        same_bits(ours, theirs)
+
+
+def test_amaxes_of_columns_are_shared_before_they_scale() -> None:
+    interpret(check_shared_amax)
+
+
+def check_float8_layer(recipe: str) -> None:
+    model = make_float8_model(recipe, num_layers=1, hidden_size=128, ffn_hidden_size=256, add_bias_linear=False)
+    mlp = next(module for module in model.modules() if isinstance(module, FeedForward))
+    with cpu_runs_on_triton():
+        for name, layer in (("fc1", mlp.linear_fc1), ("fc2", mlp.linear_fc2)):
+            assert_products(layer, 64, 2, torch.Generator().manual_seed(1), name)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_gradients_of_a_float8_layer_are_products_of_its_quantized_operands(recipe: str) -> None:
+    interpret(check_float8_layer, recipe)
 
 
 WIDTH = 70

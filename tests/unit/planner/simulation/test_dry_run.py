@@ -12,7 +12,6 @@ import pytest
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
 from megatron.cli import simulate
 from megatron.config.arguments import resolve_arguments
-from megatron.config.resolution import BF16, PREDICTED_MS
 from megatron.config.run_config import RunConfig
 from megatron.planner.gpu import A100, B200, H100, H200
 from megatron.planner.simulation.dry_run import ModelFlops, check_flops, count_flops, needed_flops
@@ -210,15 +209,25 @@ def test_a_gpu_without_such_products_is_refused(capsys: pytest.CaptureFixture[st
     assert len(answer.splitlines()) == 1
 
 
+MIN_GAIN = 1.15
+"""A step of four layers also has the embedding, the loss and the update, which are not in FP8."""
+
+
 @pytest.mark.long
 @needs_compiler
-@pytest.mark.parametrize(("gpu", "name"), [("H100", "h100-80gb"), ("B200", "b200")])
-def test_the_table_of_recipes_is_what_a_dry_run_predicts(gpu: str, name: str) -> None:
-    flags = {recipe: ("--fp8-format", "hybrid", "--fp8-recipe", recipe) for recipe in PREDICTED_MS[gpu]} | {BF16: ()}
+@pytest.mark.parametrize(
+    ("gpu", "recipes"),
+    [("h100-80gb", ("delayed", "tensorwise", "rowwise", "blockwise")), ("b200", ("delayed", "tensorwise", "mxfp8"))],
+)
+def test_every_recipe_is_predicted_faster_than_bf16_on_the_gpu_that_it_is_for(
+    gpu: str, recipes: tuple[str, ...]
+) -> None:
+    flags = {recipe: ("--fp8-format", "hybrid", "--fp8-recipe", recipe) for recipe in recipes} | {"bf16": ()}
     four_layers = (*EIGHT_BILLION, "--num-layers", "4", "--global-batch-size", "16")
-    cases = [DryRunCase(recipe, (*four_layers, *more), 8, gpu=name, num_steps=2) for recipe, more in flags.items()]
+    cases = [DryRunCase(recipe, (*four_layers, *more), 8, gpu=gpu, num_steps=2) for recipe, more in flags.items()]
     predicted = {recipe: report["predicted_ms"] for recipe, report in reports_of(cases).items()}
-    assert predicted == pytest.approx(PREDICTED_MS[gpu], rel=0.01)
+    gains = {recipe: predicted["bf16"] / predicted[recipe] for recipe in recipes}
+    assert min(gains.values()) >= MIN_GAIN, gains
 
 
 NUM_LAYERS, HIDDEN, FFN, VOCABULARY, NUM_RANKS = 6, 2048, 5632, 32000, 32

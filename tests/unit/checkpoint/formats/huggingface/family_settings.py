@@ -83,6 +83,16 @@ STARCODER2 = LLAMA | {
     "hidden_act": "gelu_pytorch_tanh",
 }
 EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"}
+HELIUM = LLAMA | {"architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 8, "attention_bias": True}
+ERNIE = LLAMA | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": 12, "use_bias": True}
+STABLELM = LLAMA | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "num_key_value_heads": 6}
+GLM4_MOE = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+}
+FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

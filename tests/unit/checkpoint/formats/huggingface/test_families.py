@@ -18,13 +18,17 @@ from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from tests.unit.checkpoint.formats.huggingface.family_settings import (
     ARCEE,
     DEEPSEEK,
+    ERNIE,
     EXAONE4,
+    FLEX_OLMO,
     GEMMA,
     GEMMA2,
     GEMMA3,
     GLM4,
+    GLM4_MOE,
     GPT2,
     GPT_OSS,
+    HELIUM,
     LLAMA,
     LLAMA31_SCALING,
     MISTRAL,
@@ -41,6 +45,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     QWEN3_MOE,
     SEED_OSS,
     SMOLLM3,
+    STABLELM,
     STARCODER2,
     YARN,
     config_of,
@@ -187,6 +192,13 @@ MODELS = [
     STARCODER2 | {"use_bias": False, "tie_word_embeddings": False},
     EXAONE4 | {"sliding_window_pattern": 2},
     EXAONE4 | {"sliding_window": None, "rope_scaling": LLAMA31_SCALING},
+    HELIUM,
+    ERNIE,
+    STABLELM,
+    GLM4_MOE | {"attention_bias": True, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 2},
+    GLM4_MOE | {"use_qk_norm": True, "partial_rotary_factor": 0.34, "routed_scaling_factor": 2.5},
+    FLEX_OLMO,
+    FLEX_OLMO | {"norm_topk_prob": True, "rope_scaling": YARN},
 ]
 
 
@@ -207,7 +219,7 @@ def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dic
         ({"qk_layernorm": True, "add_qkv_bias": True}, "qk_layernorm True"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
         ({"rotary_percent": 0.5, "add_qkv_bias": True}, "rotary_dim 4"),
-        ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"rotary_interleaved": True, "qk_layernorm": True}, "rotary_interleaved True"),
         ({"swiglu": False}, "activation 'gelu_tanh'"),
         ({"swiglu": False, "quick_geglu": True}, "activation 'quick_geglu'"),
         ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
@@ -248,6 +260,11 @@ FAMILY_SETTINGS = [
     ARCEE,
     STARCODER2,
     EXAONE4,
+    HELIUM,
+    ERNIE,
+    STABLELM,
+    GLM4_MOE | {"num_nextn_predict_layers": 1},
+    FLEX_OLMO,
 ]
 
 

@@ -464,7 +464,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "num_experts": 5,
+        "num_experts": 6,
         "num_experts_per_tok": 2,
         "pad_token_id": None,
         "eos_token_id": None,
