@@ -29,9 +29,9 @@ class Norm(nn.Module):
 
     ``partial_gradient`` means that a tensor-parallel rank sees only part of the positions or heads, so that the
     weight's gradients must be summed over the ranks. With ``centered_weight`` the weight is stored as its difference
-    from one. ``parameters`` are the learned ones of ``weight`` and ``bias``. ``transformer_impl`` selects the library that
-    computes the norm, if that library is available. If the kind was registered by a script, ``module`` computes the
-    norm and has the parameters.
+    from one. ``parameters`` are the learned ones of ``weight`` and ``bias``. ``transformer_impl`` selects the library
+    that computes the norm, if that library is available. If the kind was registered by a script, ``module`` computes
+    the norm and has the parameters.
 
     Shapes: ``[..., n] -> [..., n]``.
     """

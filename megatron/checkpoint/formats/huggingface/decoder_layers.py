@@ -203,6 +203,8 @@ class RotaryDecoderFamily:
     activation = ("hidden_act", "silu", "swiglu")
     """Setting of the activation, its only supported value, and the corresponding flag."""
     epsilon_name = "rms_norm_eps"
+    attention_output = "o_proj"
+    final_norm = "norm"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     expert_names: ExpertNames | None = ExpertNames()
     names_in_memory: tuple[tuple[str, str], ...] = ()
@@ -291,9 +293,11 @@ class RotaryDecoderFamily:
         for layer in range(config.num_layers):
             ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
             yield from self.layer_links(config, ours, theirs, has_experts=config.moe_layers[layer])
-        yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}norm")
+        yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}{self.final_norm}")
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
+        if config.add_output_bias:
+            yield whole("model.output_layer.bias", "lm_head.bias", (config.vocab_size,))
 
     def is_buffer(self, name: str) -> bool:
         """Return whether the tensor is a buffer of RoPE frequencies, which older files contain."""
@@ -337,7 +341,8 @@ class RotaryDecoderFamily:
         width, ffn = config.hidden_size, config.ffn_hidden_size
         yield from (self.attention_links if has_experts else self.projection_links)(config, ours, theirs)
         projection = (width, config.context_size)
-        yield from linear_links(config, f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", projection)
+        output = f"{theirs}self_attn.{self.attention_output}"
+        yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
         if has_experts:

@@ -11,6 +11,7 @@ from megatron.checkpoint.formats.huggingface.cohere import CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
+from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
@@ -28,6 +29,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
     OlmoeFamily,
     OlmoFamily,
 )
+from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
@@ -75,6 +77,8 @@ FAMILIES: tuple[Family, ...] = (
     GraniteMoeFamily(),
     CohereFamily(),
     OlmoFamily(),
+    PhiFamily(),
+    FalconFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

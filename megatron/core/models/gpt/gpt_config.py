@@ -92,6 +92,8 @@ class GPTConfig(DecoderConfig, in_args=True):
     --moe-z-loss-coeff."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a separate weight."""
+    add_output_bias: bool = flag(False, role="weights", needs="untie_embeddings_and_output_weights", in_args=False)
+    """Add a bias to the output layer."""
 
     def __post_init__(self) -> None:
         """Derive the fields that depend on others."""

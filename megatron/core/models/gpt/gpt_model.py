@@ -244,7 +244,7 @@ class GPTModel(Model):
                 tp,
                 config=config,
                 init_std=config.embedding_init_std if is_tied else config.init_method_std,
-                bias=False,
+                bias=config.add_output_bias,
                 device=device,
                 padded_output_size=config.padded_vocab_size,
                 tp_comm_buffer_name="output",
