@@ -48,9 +48,7 @@ class FalconFamily(RotaryDecoderFamily):
         if num_norms > 1 + is_new:
             settings.refuse(f"num_ln_in_parallel_attn is {num_norms}; with this architecture use {1 + is_new} or less")
         if not is_parallel:
-            settings.require(
-                "attention_dropout", 0.0, 0.0, "without parallel_attn it drops the output too"
-            )
+            settings.require("attention_dropout", 0.0, 0.0, "without parallel_attn it drops the output too")
         return {
             "normalization": "LayerNorm",
             "add_bias_linear": settings.switch("bias", False),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
-from megatron.checkpoint.formats.huggingface.cohere import CohereFamily
+from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
@@ -22,6 +22,7 @@ from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, Grani
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
+from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
     Olmo2Family,
@@ -79,6 +80,8 @@ FAMILIES: tuple[Family, ...] = (
     OlmoFamily(),
     PhiFamily(),
     FalconFamily(),
+    Cohere2Family(),
+    NanoChatFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -76,6 +76,8 @@ class GPTConfig(DecoderConfig, in_args=True):
     """Unscaled base of the rotary frequencies in sliding-window layers; by default that of all layers."""
     scale_embeddings: bool = flag(False, role="meaning", in_args=False)
     """Multiply word embeddings by the square root of the hidden size."""
+    add_embedding_norm: bool = flag(False, role="weights", in_args=False)
+    """Normalize the embeddings before the first layer."""
     embedding_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, in_args=False)
     """Multiplier of the embeddings."""
     logit_scale: float = flag(1.0, role="meaning", bounds=POSITIVE, in_args=False)

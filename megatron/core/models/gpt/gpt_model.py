@@ -52,6 +52,7 @@ from megatron.core.transformer import (
     further_loss_names,
     further_losses,
     keys_of_rank,
+    make_norm,
     mtp_targets,
     quantize_base,
     require_keys,
@@ -85,7 +86,7 @@ class PositionEmbedding(nn.Module):
 
 
 class GPTEmbedding(nn.Module):
-    """Embedding of tokens and of learned positions, if configured.
+    """Embedding of tokens and of learned positions, if configured, with an optional norm.
 
     Shapes: ``tokens, position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
     """
@@ -114,6 +115,7 @@ class GPTEmbedding(nn.Module):
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, tp, device)
+        self.norm = make_norm(config, tp, device) if config.add_embedding_norm else None
         self.dropout = HiddenDropout(config.hidden_dropout)
 
     def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -134,6 +136,8 @@ class GPTEmbedding(nn.Module):
             assert position_ids is not None, "learned positions are looked up"
             positions = self.position_embeddings(position_ids)
             hidden = hidden + (positions if self.multiplier == 1.0 else positions * self.multiplier)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         keys = require_keys(dropout).of_embedding if self.dropout.is_active else None
         output: torch.Tensor = self.dropout(hidden, keys)
         return output
