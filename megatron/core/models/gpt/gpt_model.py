@@ -274,8 +274,8 @@ class GPTModel(Model):
 
     @property
     def first_alone(self) -> nn.Module | None:
-        """Return the embedding if it is used neither as output layer nor by MTP modules."""
-        if self.embedding is None or not self.pre_process:
+        """Return the embedding if no other module uses it (output layer, MTP) and its backward pass needs no weight."""
+        if self.embedding is None or not self.pre_process or self.embedding.norm is not None:
             return None
         return self.embedding if gradient_uses_of(self.embedding.word_embeddings.weight) == 1 else None
 
