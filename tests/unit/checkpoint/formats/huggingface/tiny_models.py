@@ -491,7 +491,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "intermediate_size": 20,
-        "num_local_experts": 5,
+        "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.6,
