@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
+from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
@@ -82,10 +83,11 @@ FAMILIES: tuple[Family, ...] = (
     FalconFamily(),
     Cohere2Family(),
     NanoChatFamily(),
+    DeepseekV2Family(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v3",)
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 

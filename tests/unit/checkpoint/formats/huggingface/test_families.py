@@ -20,6 +20,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     COHERE,
     COHERE2,
     DEEPSEEK,
+    DEEPSEEK_V2,
     ERNIE,
     EXAONE4,
     FALCON,
@@ -221,6 +222,7 @@ MODELS = [
     FALCON | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     FALCON | {"parallel_attn": False, "multi_query": False},
     NANOCHAT,
+    DEEPSEEK_V2 | {"routed_scaling_factor": 16.0, "q_lora_rank": None, "rope_scaling": YARN},
 ]
 
 
@@ -295,6 +297,7 @@ FAMILY_SETTINGS = [
     PHI,
     FALCON | {"new_decoder_architecture": True},
     NANOCHAT,
+    DEEPSEEK_V2,
 ]
 
 
@@ -453,6 +456,9 @@ REFUSED = [
     (FALCON, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; with this architecture use 1"),
     (FALCON, {"parallel_attn": False, "attention_dropout": 0.1}, "attention_dropout is 0.1"),
     (NANOCHAT, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
+    (DEEPSEEK_V2, {"topk_method": "group_limited_greedy"}, 'topk_method is "group_limited_greedy"'),
+    (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob is true"),
+    (DEEPSEEK_V2, {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
     (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
