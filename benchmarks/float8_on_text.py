@@ -1,4 +1,4 @@
-"""Train a small model on a text in bfloat16 and with each recipe of fp8, and compare the losses on validation text.
+"""Train a small model on a text in bfloat16, each recipe of FP8 and NVFP4, and compare the losses on validation text.
 
     python benchmarks/float8_on_text.py TEXT.jsonl --about "what the text is" --output benchmarks/results/float8_on_text
 
@@ -29,7 +29,6 @@ from benchmarks.machine import describe_machine
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 _MODEL = """
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
     --tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 8 --distributed-backend gloo
@@ -38,6 +37,14 @@ _MODEL = """
     --eval-iters 20 --eval-interval 100000
 """
 _FLOAT8 = "--fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-recipe"
+_NVFP4 = "--fp4-format e2m1"
+_REFERENCE = "bfloat16"
+_FLAGS = {
+    **{recipe: f"{_FLOAT8} {recipe}" for recipe in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")},
+    "nvfp4": _NVFP4,
+    "nvfp4-ends-in-bfloat16": f"{_NVFP4} --first-last-layers-bf16",
+}
+"""Flags of each recipe; the last one keeps the first and last layers in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("text", type=Path, metavar="FILE", help="a text, as jsonl or as it is")
     parser.add_argument("--about", required=True, metavar="WORDS", help="what the text is, for the results")
     parser.add_argument("--iterations", type=int, default=300, metavar="N", help="iterations of a run (300)")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=list(_FLAGS), default=list(_FLAGS), metavar="RECIPE", help="recipes (all)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], metavar="N", help="seeds (1234)")
     parser.add_argument("--output", type=Path, metavar="STEM", help="write STEM.json and STEM.md (print only)")
     return parser
@@ -82,8 +92,14 @@ def _write_tokens(path: Path, prefix: Path) -> int:
 
 def _train(recipe: str, seed: int, num_iterations: int, prefix: Path) -> Trained:
     metrics = prefix.parent / f"{recipe}-{seed}.jsonl"
-    float8 = [] if recipe == "bfloat16" else [*_FLOAT8.split(), recipe]
-    words = [*_MODEL.split(), *float8, "--seed", str(seed), "--train-iters", str(num_iterations)]
+    words = [
+        *_MODEL.split(),
+        *_FLAGS.get(recipe, "").split(),
+        "--seed",
+        str(seed),
+        "--train-iters",
+        str(num_iterations),
+    ]
     words += ["--data-path", str(prefix), "--metrics-jsonl", str(metrics)]
     environment = dict(os.environ) | {"MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "pretrain_gpt.py", *words]
@@ -97,7 +113,7 @@ def _train(recipe: str, seed: int, num_iterations: int, prefix: Path) -> Trained
 
 
 def _table(runs: Sequence[Trained], header: str) -> str:
-    reference = {run.seed: run.validation_loss for run in runs if run.recipe == "bfloat16"}
+    reference = {run.seed: run.validation_loss for run in runs if run.recipe == _REFERENCE}
     rows = [header, "", "| recipe | seed | validation loss | against bfloat16 |", "|---|---|---|---|"]
     for run in runs:
         difference = run.validation_loss / reference[run.seed] - 1
@@ -114,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prefix = Path(folder) / "text"
         num_tokens = _write_tokens(arguments.text, prefix)
         for seed in arguments.seeds:
-            for recipe in ("bfloat16", *_RECIPES):
+            for recipe in (_REFERENCE, *arguments.recipes):
                 runs.append(_train(recipe, seed, arguments.iterations, prefix))
                 print(runs[-1], flush=True)
     setting = {
@@ -123,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "num_tokens": num_tokens,
         "iterations": arguments.iterations,
         "model": " ".join(_MODEL.split()),
-        "float8": f"{_FLOAT8} RECIPE",
+        "flags": {recipe: _FLAGS[recipe] for recipe in arguments.recipes},
         "torch": torch.__version__,
         "machine": describe_machine(),
     }

@@ -64,6 +64,8 @@ def training_flags(workload: Workload, num_steps: int) -> list[str]:
         *(["--sequence-parallel"] if workload.sequence_parallel else []),
         *("--ffn-hidden-size", str(workload.active_width)),
         *(["--swiglu", "--disable-bias-linear"] if workload.is_gated else []),
+        *(["--position-embedding-type", "rope", "--normalization", "RMSNorm"] if workload.is_rotary else []),
+        *(["--compile"] if workload.is_compiled else []),
         *(_expert_flags(workload) if workload.num_experts else []),
         *_DTYPE_FLAGS[workload.dtype],
     ]

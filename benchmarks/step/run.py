@@ -56,6 +56,7 @@ def contestants(base: Workload, dtypes: list[str], threads: int) -> list[Contest
         one = replace(base, dtype=dtype)
         two = replace(one, tensor_model_parallel_size=2)
         result.append(Contestant(f"ours {dtype}", one, False, threads))
+        result.append(Contestant(f"ours {dtype}, --compile", replace(one, is_compiled=True), False, threads))
         result.append(Contestant(f"megatron-core {dtype}", replace(one, fused_adam=False), True, threads))
         result.append(Contestant(f"megatron-core {dtype}, fused AdamW", one, True, threads))
         sequence_parallel = replace(two, sequence_parallel=True)

@@ -18,7 +18,8 @@ class Workload:
     """Hold the sizes and hyper-parameters of the measured training.
 
     ``ffn_hidden_size`` is the width of a feed-forward that a token goes through, 0 for four times the hidden size: an
-    expert has a ``router_topk``-th of it. Gated layers have no biases.
+    expert has a ``router_topk``-th of it. Gated layers have no biases. Rotary positions come with RMSNorm. Only this
+    project's layers can be compiled.
     """
 
     num_layers: int = 6
@@ -30,6 +31,8 @@ class Workload:
     padded_vocab_size: int = 50304
     ffn_hidden_size: int = 0
     is_gated: bool = False
+    is_rotary: bool = False
+    is_compiled: bool = False
     num_experts: int = 0
     router_topk: int = 2
     dtype: str = "float32"

@@ -27,6 +27,7 @@ from megatron.core.console import ProgressBar
 from megatron.verification import (
     ATTENTION_SHAPES,
     EXPERT_SHAPES,
+    HYBRID_SHAPES,
     LATENT_SHAPES,
     MAX_WORLD_SIZE,
     PREDICTION_SHAPES,
@@ -35,6 +36,7 @@ from megatron.verification import (
     attention_matrix,
     expert_matrix,
     fuzz,
+    hybrid_matrix,
     latent_matrix,
     matrix,
     odd_matrix,
@@ -65,7 +67,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--shape",
-        choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES),
+        choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES, *HYBRID_SHAPES),
         help="only this model shape",
     )
     parser.add_argument(
@@ -118,7 +120,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
     """Return the test cases that the command line selects."""
-    of_models = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
+    of_models = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix(), *hybrid_matrix())
     proved = [*matrix(), *of_models, *sharding_matrix(), *recipe_matrix(), *odd_matrix()]
     cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
     words = arguments.filter.split()

@@ -494,8 +494,9 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
         missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
         notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
         return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
-    if model.fp8.fp8_format is not None:
-        notes.append("--tp-comm-overlap applies only to 16-bit layers: FP8 GEMMs are not split into chunks")
+    if model.fp8.is_quantized:
+        kind = "FP8" if model.fp8.fp4_format is None else "NVFP4"
+        notes.append(f"--tp-comm-overlap applies only to 16-bit layers: {kind} GEMMs are not split into chunks")
     if model.tp_comm_overlap_cfg is None:
         return config
     methods: tuple[str, ...] = ()
@@ -644,6 +645,10 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, scheduler=schedule)
 
 
+_OF_NVFP4 = ("fp4_format", "fp8_wgrad")
+"""Fields of FP8's group that have an effect with NVFP4 and do not need another field."""
+
+
 def _float8_notes(config: RunConfig) -> list[str]:
     if config.model.fp8.fp8_format is not None:
         return []
@@ -653,7 +658,7 @@ def _float8_notes(config: RunConfig) -> list[str]:
     return [
         f"{spec.typed(field_value(config.model, spec.name))} has no effect without {wanted.typed(wanted.metavar)}"
         for spec in given
-        if spec.options.needs is None
+        if spec.options.needs is None and not (config.model.fp8.is_quantized and spec.name in _OF_NVFP4)
     ]
 
 

@@ -154,7 +154,8 @@ class TrainingConfig(Config, role="run"):
     check_weight_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
     """Compare weights of data-parallel replicas bitwise every N iterations; a difference ends the run."""
     compile: bool = False
-    """Compile norms and activations with torch.compile; takes seconds at the start (logged), changes last bits."""
+    """Compile residual additions, norms, activations and rotary embeddings with torch.compile, for training passes;
+    takes seconds at the start (logged), changes last bits."""
     cuda_graph_impl: str = flag("none", choices=("none", "local"), not_built=("transformer_engine",))
     """Capture each layer's forward and backward pass as CUDA graphs (local): almost no launch cost, but memory stays in
     use between micro-batches."""

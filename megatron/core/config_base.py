@@ -110,9 +110,9 @@ class FlagOptions:
     otherwise the range of 64 bits.
 
     Relations between fields, by name: a field ``excludes`` others, and setting it without the field that it ``needs``
-    is an error. It counts only if ``where`` holds, that is, if another field has the given value; otherwise the value
-    in a checkpoint is not compared. If ``idle`` holds, the field has no effect and a note says so. ``seen_as`` names
-    the attribute of the configuration that several flags set.
+    (or any of several) is an error. It counts only if ``where`` holds, that is, if another field has the given value;
+    otherwise the value in a checkpoint is not compared. If ``idle`` holds, the field has no effect and a note says so.
+    ``seen_as`` names the attribute of the configuration that several flags set.
 
     ``in_args`` are the field's names in the ``args`` of Megatron-LM checkpoints: the first name that exists is read,
     and all are written. True stands for the field's own name, and None for the default of its class.
@@ -136,7 +136,7 @@ class FlagOptions:
     append: bool = False
     cli: bool = True
     excludes: tuple[str, ...] = ()
-    needs: str | None = None
+    needs: str | tuple[str, ...] | None = None
     where: tuple[str, Any] | None = None
     idle: Idle | None = None
     seen_as: str | None = None

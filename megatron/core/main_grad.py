@@ -88,11 +88,14 @@ class MainGrad:
 
     def _add_now(self, grad: torch.Tensor) -> None:
         self._begin()
+        self._write(grad)
+        self.end_contribution()
+
+    def _write(self, grad: torch.Tensor) -> None:
         if self.is_empty:
             self.tensor.copy_(grad)
         else:
             self.tensor.add_(grad)
-        self.end_contribution()
 
     def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
         """Add the matmul ``left @ right``, computed on CPU with the given library (see `linear`).
@@ -104,23 +107,35 @@ class MainGrad:
         if not self._defer(self._add_matmul_now, left, right, library):
             self._add_matmul_now(left, right, library)
 
-    def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor, library: str) -> None:
+    def add_matmul_chunk(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
+        """Add one of several matmuls that are one contribution, at once; `end_contribution` follows the last.
+
+        Shapes: ``left: [out, n]``, ``right: [n, in]``.
+        """
         self._begin()
+        # The weight of a single expert has a first dim of 1.
+        total = self.tensor[0] if self.tensor.dim() == 3 else self.tensor
         if self.fuses_products:
-            add_wide_product(self.tensor, left, right, overwrite=self.is_empty)
+            add_wide_product(total, left, right, overwrite=self.is_empty)
         elif self.tensor.dtype != left.dtype or uses_onednn(left, gradient_library(library)):
-            self._add_now(product(left, right, library))
-            return
+            self._write(product(left, right, library))
         elif self.is_empty:
-            torch.mm(left, right, out=self.tensor)
+            torch.mm(left, right, out=total)
         else:
-            self.tensor.addmm_(left, right)
+            total.addmm_(left, right)
+        self.is_empty = False
+
+    def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor, library: str) -> None:
+        self.add_matmul_chunk(left, right, library)
         self.end_contribution()
 
     def add_grouped_matmul(
         self, grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto"
     ) -> None:
         """Add the matmul ``grad.T @ x`` of each group of rows to that group's matrix of the gradient.
+
+        On CUDA a single group accumulates in the dtype of the gradient, if the device supports it. torch's grouped and
+        batched GEMMs round the matmuls of several groups to the dtype of the operands before they are added.
 
         Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n, for a gradient ``[groups, out, in]``.
         """
@@ -129,6 +144,9 @@ class MainGrad:
             self._add_grouped_matmul_now(grad, x, counts, library)
 
     def _add_grouped_matmul_now(self, grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str) -> None:
+        if grad.is_cuda and len(counts) == 1 and len(x):
+            self._add_matmul_now(grad.t(), x, library)
+            return
         if grad.is_cuda:
             self._add_now(grouped_gradient(grad, x, counts, library))
             return
@@ -154,6 +172,16 @@ class MainGrad:
 
     def _add_computed_now(self, compute: Callable[[], torch.Tensor]) -> None:
         self._add_now(compute())
+
+    def add_by(self, add: Callable[[torch.Tensor, bool], None]) -> None:
+        """Let ``add`` change the gradient: it gets the tensor, and whether to overwrite its values."""
+        if not self._defer(self._add_by_now, add):
+            self._add_by_now(add)
+
+    def _add_by_now(self, add: Callable[[torch.Tensor, bool], None]) -> None:
+        self._begin()
+        add(self.tensor, self.is_empty)
+        self.end_contribution()
 
     def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Add ``rows[i]`` to row ``indices[i]``.

@@ -373,8 +373,10 @@ _DELAYED = ("fp8_recipe", "delayed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Config(Config, role="run", in_args=False):
-    """FP8 options; FP8 is off without ``fp8_format``. Every scale is a power of two."""
+    """FP8 and NVFP4 options; linear layers are quantized with ``fp8_format`` or ``fp4_format``."""
 
+    fp4_format: str | None = flag(None, choices=("e2m1",), excludes=("fp8_format",))
+    """Run linear layers in NVFP4 with --bf16: 4-bit E2M1 with a scale per 16 elements and per tensor."""
     fp8_format: str | None = flag(None, choices=("hybrid", "e4m3"))
     """Run linear layers in FP8, with --bf16 or --fp16: E4M3 only, or E5M2 for output gradients (hybrid)."""
     fp8_hybrid: bool = flag(False, excludes=("fp8_e4m3",), seen_as="fp8_format")
@@ -396,10 +398,10 @@ class Fp8Config(Config, role="run", in_args=False):
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"), where=_DELAYED)
     """Amax that delayed scaling expects: the most recent, or the maximum of the history."""
     fp8_wgrad: bool = flag(True, negative="--no-fp8-wgrad")
-    """Compute weight gradients in FP8. Off: compute weight gradients in the model's precision."""
+    """Compute weight gradients in FP8 or NVFP4. Off: compute weight gradients in the model's precision."""
     fp8_param_gather: bool = flag(False, needs="fp8_format")
     """All-gather weights of FP8 GEMMs in FP8 with the distributed optimizer."""
-    first_last_layers_bf16: bool = flag(False, needs="fp8_format")
+    first_last_layers_bf16: bool = flag(False, needs=("fp8_format", "fp4_format"))
     """Keep the first and last layers in the model's precision."""
     num_layers_at_start_in_bf16: int = flag(1, bounds=NOT_NEGATIVE, where=("first_last_layers_bf16", True))
     """First layers that stay in the model's precision."""
@@ -411,18 +413,28 @@ class Fp8Config(Config, role="run", in_args=False):
         if self.fp8_format is None and (self.fp8_hybrid or self.fp8_e4m3):
             object.__setattr__(self, "fp8_format", "hybrid" if self.fp8_hybrid else "e4m3")
 
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether matmuls run in FP8 or NVFP4."""
+        return self.fp8_format is not None or self.fp4_format is not None
+
+    @property
+    def saved_element_bytes(self) -> float:
+        """Return the bytes per element of an input that a linear layer saves, with the scales of NVFP4's blocks."""
+        return 1 if self.fp4_format is None else 0.5 + 1 / 16
+
     def float8_layers(self, num_layers: int) -> range:
-        """Return the indices of the layers whose matmuls run in FP8."""
-        if self.fp8_format is None:
+        """Return the indices of the layers whose matmuls run in FP8 or NVFP4."""
+        if not self.is_quantized:
             return range(0)
         if not self.first_last_layers_bf16:
             return range(num_layers)
         return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
 
     def is_in_float8(self, layer_number: int, num_layers: int) -> bool:
-        """Return whether a layer's matmuls run in FP8; those of MTP layers always do if FP8 is on."""
+        """Return whether a layer's matmuls run in FP8 or NVFP4; those of MTP layers always do if one of them is on."""
         if layer_number >= num_layers:
-            return self.fp8_format is not None
+            return self.is_quantized
         return layer_number in self.float8_layers(num_layers)
 
 

@@ -92,7 +92,8 @@ class ParamSpec:
     ``fused_rows`` gives, if rows of several matrices are interleaved, the number of consecutive rows of each, repeated
     over the whole weight: the query, key and value rows of each group, or all rows of gate and up.
     ``width_multiplier`` is the ratio of the width of a matrix to its width in the base model (muP). Initial values are
-    normal with ``init_mean`` and ``init_std``, or uniform from ``-init_bound`` to ``init_bound`` if it is not 0.
+    normal with ``init_mean`` and ``init_std``, or uniform within ``init_bound`` of the mean if it is not 0.
+    ``init_transform`` names a function of `initialization.TRANSFORMS` that is applied to them.
     """
 
     name: str
@@ -105,6 +106,7 @@ class ParamSpec:
     init_mean: float = 0.0
     init_std: float = 0.0
     init_bound: float = 0.0
+    init_transform: str = ""
     fused_rows: tuple[int, ...] = ()
     is_expert: bool = False
     width_multiplier: float = 1.0
@@ -310,21 +312,24 @@ def even_shards(
     return (Shard(Box(offset, shape), (0,) * len(global_shape)),)
 
 
-def stacked_shards(global_shape: Sequence[int], dim: int, index: int, count: int, parts: int) -> tuple[Shard, ...]:
-    """Return shard ``index`` of ``count`` of ``parts`` equal tensors stacked along ``dim`` and each split evenly.
+def stacked_shards(
+    global_shape: Sequence[int], dim: int, index: int, count: int, parts: int | Sequence[int]
+) -> tuple[Shard, ...]:
+    """Return shard ``index`` of ``count`` of tensors stacked along ``dim`` and each split evenly.
 
-    A gated unit's ``[gate; up]`` has two parts: the local tensor is ``[gate_r; up_r]``.
+    ``parts`` are the lengths of the tensors, or the number of equally long ones. A gated unit's ``[gate; up]`` has two
+    parts: the local tensor is ``[gate_r; up_r]``.
     """
     global_shape = tuple(global_shape)
-    part_length = global_shape[dim] // parts
-    shard_length = part_length // count
-    shards = []
-    for part in range(parts):
+    lengths = [global_shape[dim] // parts] * parts if isinstance(parts, int) else parts
+    shards, start, local_start = [], 0, 0
+    for length in lengths:
         offset = [0] * len(global_shape)
         local_offset = [0] * len(global_shape)
         shape = list(global_shape)
-        offset[dim] = part * part_length + index * shard_length
-        local_offset[dim] = part * shard_length
-        shape[dim] = shard_length
+        shape[dim] = length // count
+        offset[dim] = start + index * shape[dim]
+        local_offset[dim] = local_start
         shards.append(Shard(Box(tuple(offset), tuple(shape)), tuple(local_offset)))
+        start, local_start = start + length, local_start + shape[dim]
     return tuple(shards)

@@ -35,10 +35,10 @@ def saved_by_transformer_engine(
 ) -> Mapping[str, int]:
     """Return the saved activations of a Transformer Engine layer for one micro-batch, by part, with FlashAttention.
 
-    With FP8 the inputs of linear layers are saved in 8 bits. The attention output is saved twice, since the backward
-    pass of attention needs it in 16 bits. Experts save activations in 16 bits, unless ``weighs_early`` says that the
-    routing weights are applied between the two linear layers of an expert. In that case experts save their inputs in 8
-    bits too with FP8, and do not save their outputs.
+    With FP8 the inputs of linear layers are saved in 8 bits, and with NVFP4 in 4.5. The attention output is saved
+    twice, since the backward pass of attention needs it in 16 bits. Experts save activations in 16 bits, unless
+    ``weighs_early`` says that the routing weights are applied between the two linear layers of an expert. In that case
+    experts save their inputs in 8 bits too with FP8, and do not save their outputs.
     """
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     join = _join(model, layer_number, rows, element)
@@ -46,9 +46,11 @@ def saved_by_transformer_engine(
         return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
     is_float8 = model.fp8.is_in_float8(layer_number, model.num_layers)
-    product_input = 1 if is_float8 else element
+    product_input = model.fp8.saved_element_bytes if is_float8 else element
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
-    feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
+    feed_forward: dict[str, float] = {
+        "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)
+    }
     if model.moe_layers[model.kind_of(layer_number)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         feed_forward = dict(experts.kept())
@@ -64,12 +66,12 @@ def saved_by_transformer_engine(
         "query, key, value": tokens * (queries + 2 * keys) * element,
         # Recomputed attention saves another copy of the keys. It frees nothing, since FlashAttention saves no scores.
         "recomputed attention": tokens * keys * element * (model.recompute_granularity == "selective"),
-        "attention output": tokens * queries * (element + is_float8),
+        "attention output": tokens * queries * (element + is_float8 * product_input),
         **feed_forward,
         "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
         **join,
     }
-    return {name: size for name, size in parts.items() if size}
+    return {name: int(size) for name, size in parts.items() if size}
 
 
 saved_by_megatron_bridge = partial(saved_by_transformer_engine, weighs_early=True)

@@ -296,7 +296,7 @@ def _for_trace(model: GPTConfig, *, is_again: bool, is_end: bool) -> GPTConfig:
     none = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
     fields: dict[str, Any] = {}
     if is_end and not model.mtp.mtp_depth:
-        fields = none | {"fp8_format": None, "distribute_saved_activations": False}
+        fields = none | {"fp8_format": None, "fp4_format": None, "distribute_saved_activations": False}
     elif model.recompute_granularity == "full":
         fields = alone if is_again or is_end else none | {"distribute_saved_activations": False}
     return with_fields(model, **fields) if fields else model

@@ -24,6 +24,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
+from megatron.core.transformer import ATTENTION, MOE, LayerParts
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
@@ -39,11 +40,15 @@ class LayerKind(NamedTuple):
     """
 
     in_float8: bool
-    has_experts: bool
+    parts: LayerParts
     window: int
     has_rotary: bool
     exchange: str
     is_further: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        return self.parts.feed_forward == MOE
 
 
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
@@ -51,7 +56,7 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
     float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
-    own = _kinds(float8_layers, model.moe_layers, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
+    own = _kinds(float8_layers, model.layer_parts, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
     further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
     return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
@@ -66,7 +71,7 @@ def layer_numbers(model: GPTConfig, chunk: StageContents) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def _kinds(
     float8_layers: tuple[int, ...],
-    has_experts: tuple[bool, ...],
+    layer_parts: tuple[LayerParts, ...],
     windows: tuple[int | None, ...],
     without_rotary: tuple[bool, ...],
     exchanges: tuple[str, ...],
@@ -75,12 +80,12 @@ def _kinds(
     return [
         LayerKind(
             in_float8=number in float8_layers,
-            has_experts=has,
+            parts=parts,
             window=min(window or seq_length, seq_length),
             has_rotary=not is_without,
             exchange=exchanges[0 if len(exchanges) == 1 else number],
         )
-        for number, (has, window, is_without) in enumerate(zip(has_experts, windows, without_rotary, strict=True))
+        for number, (parts, window, is_without) in enumerate(zip(layer_parts, windows, without_rotary, strict=True))
     ]
 
 
@@ -355,5 +360,6 @@ def _megatron_flops(model: GPTConfig, s: int) -> float:
     of_scores = 2 * model.query_projection_size
     if model.mla.multi_latent_attention:
         of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-    unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.mtp.mtp_depth)
+    kinds = map(model.kind_of, range(model.num_layers + model.mtp.mtp_depth))
+    unused_half = 1.0 * s * s * of_scores * sum(model.layer_parts[kind].mixer == ATTENTION for kind in kinds)
     return 3.0 * (_forward_flops(causal, s) + unused_half)

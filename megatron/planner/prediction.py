@@ -21,6 +21,7 @@ from megatron.planner.plan import Plan, megatron_step_flops
 from megatron.planner.step_time import StepTime, step_time
 
 _FLOAT8_MULTIPLE = 16
+NO_NVFP4_RATE = "--fp4-format e2m1: nothing is predicted, because no measured rate of NVFP4 GEMMs is known"
 
 
 def plan_refusals(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Sequence[str]:
@@ -80,6 +81,8 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         )
     if plan.stage_layout.num_chunks > 1 and pp == 1:
         yield "virtual stages need pp of 2 or more; omit vpp or raise pp"
+    if model.fp8.fp4_format is not None:
+        yield f"{NO_NVFP4_RATE}; use --fp8-format hybrid to predict FP8"
     if model.fp8.fp8_format is None:
         return
     if gpu is not None and not gpu.float8_flops:

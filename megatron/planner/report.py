@@ -156,7 +156,7 @@ def _memory(explanation: Explanation) -> Iterator[str]:
 def _time(explanation: Explanation) -> Iterator[str]:
     prediction = explanation.prediction
     if prediction.time is None:
-        yield "none: this configuration does not run"
+        yield "none: see the outcome above"
         return
     parts = dataclasses.asdict(prediction.time)
     names = ("busy", "bubble", "neighbors", "exposed_data_parallel", "update")

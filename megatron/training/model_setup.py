@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -28,7 +24,6 @@ from megatron.core.ops import (
     TRANSFORMER_ENGINE,
     Float8State,
     describe_missing_flash,
-    runs_on_triton,
     why_no_transformer_engine,
     why_no_wide_products,
 )
@@ -57,76 +52,12 @@ from megatron.core.pipeline_parallel import (
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
-from megatron.core.transformer import DecoderConfig, FeedForward, GraphedLayers, Norm, describe_attention, normalize
+from megatron.core.transformer import DecoderConfig, GraphedLayers, describe_attention
 from megatron.core.transformer.moe import ExpertLoads, loads_of
+from megatron.training.compiled_regions import compile_regions
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
 from megatron.training.theoretical_memory_usage import activation_bytes, model_size
-
-_FAILURES = (RuntimeError, ImportError, OSError, AttributeError, subprocess.SubprocessError)
-"""Errors of torch.compile if the compiler is missing or fails; torch.compile's own errors are RuntimeErrors."""
-
-
-def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[str], None]) -> None:
-    """Compile the norms and activations of all layers, and log the time it took.
-
-    Each is run once, forward and backward, with the shapes of a micro-batch, so that a failure is found here.
-    Activations with Triton backward kernels (gated ones and those after a bias) are not compiled.
-
-    Raises:
-        ConfigurationError: torch.compile fails.
-    """
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    norms = [module for module in modules if isinstance(module, Norm) and module.module is None]
-    mlps = [module for module in modules if isinstance(module, FeedForward)]
-    start_time = time.perf_counter()
-    try:
-        compiled_norm = torch.compile(normalize, dynamic=False)
-        for norm in norms:
-            norm.compute = compiled_norm
-        for mlp in mlps[:1]:
-            activation = mlp.activation
-            fc1 = mlp.linear_fc1
-            is_on_triton = (
-                runs_on_triton(fc1.weight) if mlp.is_gated else fc1.bias is not None and mlp.has_program(fc1.weight)
-            )
-            if not is_on_triton:
-                activation = torch.compile(activation, dynamic=False)
-            for other in mlps:
-                other.activation = activation
-        weight = next(chunks[0].parameters())
-        for function, shape in _first_calls(norms, mlps, config):
-            x = torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
-            # Gradients of the parameters are computed too, and discarded.
-            output = function(x)
-            torch.autograd.grad(output, x, torch.zeros_like(output))
-    except _FAILURES as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigurationError(f"--compile: torch.compile failed here ({reason}); omit --compile") from error
-    log(f" > compiled norms and activations in {time.perf_counter() - start_time:.1f} s (--compile)")
-
-
-def _first_calls(
-    norms: Sequence[Norm], mlps: Sequence[FeedForward], config: RunConfig
-) -> Iterator[tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]]:
-    """Yield one call per kind: the function and the shape of its input."""
-    model, tp = config.model, config.model.tensor_model_parallel_size
-    *rows, hidden_size = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
-    seen = set[tuple[int, ...]]()
-    for norm in norms:
-        shape = (*rows, *norm.shape)
-        if norm.shape != (hidden_size,):
-            length = config.data.seq_length // model.context_parallel_size
-            shape = (length, rows[1], model.num_attention_heads // tp, *norm.shape)
-        if shape not in seen:
-            seen.add(shape)
-            # Norm.forward also returns the residual stream for a norm of that stream.
-            yield partial(Norm.forward, norm), shape
-    for mlp in mlps[:1]:
-        width = mlp.linear_fc1.weight.shape[0]
-        length = config.data.seq_length // model.context_parallel_size
-        yield mlp.activation, (length, rows[1], width)
-
 
 _GIB = 2**30
 
@@ -318,7 +249,7 @@ def build_model_and_optimizer(
     if rounded is not None:
         log(rounded)
     if config.training.compile:
-        compile_regions(chunks, config, log)
+        compile_regions(chunks, config, runtime, log)
     ddp_chunks = tuple(
         wrap_model(chunk, config.ddp, runtime.state, calculate_per_token_loss=sums_gradients) for chunk in chunks
     )

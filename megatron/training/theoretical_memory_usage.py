@@ -26,6 +26,7 @@ from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.optimizer import state_bytes
 from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel import StageContents, first_actions, most_in_flight
+from megatron.core.tensor_parallel import chunk_rows
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
@@ -148,7 +149,7 @@ class _Layer:
 
     @property
     def _rounds(self) -> bool:
-        """Return whether linear layers save their inputs in fp8."""
+        """Return whether linear layers save their inputs in FP8 or NVFP4."""
         model = self.model
         return model.fp8.is_in_float8(self.number, model.num_layers) and model.fp8.fp8_wgrad and not model.lora_rank
 
@@ -163,14 +164,16 @@ class _Layer:
     def _input(self, matrix: ChunkParameter, linear: str) -> int:
         if not self._saves_input(matrix, linear):
             return 0
-        return matrix.reads * (1 if self._rounds and not matrix.is_expert else self.element)
+        if not self._rounds or matrix.is_expert:
+            return matrix.reads * self.element
+        return int(matrix.reads * self.model.fp8.saved_element_bytes)
 
     def _of_attention_output(self, matrix: ChunkParameter) -> int:
         """Return the saved bytes of the attention's output, for its own backward pass and for the projection's."""
         own = matrix.reads * self.element * self.saves_core
         if self.pads_values:
             own = own * self.model.mla.latent_head_width // self.model.mla.v_head_dim
-        is_same = not (self._rounds or self.is_copied or self.pads_values)
+        is_same = not (self._rounds or self.is_copied or self.pads_values or self.model.attention_output_gate)
         of_projection = self._input(matrix, "linear_proj")
         return max(own, of_projection) if is_same else own + of_projection
 
@@ -477,5 +480,8 @@ def _activation_bytes(config: RunConfig) -> float | None:
     if sizes.pp == 1:
         # The inputs of the last norm and of the output layer, and the logits in float32.
         inputs = 1 if model.lora_rank else 2
-        total += tokens * (inputs * element * h + 4 * model.padded_vocab_size) / sizes.tp
+        num_logits = tokens * model.padded_vocab_size / sizes.tp
+        if model.cross_entropy_fusion_impl == "linear":
+            num_logits = chunk_rows(tokens, model.padded_vocab_size // sizes.tp) * model.padded_vocab_size / sizes.tp
+        total += tokens * inputs * element * h / sizes.tp + 4 * num_logits
     return total

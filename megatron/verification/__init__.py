@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
     from megatron.verification.collective_recorder import record_cell
     from megatron.verification.communication_replay import communication_problems
+    from megatron.verification.hybrid_cells import HYBRID_SHAPES, hybrid_matrix
     from megatron.verification.model_cells import (
         ATTENTION_SHAPES,
         EXPERT_SHAPES,
@@ -32,6 +33,7 @@ __getattr__ = lazy_exports(
         "cells": "Cell MAX_WORLD_SIZE SHAPES matrix",
         "collective_recorder": "record_cell",
         "communication_replay": "communication_problems",
+        "hybrid_cells": "HYBRID_SHAPES hybrid_matrix",
         "model_cells": (
             "ATTENTION_SHAPES EXPERT_SHAPES LATENT_SHAPES PREDICTION_SHAPES attention_matrix expert_matrix "
             "latent_matrix prediction_matrix"

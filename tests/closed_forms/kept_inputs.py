@@ -50,6 +50,8 @@ def kept_input(
         return KeptInput(is_trained or (has_adapters and not drops), scales=scales, adapters=adapters)
     if is_recomputed:
         return KeptInput(is_whole=True, scales=scales)
+    if config.fp8.fp4_format is not None:
+        return KeptInput(is_whole=False, rounded=rows * in_width // 2, scales=in_width * math.ceil(rows / 16))
     if config.fp8.fp8_recipe not in ("delayed", "tensorwise"):
         scales += 4 * in_width * (math.ceil(rows / length) if length else 1)
     return KeptInput(is_whole=False, rounded=rows * in_width, scales=scales)
@@ -58,7 +60,7 @@ def kept_input(
 def is_in_float8(config: DecoderConfig, layer_number: int | None) -> bool:
     """Return whether a layer's products are in fp8; without a number, whether any layer's are."""
     if layer_number is None:
-        return config.fp8.fp8_format is not None
+        return config.fp8.fp8_format is not None or config.fp8.fp4_format is not None
     return config.fp8.is_in_float8(layer_number, config.num_layers)
 
 

@@ -60,8 +60,9 @@ def make_model(
 
 
 def make_float8_model(recipe: str, **config: Any) -> GPTModel:
-    """Return a toy model on one rank whose layers compute in fp8 by a recipe, with the weights of every test."""
-    model = make_model(single_rank_group(), bf16=True, fp8_format="hybrid", fp8_recipe=recipe, **config)
+    """Return a toy model on one rank whose layers compute in fp8 by a recipe, or in nvfp4, with the usual weights."""
+    config |= {"fp4_format": "e2m1"} if recipe == "nvfp4" else {"fp8_format": "hybrid", "fp8_recipe": recipe}
+    model = make_model(single_rank_group(), bf16=True, **config)
     load_global_weights(model)
     compute_in_float8([model], model.config, "cpu")
     return model

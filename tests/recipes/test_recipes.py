@@ -81,7 +81,7 @@ import torch
 from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.attention import SelfAttention
-plain, gated = (parse_arguments([*flags, *more]).model for more in ((), ("--attention-output-gate",)))
+plain, gated = (parse_arguments([*flags, *more]).model for more in ((), ("--headwise-attention-gate",)))
 layers = [SelfAttention(config, 0, single_rank_group(), "cpu").eval() for config in (plain, gated)]
 for layer in layers:
     for parameter in layer.parameters():
@@ -92,9 +92,10 @@ torch.nn.init.zeros_(layers[1].linear_gate.weight)
 torch.testing.assert_close(layers[1](x, CAUSAL, None).hidden, layers[0](x, CAUSAL, None).hidden / 2)
 torch.nn.init.normal_(layers[1].linear_gate.weight)
 context = layers[0].context(x, CAUSAL, None, None, None)
-expected = layers[0].linear_proj(context * torch.sigmoid(x @ layers[1].linear_gate.weight.t()))
+gates = torch.sigmoid(x @ layers[1].linear_gate.weight.t()).repeat_interleave(plain.kv_channels, dim=-1)
+expected = layers[0].linear_proj(context * gates)
 torch.testing.assert_close(layers[1](x, CAUSAL, None).hidden, expected)
-check_feature(flags, "--attention-output-gate", {2: 48 * 48, 3: 48 * 48})
+check_feature(flags, "--headwise-attention-gate", dict.fromkeys((2, 3), 48 * plain.num_attention_heads))
 """,
     "learning_rate_schedule": """
 from megatron.checkpoint.formats.megatron.common_state import stored_schedule

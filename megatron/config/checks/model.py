@@ -1,4 +1,4 @@
-"""Checks of the model: its shape, attention, mixture of experts, low-rank adapters and FP8."""
+"""Checks of the model: its shape, attention, mixture of experts, low-rank adapters, FP8 and NVFP4."""
 
 from __future__ import annotations
 
@@ -253,8 +253,8 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
     if model.lora_base_quantization is None:
         return
     refused = f"--lora-base-quantization {model.lora_base_quantization}:"
-    if model.fp8.fp8_format is not None:
-        yield f"{refused} --fp8-format {model.fp8.fp8_format} quantizes the same weights to FP8; omit one of them"
+    if model.fp8.is_quantized:
+        yield f"{refused} {_asked(config)} quantizes the same weights to {_kind(config)}; omit one of them"
     if model.cpu_offloading_weights:
         yield f"{refused} --cpu-offloading-weights cannot offload quantized weights; omit it"
     tp, experts = max(model.tensor_model_parallel_size, 1), max(model.parallel_sizes.expert_tp, 1)
@@ -275,6 +275,29 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
                 f"{refused} {name} {width}{over} is not a whole number of blocks of {FOUR_BIT_BLOCK} input features"
                 + ("; use a smaller --tensor-model-parallel-size" if size > 1 else "; omit it")
             )
+
+
+def _check_chunked_loss(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.cross_entropy_fusion_impl != "linear":
+        return
+    refused = "--cross-entropy-fusion-impl linear:"
+    if model.loss != "cross_entropy":
+        yield f"{refused} --loss {model.loss} gets all logits, which are never all in memory; omit one of them"
+    if model.final_logit_softcapping is not None:
+        yield (
+            f"{refused} --final-logit-softcapping {model.final_logit_softcapping:g} changes the logits, which are "
+            f"never all in memory; omit one of them"
+        )
+    if model.tp_comm_overlap:
+        yield f"{refused} --tp-comm-overlap does not overlap with the chunks of the output layer; omit one of them"
+    late = {
+        "--delay-wgrad-compute": model.delay_wgrad_compute,
+        "--defer-embedding-wgrad-compute": model.defer_embedding_wgrad_compute,
+        "--pipeline-schedule zero-bubble": config.pipeline_schedule == "zero-bubble",
+    }
+    for flag in (flag for flag, is_given in late.items() if is_given):
+        yield f"{refused} {flag} defers the output layer's weight gradient, which is computed at once; omit one of them"
 
 
 def _check_parameters(config: RunConfig) -> Iterator[str]:
@@ -334,10 +357,24 @@ MODEL_CHECKS = (
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
     Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
+    Check(
+        (
+            *("cross_entropy_fusion_impl", "loss", "final_logit_softcapping", "tp_comm_overlap", "delay_wgrad_compute"),
+            *("defer_embedding_wgrad_compute", "pipeline_schedule"),
+        ),
+        _check_chunked_loss,
+    ),
     Check(("lora_rank", "cuda_graph_impl", "save", "ckpt_format", "decoupled_lr"), _check_beside_adapters),
     Check(
         (
-            *("lora_base_quantization", "fp8_format", "cpu_offloading_weights", "hidden_size", "num_attention_heads"),
+            *(
+                "lora_base_quantization",
+                "fp8_format",
+                "fp4_format",
+                "cpu_offloading_weights",
+                "hidden_size",
+                "num_attention_heads",
+            ),
             *("kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
             *LAYOUT_FIELDS,
         ),
@@ -571,6 +608,8 @@ MTP_CHECKS = (
 
 def _check_moe_layers(config: RunConfig) -> Iterator[str]:
     model = config.model
+    if model.hybrid.hybrid_override_pattern is not None:
+        return  # The checks of hybrid models report it.
     try:
         layers = model.moe_layers
     except ValueError as error:
@@ -752,6 +791,8 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     given = f"--num-experts {model.moe.num_experts}:"
     if model.fp8.fp8_format is not None:
         yield from _check_float8(config)
+    if model.fp8.fp4_format is not None:
+        yield f"{given} {_asked(config)} is not supported for experts; use --fp8-format hybrid, or omit it"
     if model.lora_rank:
         yield from _check_adapters(config, given)
     if config.training.cuda_graph_impl == "local":
@@ -787,6 +828,7 @@ MOE_CHECKS = (
         (
             "num_experts",
             "fp8_format",
+            "fp4_format",
             "lora_rank",
             "lora_target_modules",
             "lora_dropout",
@@ -801,7 +843,6 @@ MOE_CHECKS = (
 )
 
 
-_MULTIPLE = 16
 _LATENT = (
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "num_attention_heads",
@@ -813,15 +854,34 @@ _SHAPE = (
 
 
 def _asked(config: RunConfig) -> str:
-    """Return the flag that enables FP8, as typed."""
+    """Return the flag that enables FP8 or NVFP4, as typed."""
     fp8 = config.model.fp8
+    if fp8.fp4_format is not None:
+        return f"--fp4-format {fp8.fp4_format}"
     return "--fp8-hybrid" if fp8.fp8_hybrid else "--fp8-e4m3" if fp8.fp8_e4m3 else f"--fp8-format {fp8.fp8_format}"
+
+
+def _kind(config: RunConfig) -> str:
+    return "FP8" if config.model.fp8.fp4_format is None else "NVFP4"
+
+
+def _multiple(config: RunConfig) -> int:
+    """Return the multiple of each dimension that GEMMs of a GPU require: 16 bytes of a row."""
+    return 16 if config.model.fp8.fp4_format is None else 32
 
 
 def _check_precision(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.fp8.fp8_format is not None and not (model.bf16 or model.fp16):
-        yield f"{_asked(config)}: FP8 requires --bf16 or --fp16; add --bf16"
+    if model.fp8.is_quantized and not (model.bf16 or model.fp16):
+        yield f"{_asked(config)}: {_kind(config)} requires --bf16 or --fp16; add --bf16"
+
+
+def _check_graphs(config: RunConfig) -> Iterator[str]:
+    if config.model.fp8.fp4_format is not None and config.training.cuda_graph_impl == "local":
+        yield (
+            f"{_asked(config)}: --cuda-graph-impl local is not supported, because the backward pass draws random "
+            "numbers by micro-batch; use --cuda-graph-impl none"
+        )
 
 
 def _check_formats(config: RunConfig) -> Iterator[str]:
@@ -833,7 +893,7 @@ def _check_formats(config: RunConfig) -> Iterator[str]:
 
 def _check_float8_layers(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.fp8.fp8_format is None or model.fp8.float8_layers(model.num_layers):
+    if not model.fp8.is_quantized or model.fp8.float8_layers(model.num_layers):
         return
     start, end = model.fp8.num_layers_at_start_in_bf16, model.fp8.num_layers_at_end_in_bf16
     yield (
@@ -845,33 +905,35 @@ def _check_float8_layers(config: RunConfig) -> Iterator[str]:
 
 def _check_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
-    if model.fp8.fp8_format is None or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
+    multiple = _multiple(config)
+    if not model.fp8.is_quantized or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
         return
-    needed = f"but {_asked(config)} needs a multiple of {_MULTIPLE}"
-    if model.hidden_size % _MULTIPLE:
-        yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, _MULTIPLE)}"
-    elif model.mtp.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
+    needed = f"but {_asked(config)} needs a multiple of {multiple}"
+    if model.hidden_size % multiple:
+        yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, multiple)}"
+    elif model.mtp.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % multiple:
         yield (
             f"--hidden-size {model.hidden_size} gives the projection of the MTP modules (--mtp-num-layers) "
             f"{model.hidden_size // tensor} columns on each tensor-parallel rank, {needed}; use "
-            f"{_rounded(model.hidden_size, _MULTIPLE * tensor)}"
+            f"{_rounded(model.hidden_size, multiple * tensor)}"
         )
     width = model.ffn_hidden_size
-    if width % tensor == 0 and width // tensor % _MULTIPLE:
+    if width % tensor == 0 and width // tensor % multiple:
         yield (
             f"--ffn-hidden-size {width} is {width // tensor} on each tensor-parallel rank, {needed}; "
-            f"use {_rounded(width, _MULTIPLE * tensor)}"
+            f"use {_rounded(width, multiple * tensor)}"
         )
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
-    columns, rows = own_heads * model.kv_channels, (own_heads + 2 * own_groups) * model.kv_channels
-    if columns % _MULTIPLE or rows % _MULTIPLE:
+    num_rows = own_heads * (2 if model.attention_output_gate else 1) + 2 * own_groups
+    columns, rows = own_heads * model.kv_channels, num_rows * model.kv_channels
+    if columns % multiple or rows % multiple:
         fitting = next(
             width
             for width in count(model.kv_channels)
-            if not (own_heads * width % _MULTIPLE or 2 * own_groups * width % _MULTIPLE)
+            if not (own_heads * width % multiple or 2 * own_groups * width % multiple)
         )
         yield (
             f"--kv-channels {model.kv_channels} makes {columns} query channels and {rows} query, key and value "
@@ -881,41 +943,43 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
 
 def _check_latent_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
-    if model.fp8.fp8_format is None or not model.mla.multi_latent_attention or tensor <= 0:
+    multiple = _multiple(config)
+    if not model.fp8.is_quantized or not model.mla.multi_latent_attention or tensor <= 0:
         return
-    needed = f"but {_asked(config)} needs a multiple of {_MULTIPLE}"
+    needed = f"but {_asked(config)} needs a multiple of {multiple}"
     narrow = {
         "--q-lora-rank": model.mla.q_lora_rank,
         "--kv-lora-rank": model.mla.kv_lora_rank,
         "--qk-pos-emb-head-dim": model.mla.qk_pos_emb_head_dim,
     }
     for name, width in narrow.items():
-        if width is not None and width % _MULTIPLE:
-            yield f"{name} {width}, {needed}; use {_rounded(width, _MULTIPLE)}"
+        if width is not None and width % multiple:
+            yield f"{name} {width}, {needed}; use {_rounded(width, multiple)}"
     if model.num_attention_heads % tensor:
         return
     heads = model.num_attention_heads // tensor
     for name, width in (("--qk-head-dim", model.mla.qk_head_dim), ("--v-head-dim", model.mla.v_head_dim)):
-        if heads * width % _MULTIPLE:
-            fitting = next(each for each in count(width) if heads * each % _MULTIPLE == 0)
+        if heads * width % multiple:
+            fitting = next(each for each in count(width) if heads * each % multiple == 0)
             yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
 
 
 def _check_tokens(config: RunConfig) -> Iterator[str]:
     model, length, batch = config.model, config.data.seq_length, config.training.micro_batch_size
+    multiple = _multiple(config)
     parts = model.context_parallel_size
     if model.sequence_parallel:
         parts *= model.tensor_model_parallel_size
-    if model.fp8.fp8_format is None or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
+    if not model.fp8.is_quantized or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
         return
     tokens = length * batch // parts
-    if tokens % _MULTIPLE == 0:
+    if tokens % multiple == 0:
         return
     step = parts * (2 if model.context_parallel_size > 1 else 1)
-    fitting = next(size for size in count(_rounded(length, step), step) if size * batch // parts % _MULTIPLE == 0)
+    fitting = next(size for size in count(_rounded(length, step), step) if size * batch // parts % multiple == 0)
     yield (
         f"--seq-length {length} x --micro-batch-size {batch} makes {tokens} tokens per micro-batch on each rank, but "
-        f"{_asked(config)} needs a multiple of {_MULTIPLE}; use --seq-length {fitting}"
+        f"{_asked(config)} needs a multiple of {multiple}; use --seq-length {fitting}"
     )
 
 
@@ -932,7 +996,8 @@ def _rounded(value: int, multiple: int) -> int:
 
 
 FLOAT8_CHECKS = (
-    Check(("fp8_format", "fp16", "bf16"), _check_precision),
+    Check(("fp8_format", "fp4_format", "fp16", "bf16"), _check_precision),
+    Check(("fp4_format", "cuda_graph_impl"), _check_graphs),
     Check(("fp8_format",), _check_formats),
     Check(("num_layers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _check_float8_layers),
     Check((*_SHAPE, *MODEL_SIZE_NAMES), _check_widths),

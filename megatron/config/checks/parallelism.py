@@ -60,13 +60,17 @@ def _check_exclusions(config: RunConfig) -> Iterator[str]:
 
 
 def _check_needs(config: RunConfig) -> Iterator[str]:
-    """Yield a problem for each given field without the field that it requires."""
+    """Yield a problem for each given field without the field that it requires, or any of several fields."""
     for spec, value in config.flags("needs"):
-        found = None if value == spec.default else config.flag(spec.options.needs or "")
-        if found is not None and found[1] == found[0].default:
-            needed = found[0]
-            what = needed.flags[0] if needed.is_bool else needed.typed(needed.metavar)
-            remedy = "add it, or omit the first" if needed.is_bool else "add it"
+        if value == spec.default:
+            continue
+        names = spec.options.needs or ()
+        flags = map(config.flag, (names,) if isinstance(names, str) else names)
+        found = [each for each in flags if each is not None]
+        if found and all(each == needed.default for needed, each in found):
+            needed = found[0][0]
+            what = " or ".join(each.flags[0] if each.is_bool else each.typed(each.metavar) for each, _ in found)
+            remedy = "add it, or omit the first" if needed.is_bool else "add it" if len(found) == 1 else "add one"
             yield f"{spec.typed(value)} has no effect without {what}; {remedy}"
 
 

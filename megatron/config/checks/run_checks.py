@@ -14,7 +14,7 @@ from megatron.config import (
     RunConfig,
     extra_validation_sets,
 )
-from megatron.config.checks import model, parallelism
+from megatron.config.checks import hybrid, model, parallelism
 from megatron.config.checks.parallelism import Check, divisors_of, has_whole_copies
 from megatron.core.config_base import BELOW_ONE
 from megatron.core.datasets import (
@@ -911,6 +911,7 @@ _CHECKS = (
     *model.MTP_CHECKS,
     *model.MLA_CHECKS,
     *model.ATTENTION_CHECKS,
+    *hybrid.HYBRID_CHECKS,
     *FAULT_CHECKS,
 )
 _RUN_CHECKS = (*LENGTH_CHECKS, *DATA_FILE_CHECKS, *FILE_CHECKS)

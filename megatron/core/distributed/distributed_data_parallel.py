@@ -44,7 +44,8 @@ class DistributedDataParallel(nn.Module):
     If the configuration shards the optimizer and there are replicas (``is_sharded``), a rank ends with the reduced
     gradients of only its own shards, the parameters are views of flat buffers, and ``start_param_gather`` gathers the
     other ranks' updates. ``shards`` are what this rank updates, at any sharding. ``gathers_while_updating`` requests an
-    update bucket by bucket, so that each bucket is gathered while the next is updated.
+    update bucket by bucket, so that each bucket is gathered while the next is updated. With ``flat_weights`` unsharded
+    parameters on CUDA become views of flat buffers too.
 
     Parameters without memory are allocated, or get zero-filled shards. If weights are sharded too, ``weights`` keeps
     the weights of ``layers``, ``first`` and the rest in memory only while they are used (see `ShardedWeights`);
@@ -60,6 +61,7 @@ class DistributedDataParallel(nn.Module):
         calculate_per_token_loss: bool = False,
         layers: Sequence[nn.Module] = (),
         first: nn.Module | None = None,
+        flat_weights: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -76,6 +78,7 @@ class DistributedDataParallel(nn.Module):
             average_in_collective=config.ddp_average_in_collective,
             record_local_norms=config.check_for_nan_in_loss_and_grad,
             fuse_accumulation=config.gradient_accumulation_fusion,
+            flat_weights=flat_weights,
             num_averaged=state.dp_cp.size,
         )
         self._labels = unit_labels(module, layers, first)

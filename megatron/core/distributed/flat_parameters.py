@@ -19,6 +19,21 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
 
 
+def flatten(parameters: Sequence[torch.nn.Parameter], layout: ParamLayout) -> torch.Tensor:
+    """Move parameters to a flat buffer, of which they become views, and return it.
+
+    Shapes: ``-> [layout.num_elements]``; padding between parameters is zero.
+    """
+    first = parameters[0]
+    data = torch.zeros(layout.num_elements, dtype=first.dtype, device=first.device)
+    for each in layout.ranges:
+        parameter = parameters[each.index]
+        view = data[each.position : each.end_position].view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
+    return data
+
+
 class FlatParameters:
     """Flat buffer of parameters, whose buckets are all-gathered from the data-parallel ranks' shards.
 
@@ -30,13 +45,7 @@ class FlatParameters:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: ParamLayout, group: Group) -> None:
         self.layout = layout
         self.group = group
-        first = parameters[0]
-        self.data = torch.zeros(layout.num_elements, dtype=first.dtype, device=first.device)
-        for each in layout.ranges:
-            parameter = parameters[each.index]
-            view = self.data[each.position : each.end_position].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
+        self.data = flatten(parameters, layout)
         self._works: dict[int, PendingWork] = {}
 
     def start_gather(self, async_op: bool) -> None:

@@ -15,6 +15,7 @@ from megatron.core.distributed.flat_parameters import (
     FlatParameters,
     Float8FlatParameters,
     ParamShard,
+    flatten,
     is_sent_in_float8,
 )
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, ranges_within
@@ -42,6 +43,7 @@ class ReductionPlan:
       bits first, if the device supports it.
     - ``shard`` leaves each rank with the sum of only its own shard of each bucket (reduce-scatter). The parameters are
       then in a flat buffer of the same layout, and are all-gathered from the shards after the update.
+    - ``flat_weights`` moves unsharded parameters on CUDA to a flat buffer too, so that one kernel can update them.
     - ``user_buffers`` allocates the gradients and the flat parameters as user buffers of NCCL, in ``symmetric`` memory
       or not.
     - ``copies`` are the ranks that hold copies of this rank's shards, if shards are not spread over all ranks. The
@@ -54,6 +56,7 @@ class ReductionPlan:
     record_local_norms: bool = False
     fuse_accumulation: bool = False
     shard: bool = False
+    flat_weights: bool = False
     num_averaged: int | None = None
     copies: Group | None = None
     user_buffers: bool = False
@@ -179,9 +182,12 @@ class ParamAndGradBuffer:
                 all_reduce(bucket_shard.gradient, self.plan.copies)
 
     def _keep_weights(self) -> None:
-        """Move the weights to the buffer that is all-gathered after an update, if the plan shards."""
-        kind = Float8FlatParameters if is_sent_in_float8(self.parameters[0]) else FlatParameters
-        self.flat_parameters = kind(self.parameters, self.layout, self.group) if self.plan.shard else None
+        """Move the weights to a flat buffer, which is all-gathered after an update if the plan shards."""
+        if self.plan.shard:
+            kind = Float8FlatParameters if is_sent_in_float8(self.parameters[0]) else FlatParameters
+            self.flat_parameters = kind(self.parameters, self.layout, self.group)
+        elif self.plan.flat_weights and self.parameters[0].is_cuda:
+            flatten(self.parameters, self.layout)
 
     def _grad_length(self) -> int:
         return self.layout.num_elements

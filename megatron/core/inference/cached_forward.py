@@ -44,9 +44,12 @@ class CachedForward:
         Shapes: CPU tensors ``[b, s]`` of int64 ``-> [b, num_last or s, v]``, on the model's device.
 
         Raises:
-            InputError: a token is outside the vocabulary, or a position beyond the learned ones.
+            InputError: a token is outside the vocabulary, or a position beyond the learned ones, or a hybrid model has
+                padding after tokens.
         """
         self._check(tokens, position_ids)
+        if self.model.config.hybrid.is_hybrid and bool((attention_mask.diff(dim=1) < 0).any()):
+            raise InputError("a model with recurrent layers supports padding on the left only; pad the rows there")
         rows = torch.stack([tokens, attention_mask, position_ids], dim=-1)
         start = self._resume(rows) if keeps_cache else 0
         length = tokens.shape[1]

@@ -199,7 +199,7 @@ class SlotCache(KeyValueCache):
     """KV cache with one slot per row. A forward pass processes the rows of consecutive slots.
 
     The buffers grow by doubling with the number of rows and the longest row. Unwritten columns are 0, so that masked
-    values are finite.
+    values are finite. The states of recurrent layers are 0 where a row starts.
     """
 
     def __init__(self) -> None:
@@ -238,17 +238,41 @@ class SlotCache(KeyValueCache):
             seen.append(buffer[self._rows, : self._end].transpose(0, 1))
         return seen[0], seen[1]
 
+    @property
+    def padding(self) -> torch.Tensor:
+        return (self._columns < 0).sum(dim=1)
+
+    def states(self, layer_number: int) -> tuple[torch.Tensor, ...] | None:
+        """Return the states of the pass's rows, or None before the layer's first pass."""
+        if layer_number not in self._states:
+            return None
+        continues = self._columns.amax(dim=1) >= self._columns.shape[1] - self.padding
+        rows = (state[self._rows] for state in self._states[layer_number])
+        return tuple(state.where(continues.view(-1, *(1,) * (state.dim() - 1)), 0.0) for state in rows)
+
+    def set_states(self, layer_number: int, states: tuple[torch.Tensor, ...]) -> None:
+        if layer_number not in self._states:
+            self._states[layer_number] = tuple(state.new_zeros((self._num_slots, *state.shape[1:])) for state in states)
+        for stored, state in zip(self._states[layer_number], states, strict=True):
+            stored[self._rows] = state
+
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` columns of the slot ``source`` to the slot ``target``."""
+        """Copy the first ``length`` columns and the states of the slot ``source`` to the slot ``target``."""
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer[target, :length] = buffer[source, :length]
+        for states in self._states.values():
+            for state in states:
+                state[target] = state[source]
 
     def clear(self, slot: int) -> None:
         """Zero a slot, because non-finite values would propagate through masked attention."""
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer[slot] = 0
+        for states in self._states.values():
+            for state in states:
+                state[slot] = 0
 
     def grow(self, num_slots: int, length: int = 0) -> None:
         """Grow the buffers to at least ``num_slots`` slots of ``length`` columns."""
@@ -264,6 +288,11 @@ class SlotCache(KeyValueCache):
                 new[: old.shape[0], : old.shape[1] - 1] = old[:, :-1]
                 grown.append(new)
             self._buffers[layer_number] = (grown[0], grown[1])
+        for layer_number, states in self._states.items():
+            self._states[layer_number] = tuple(
+                torch.cat((state, state.new_zeros((self._num_slots - len(state), *state.shape[1:]))))
+                for state in states
+            )
 
 
 _PROMPT_TOKENS_AT_ONCE = 512

@@ -29,7 +29,12 @@ def share_model(chunk: GPTModel, wrapped: DistributedDataParallel, state: Parall
     gathered and released in each pass. The training chunk is not modified.
     """
     config = with_fields(
-        chunk.config, sequence_parallel=False, context_parallel_size=1, tp_comm_overlap=False, fp8_format=None
+        chunk.config,
+        sequence_parallel=False,
+        context_parallel_size=1,
+        tp_comm_overlap=False,
+        fp8_format=None,
+        fp4_format=None,
     )
     device = next(chunk.parameters()).device
     cp = single_rank_group(("cp",), state.rank)

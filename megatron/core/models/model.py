@@ -91,6 +91,8 @@ def wrap_model(
         calculate_per_token_loss=calculate_per_token_loss,
         layers=[layer for block in model.blocks for layer in block.layers.values()],
         first=model.first_alone,
+        # Offloaded weights free their own memory.
+        flat_weights=not model.config.cpu_offloading_weights,
     )
     if unfilled:
         model.initialize_parameters(model.seed, unfilled)

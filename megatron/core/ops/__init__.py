@@ -54,7 +54,9 @@ if TYPE_CHECKING:
         scaled_product,
     )
     from megatron.core.ops.gemm import (
+        Groups,
         RowCounts,
+        RowEnds,
         add_rows,
         add_wide_product,
         adds_wide_products,
@@ -62,14 +64,26 @@ if TYPE_CHECKING:
         group_gradient,
         grouped_gradient,
         grouped_product,
+        has_grouped_kernel,
         has_library,
         lengthened_group,
         linear,
         linear_into,
         product,
         row_counts,
+        unfinished_grouped_gradient,
         uses_onednn,
         why_no_wide_products,
+    )
+    from megatron.core.ops.nvfp4_quantizers import Nvfp4Quantizers
+    from megatron.core.ops.nvfp4_tensor import has_nvfp4_products
+    from megatron.core.ops.token_rows import (
+        RowOrder,
+        add_groups,
+        combine_gradients,
+        combine_rows,
+        gather_rows,
+        sum_rows,
     )
     from megatron.core.ops.transformer_engine import (
         TRANSFORMER_ENGINE,
@@ -97,10 +111,13 @@ __getattr__ = lazy_exports(
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers",
         "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
         "gemm": (
-            "RowCounts add_rows add_wide_product adds_wide_products gradient_library group_gradient "
-            "grouped_gradient grouped_product has_library lengthened_group linear linear_into product row_counts "
-            "uses_onednn why_no_wide_products"
+            "Groups RowCounts RowEnds add_rows add_wide_product adds_wide_products gradient_library group_gradient "
+            "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "
+            "product row_counts unfinished_grouped_gradient uses_onednn why_no_wide_products"
         ),
+        "nvfp4_quantizers": "Nvfp4Quantizers",
+        "nvfp4_tensor": "has_nvfp4_products",
+        "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",
     },

@@ -11,7 +11,7 @@ The element is kept if ``x >> 8`` is at least ``round(p * 2**24)``, and is then 
 The keys are a function of the seed, the iteration, the sample, its position, the layer and the site. All these numbers
 are global: the sample's index in the global batch, the position in the whole sequence, the layer in the whole model,
 and the head among all heads. Ranks that compute the same element therefore drop the same elements in any layout, and no
-state is saved between steps. Random routing uses keys in the same way.
+state is saved between steps. Random routing and stochastic rounding use keys in the same way.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def keyed_dropout(
 
     Shapes: ``x: […, c]``; keys ``[…]``; ``columns: [c]`` of any integers ``-> […, c]``.
     """
+    if torch.compiler.is_compiling():
+        return _drop_in_one_kernel(x, keys, probability, columns)
     output: torch.Tensor = _KeyedDropout.apply(x, *keys, columns, probability)  # type: ignore[no-untyped-call]
     return output
 
@@ -79,8 +81,7 @@ def drop_elements(
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     k0, k1 = (key.reshape(-1, 1) for key in keys)
     steps = _column_steps(x, columns)
-    # Kept if the unsigned word is at least this number; subtracting 2**31 from both makes the comparison signed.
-    smallest_kept = (round(probability * (1 << _MASK_BITS)) << (32 - _MASK_BITS)) - (1 << 31)
+    smallest_kept = _smallest_kept(probability)
     factor = 1.0 / (1.0 - probability)
     limit = _CPU_BLOCK if x.device.type == "cpu" else _BLOCK
     length = max(1, min(limit // rows.shape[1], rows.shape[0]))
@@ -91,16 +92,53 @@ def drop_elements(
         block = slice(start, min(start + length, rows.shape[0]))
         size = block.stop - start
         word, other, mask = words[:size], shifted[:size], kept[:size]
-        torch.add(k0[block], steps, out=word)
-        _xor_shifted(word, 16, other)
-        word.mul_(_FIRST_FACTOR)
-        _xor_shifted(word, 15, other)
-        word.bitwise_xor_(k1[block]).mul_(_SECOND_FACTOR)
-        _xor_shifted(word, 15, other)
+        _fill_words(word, k0[block], k1[block], steps, other)
         # Multiply by 0 and 1 in x's own dtype, because torch's masked fill is slow on CPU.
         torch.ge(word.bitwise_xor_(-(1 << 31)), smallest_kept, out=mask)
         torch.mul(rows[block], factor, out=output[block]).mul_(mask)
     return output.view(x.shape)
+
+
+def _drop_in_one_kernel(
+    x: torch.Tensor, keys: RowKeys, probability: float, columns: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute `keyed_dropout`, bitwise, by operations that torch.compile fuses; the backward pass does so again."""
+
+    def shifted(word: torch.Tensor, shift: int) -> torch.Tensor:
+        return (word >> shift) & ((1 << (32 - shift)) - 1)
+
+    word = keys.k0.unsqueeze(-1) + _column_steps(x, columns)
+    word = (word ^ shifted(word, 16)) * _FIRST_FACTOR
+    word = (word ^ shifted(word, 15) ^ keys.k1.unsqueeze(-1)) * _SECOND_FACTOR
+    word = word ^ shifted(word, 15) ^ -(1 << 31)
+    return x * (1.0 / (1.0 - probability)) * (word >= _smallest_kept(probability)).to(x.dtype)
+
+
+def _smallest_kept(probability: float) -> int:
+    """Return the smallest word that is kept, as a signed number: 2**31 is subtracted from words before comparing."""
+    return (round(probability * (1 << _MASK_BITS)) << (32 - _MASK_BITS)) - (1 << 31)
+
+
+def keyed_words(keys: RowKeys, columns: torch.Tensor) -> torch.Tensor:
+    """Return the random 32-bit word of each row and column, from which dropout computes its mask.
+
+    Shapes: keys ``[n]``; ``columns: [c]`` of any integers ``-> [n, c]`` int32.
+    """
+    k0, k1 = (key.reshape(-1, 1) for key in keys)
+    words = torch.empty((len(k0), len(columns)), dtype=torch.int32, device=columns.device)
+    _fill_words(words, k0, k1, _column_steps(words, columns), torch.empty_like(words))
+    return words
+
+
+def _fill_words(
+    word: torch.Tensor, k0: torch.Tensor, k1: torch.Tensor, steps: torch.Tensor, other: torch.Tensor
+) -> None:
+    torch.add(k0, steps, out=word)
+    _xor_shifted(word, 16, other)
+    word.mul_(_FIRST_FACTOR)
+    _xor_shifted(word, 15, other)
+    word.bitwise_xor_(k1).mul_(_SECOND_FACTOR)
+    _xor_shifted(word, 15, other)
 
 
 def _column_steps(x: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
@@ -141,6 +179,7 @@ _FACTORS = (0xD6E8FEB86659FD93, 0xA5A3564E27F8865B)
 _EMBEDDING_SITE = -1
 _ADAPTER_SITES = 1 << 40
 _ROUTER_SITES = 1 << 41
+_ROUNDING_SITES = 1 << 42
 _LARGEST_DRAWN = (1 << 23) - 1
 _ADAPTERS_OF_A_LAYER = 8
 
@@ -230,6 +269,20 @@ class DropoutKeys:
         # Adding one half keeps the values away from 0 and 1; all of them are exact in float32.
         normal: torch.Tensor = torch.special.ndtri((drawn.float() + 0.5) / (_LARGEST_DRAWN + 1))
         return normal
+
+    def of_rounding(self, site: int, num_rows: int) -> RowKeys:
+        """Return the keys of stochastic rounding of a matrix with a row per token; each matrix has its own ``site``.
+
+        The rows are all of this rank's positions, or its part of them under sequence parallelism.
+
+        Shapes: ``-> [num_rows]``.
+        """
+        positions = self.positions
+        if num_rows != len(positions) * len(self.samples.states):
+            positions = positions[self.hidden]
+        states = _mixed(_mixed(self.samples.states, positions[:, None]), _ROUNDING_SITES + site)
+        assert states.numel() == num_rows, "one key per row"
+        return RowKeys(*(key.flatten() for key in _row_keys(states)))
 
     def static_copy(self) -> DropoutKeys:
         """Return keys in static memory, which `overwrite` fills for each micro-batch, for CUDA graphs.

@@ -15,8 +15,10 @@ from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
     ROWS,
+    SEGMENTS_OF_16,
     SEGMENTS_OF_32,
     SEGMENTS_OF_128,
+    SQUARES_OF_16,
     SQUARES_OF_128,
     WHOLE,
     Blocks,
@@ -33,19 +35,23 @@ from megatron.core.process_group import Group
 OPERANDS = ("input", "weight", "grad")
 """Operands of the three GEMMs of a linear layer; ``grad`` is the gradient of the output."""
 
+NVFP4 = "nvfp4"
 _BLOCKS: Mapping[str, Blocks] = {
     "delayed": WHOLE,
     "tensorwise": WHOLE,
     "rowwise": ROWS,
     "blockwise": SEGMENTS_OF_128,
     "mxfp8": SEGMENTS_OF_32,
+    NVFP4: SEGMENTS_OF_16,
 }
+_SQUARES: Mapping[Blocks, Blocks] = {SEGMENTS_OF_128: SQUARES_OF_128, SEGMENTS_OF_16: SQUARES_OF_16}
+"""Blocks of weights, by the blocks of inputs and gradients, if they differ."""
 _GRAD_DTYPES = {"e4m3": E4M3, "hybrid": E5M2}
 
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """FP8 recipe: which elements share a scale, the format of gradients, and which GEMMs run in FP8.
+    """Recipe of FP8 or NVFP4: which elements share a scale, the format of gradients, and which GEMMs are quantized.
 
     ``is_delayed`` means that scales come from earlier steps. Without ``has_weight_gradients`` weight gradients are
     computed in the model's own precision.
@@ -60,12 +66,13 @@ class Float8Recipe:
     @classmethod
     def of(cls, config: Fp8Config) -> Float8Recipe:
         """Return the configured recipe."""
-        blocks = _BLOCKS[config.fp8_recipe]
+        recipe = config.fp8_recipe if config.fp4_format is None else NVFP4
+        blocks = _BLOCKS[recipe]
         return cls(
             blocks=blocks,
-            weight_blocks=SQUARES_OF_128 if blocks == SEGMENTS_OF_128 else blocks,
+            weight_blocks=_SQUARES.get(blocks, blocks),
             grad_dtype=_GRAD_DTYPES[config.fp8_format or "e4m3"],
-            is_delayed=config.fp8_recipe == "delayed",
+            is_delayed=recipe == "delayed",
             has_weight_gradients=config.fp8_wgrad,
         )
 
@@ -178,6 +185,10 @@ class Fp8Quantizers:
         """Whether the saved input of the layer is recomputed in the backward pass, if it is saved unquantized."""
         self._state = state
         self._place = place
+
+    def of_microbatch(self) -> Fp8Quantizers:
+        """Return the quantizers of the micro-batch whose forward pass begins, for both of its passes."""
+        return self
 
     @property
     def turns(self) -> bool:

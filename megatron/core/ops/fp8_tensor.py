@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ ROWS = Blocks(1, 0)
 SEGMENTS_OF_128 = Blocks(1, 128)
 SQUARES_OF_128 = Blocks(128, 128)
 SEGMENTS_OF_32 = Blocks(1, 32)
+SEGMENTS_OF_16 = Blocks(1, 16)
+SQUARES_OF_16 = Blocks(16, 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +82,24 @@ class Quantized:
         if count == len(self.data):
             return self
         assert self.blocks.rows == 1, "rows share scales"
-        return Quantized(self.data[:count], self.block_scales()[:count], self.blocks)
+        return self.form(self.data[:count], self.block_scales()[:count])
 
     def transposed(self) -> Quantized:
         """Return the transpose, with transposed blocks."""
         return Quantized(self.data.t(), self.scale.t(), Blocks(self.blocks.columns, self.blocks.rows))
+
+    @property
+    def form(self) -> Callable[[torch.Tensor, torch.Tensor], Quantized]:
+        """Return a function that makes a matrix of the same kind from its data and scales."""
+        return partial(Quantized, blocks=self.blocks)
+
+    def has_device_product(self, right: Quantized) -> bool:
+        """Return whether the device multiplies this matrix by the transpose of ``right`` natively."""
+        return _has_scaled_product(self, right)
+
+    def device_product(self, right: Quantized, out_dtype: torch.dtype, *, narrow: bool = False) -> torch.Tensor:
+        """Compute ``self @ right.T`` with the device's native GEMM. Shapes: as those of `device_product`."""
+        return device_product(self, right, out_dtype, narrow=narrow)
 
 
 def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -275,8 +291,8 @@ def scaled_product(
 
     Shapes: ``left: [a, n]``, ``right: [b, n]``, ``bias: [b] -> [a, b]``.
     """
-    if left.data.is_cuda and _has_scaled_product(left, right):
-        result = device_product(left, right, out_dtype, narrow=narrow)
+    if left.data.is_cuda and left.has_device_product(right):
+        result = left.device_product(right, out_dtype, narrow=narrow)
         return result if bias is None else result + bias
     result = linear(left.values(), right.values(), None if bias is None else bias.float(), library)
     return result.to(out_dtype)
@@ -292,12 +308,12 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype, *,
     scales = left.scale, right.scale
     computed_dtype = out_dtype
     if right.blocks == SQUARES_OF_128:
-        return _in_dtype(_product_with_squares(left, right, torch.bfloat16), out_dtype, narrow)
+        return in_dtype(_product_with_squares(left, right, torch.bfloat16), out_dtype, narrow)
     if left.blocks == WHOLE:
         left_scale, right_scale = (scale.reshape(()) for scale in scales)
     elif left.blocks == SEGMENTS_OF_32:
         left_scale, right_scale = (
-            each.scale.reshape(-1) if each.has_tiles else _swizzled(each.scale.to(torch.float8_e8m0fnu))
+            each.scale.reshape(-1) if each.has_tiles else swizzled(each.scale.to(torch.float8_e8m0fnu))
             for each in (left, right)
         )
         computed_dtype = torch.bfloat16
@@ -313,10 +329,11 @@ def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype, *,
         right_scale,
         out_dtype=computed_dtype,
     )
-    return _in_dtype(result, out_dtype, narrow)
+    return in_dtype(result, out_dtype, narrow)
 
 
-def _in_dtype(result: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
+def in_dtype(result: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
+    """Convert a device's result; with ``narrow`` one that is to become float32 is returned as it is."""
     return result if narrow and dtype is torch.float32 else result.to(dtype)
 
 
@@ -360,8 +377,8 @@ def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: t
     return True
 
 
-def _swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in cuBLAS's swizzled layout: tiles of 128 × 4, in which every 32nd row of scales is contiguous.
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Return one-byte scales in cuBLAS's swizzled layout: tiles of 128 × 4, in which every 32nd row is contiguous.
 
     Scale ``(r, c)`` of a tile is at ``16 (r mod 32) + 4 (r div 32) + c``. Missing rows and columns are zero.
 
@@ -371,7 +388,7 @@ def _swizzled(scale: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(_TILE_ROWS * tiles[0], 4 * tiles[1], dtype=torch.uint8, device=scale.device)
     padded[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
     ordered = padded.view(tiles[0], 4, 32, tiles[1], 4).permute(0, 3, 2, 1, 4)
-    return ordered.reshape(-1).view(torch.float8_e8m0fnu)
+    return ordered.reshape(-1).view(scale.dtype)
 
 
 def _from_tiles(scale: torch.Tensor) -> torch.Tensor:

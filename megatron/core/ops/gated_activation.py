@@ -31,6 +31,9 @@ def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: flo
     Shapes: ``[..., 2f] -> [..., f]``.
     """
     if kind not in _GATES or offset != 0.0 or limit is not None:
+        if torch.compiler.is_compiling():
+            gate, up = _limited(x, limit)
+            return (_activated(gate, kind) * (up + offset)).to(x.dtype)
         result: torch.Tensor = _LimitedGate.apply(x, kind, offset, limit)  # type: ignore[no-untyped-call]
         return result
     if runs_on_triton(x):

@@ -6,7 +6,8 @@ float32, MKL reaches 94 GFLOP/s and oneDNN 160 to 210 on a Zen 5. On a Xeon with
 80 for weight gradients. There, bfloat16 weight gradients reach 450 with ``torch.mm`` and 670 with the operator.
 
 A grouped GEMM is one launch of ``torch._grouped_mm`` in bfloat16 on Hopper and data-center Blackwell, and elsewhere one
-GEMM per group. On other GPUs torch would read the group ends from the device and do the same. On a CPU one call for all
+GEMM per group. On other GPUs torch would read the group ends from the device and do the same. On every GPU groups of
+equal size are one batched GEMM, and a single group is a GEMM. On a CPU one call for all
 groups is not faster, once a group has some dozen rows. But oneDNN compiles a kernel for each new number of rows, and
 group sizes change in every step: on a Zen 4 a bfloat16 GEMM of 500 rows took 1.7 ms with a new kernel and 1.0 ms with a
 cached one. So group sizes are rounded up to a small set of sizes.
@@ -15,6 +16,7 @@ cached one. So group sizes are rounded up to a small set of sizes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -87,15 +89,20 @@ class RowCounts(tuple[int, ...]):
 
     ``on_device`` has the same numbers on the device of the rows. Without it the ends are copied from the host once.
 
+    ``are_equal`` says that the groups have equal numbers of rows whatever the data, so that batched GEMMs run.
+
     Shapes: ``on_device: [groups]``.
     """
 
     on_device: torch.Tensor | None
+    are_equal: bool
     _ends: torch.Tensor | None
 
-    def __new__(cls, counts: Iterable[int], on_device: torch.Tensor | None = None) -> RowCounts:
+    def __new__(
+        cls, counts: Iterable[int], on_device: torch.Tensor | None = None, are_equal: bool = False
+    ) -> RowCounts:
         self = super().__new__(cls, counts)
-        self.on_device, self._ends = on_device, None
+        self.on_device, self.are_equal, self._ends = on_device, are_equal or len(self) == 1, None
         return self
 
     def ends(self, device: torch.device) -> torch.Tensor:
@@ -107,6 +114,35 @@ class RowCounts(tuple[int, ...]):
             counts = torch.tensor(self) if self.on_device is None else self.on_device
             self._ends = counts.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
         return self._ends
+
+
+@dataclass(frozen=True, eq=False)
+class RowEnds:
+    """Cumulative numbers of rows of the groups, which only the device knows; the host never waits for them.
+
+    Rows after the last end are in no group: grouped GEMMs leave their results uninitialized. Only the kernel of
+    `has_grouped_kernel` supports it.
+
+    Shapes: ``ends: [groups]`` int32.
+    """
+
+    ends: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def are_empty(self) -> torch.Tensor:
+        """Return which groups have no rows. Shapes: ``-> [groups]`` bool."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1)) == 0
+
+
+Groups = Sequence[int] | RowEnds
+"""Numbers of rows per group, known to the host or to the device only."""
+
+
+def group_ends(counts: Groups, device: torch.device) -> torch.Tensor:
+    """Return the end of each group as a cumulative number of rows. Shapes: ``-> [groups]`` int32."""
+    return counts.ends if isinstance(counts, RowEnds) else row_counts(counts).ends(device)
 
 
 def linear(
@@ -200,15 +236,15 @@ def row_counts(counts: Sequence[int]) -> RowCounts:
     return counts if isinstance(counts, RowCounts) else RowCounts(counts)
 
 
-def grouped_product(
-    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], library: str = "auto"
-) -> torch.Tensor:
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: Groups, library: str = "auto") -> torch.Tensor:
     """Compute ``x[group] @ weight[group].T`` for contiguous groups of rows.
 
     Shapes: ``x: [n, in]``, ``weight: [groups, out, in]``, counts that sum to n ``-> [n, out]``.
     """
-    if _is_one_launch(x, weight):
-        result: torch.Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=row_counts(counts).ends(x.device))
+    if x.is_cuda and _are_equal(counts):
+        return torch.bmm(x.reshape(len(counts), -1, x.shape[1]), weight.transpose(1, 2)).flatten(0, 1)
+    if isinstance(counts, RowEnds) or _is_one_launch(x, weight):
+        result: torch.Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=group_ends(counts, x.device))
         return result
     output = x.new_empty(len(x), weight.shape[1])
     start = 0
@@ -225,15 +261,20 @@ def grouped_product(
     return output
 
 
-def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto") -> torch.Tensor:
+def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Groups, library: str = "auto") -> torch.Tensor:
     """Compute ``grad[group].T @ x[group]``, the weight gradient of `grouped_product`.
 
     Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n ``-> [groups, out, in]``.
     """
+    if isinstance(counts, RowEnds):
+        result = unfinished_grouped_gradient(grad, x, counts)
+        return result.masked_fill_(counts.are_empty()[:, None, None], 0.0)
+    if grad.is_cuda and _are_equal(counts):
+        left, right = (each.reshape(len(counts), -1, each.shape[1]) for each in (grad, x))
+        return torch.bmm(left.transpose(1, 2), right)
     if _is_one_launch(grad, x):
-        result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=row_counts(counts).ends(x.device))
-        # On Blackwell the kernel leaves groups without rows unwritten (pytorch/pytorch #152668, #172439). The host
-        # knows the counts, so this needs no synchronization. A sync-free dispatch needs torch.where on the group ends.
+        result = unfinished_grouped_gradient(grad, x, counts)
+        # The host knows the counts, so this needs no synchronization.
         empty = [of_group for of_group, count in zip(result, counts) if not count]
         if empty:
             torch._foreach_zero_(empty)
@@ -245,6 +286,19 @@ def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int],
         else:
             into.zero_()
     return total
+
+
+def unfinished_grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Groups) -> torch.Tensor:
+    """Compute `grouped_gradient` in one launch, with uninitialized memory for groups without rows.
+
+    On Blackwell the kernel leaves these groups unwritten (pytorch/pytorch #152668, #172439).
+    """
+    result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=group_ends(counts, x.device))
+    return result
+
+
+def _are_equal(counts: Groups) -> bool:
+    return isinstance(counts, RowCounts) and counts.are_equal and counts[0] > 0
 
 
 def group_gradient(grad: torch.Tensor, x: torch.Tensor, library: str = "auto") -> torch.Tensor:
@@ -281,9 +335,13 @@ def _lengthened(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _is_one_launch(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if not left.is_cuda or left.dtype is not torch.bfloat16 or not len(left):
+    # The number of rows needs no alignment: if rows are summed over, they are not the contiguous dim.
+    return len(left) > 0 and has_grouped_kernel(left, left.shape[1], *right.shape[1:])
+
+
+def has_grouped_kernel(x: torch.Tensor, *features: int) -> bool:
+    """Return whether ``torch._grouped_mm`` is one launch for tensors like ``x`` with these numbers of features."""
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or any(size % _ALIGNMENT for size in features):
         return False
-    capability = compute_capability(left.device)
-    # The number of rows needs no alignment: where rows are summed over, they are not the contiguous dim.
-    is_aligned = all(size % _ALIGNMENT == 0 for size in (left.shape[1], *right.shape[1:]))
-    return is_aligned and (capability is None or capability[0] in _MULTIPLIES_GROUPS)
+    capability = compute_capability(x.device)
+    return capability is None or capability[0] in _MULTIPLIES_GROUPS

@@ -17,6 +17,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer.flat_state import FlatState
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, parse_optimizer_args
 from megatron.core.registry import find_registered, is_registered
 
@@ -177,7 +178,8 @@ class InnerOptimizer:
     An update rule may create other state in its first update; `make_state` creates it earlier, so that it can be
     loaded. One step count is shared by all parameters. ``groups`` pairs main parameters with their weight-decay
     multiplier. ``fused_adam`` is apex's class, used instead of torch's if every main parameter is a float32 CUDA
-    tensor. The rule updates a parameter as a flat tensor, or in the shape that ``shapes`` has for its id.
+    tensor. The rule updates a parameter as a flat tensor, or in the shape that ``shapes`` has for its id. With
+    ``flat_state``, which holds the main parameters, one kernel makes Adam's update and rounds it into the model.
     """
 
     def __init__(
@@ -186,7 +188,9 @@ class InnerOptimizer:
         groups: Sequence[tuple[Sequence[torch.Tensor], float]],
         fused_adam: type[torch.optim.Optimizer] | None = None,
         shapes: Mapping[int, torch.Size] | None = None,
+        flat_state: FlatState | None = None,
     ) -> None:
+        self._flat_state = flat_state
         flat = [parameter for group, _ in groups for parameter in group]
         self._updated = {id(p): p.view(shapes[id(p)]) if shapes and id(p) in shapes else p for p in flat}
         param_groups: list[dict[str, Any]] = [
@@ -207,7 +211,7 @@ class InnerOptimizer:
         # On CPU the host can read the flag without waiting, which saves the kernel a division and a store.
         is_fused = is_fused and self._scales_in_kernel
         can_decide = is_fused or isinstance(self._torch_optimizer, Lion)
-        self.decides_on_device = can_decide and all(p.is_cuda for p in parameters)
+        self.decides_on_device = flat_state is not None or (can_decide and all(p.is_cuda for p in parameters))
         self._is_adam = self._is_torch and config.elementwise == "adam"
         self._has_own_state = self._is_torch and config.elementwise not in BUILT_IN
         self._is_made = False
@@ -231,11 +235,14 @@ class InnerOptimizer:
     ) -> None:
         """Update if ``is_finite`` is true; otherwise change nothing.
 
-        On CUDA torch's fused kernels and Lion evaluate the condition on the device (``decides_on_device``), so that the
-        host does not wait.
+        On CUDA fused kernels and Lion evaluate the condition on the device (``decides_on_device``), so that the host
+        does not wait.
 
         Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
         """
+        if self._flat_state is not None:
+            self._flat_state.step(is_finite, grad_multiplier, self._torch_optimizer.param_groups)
+            return
         if not self.decides_on_device:
             if bool(is_finite):
                 self.step(parameters, float(grad_multiplier))
@@ -332,6 +339,9 @@ class InnerOptimizer:
     def _fill_state(self) -> None:
         """Create the initial state."""
         for parameter in self._updated.values():
+            if self._flat_state is not None:
+                self._torch_optimizer.state[parameter] = {**self._flat_state.state_of(parameter)}
+                continue
             state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
             if self._is_adam:
                 state[STEP] = torch.zeros((), dtype=torch.float32, device=parameter.device)

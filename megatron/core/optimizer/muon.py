@@ -191,7 +191,8 @@ class Muon:
 
     def _orthogonal(self, matrix: torch.Tensor, fused_rows: tuple[int, ...]) -> torch.Tensor:
         """Return the update of a matrix, orthogonalized separately for each of several fused matrices."""
-        is_query_key_value = len(fused_rows) == 3
+        # With an output gate there are four.
+        is_query_key_value = len(fused_rows) in (3, 4)
         if not fused_rows or (is_query_key_value and not self._config.muon_split_qkv):
             return self._scaled(matrix)
         # Rows of the fused matrices are interleaved: [repetitions, rows of all, columns].

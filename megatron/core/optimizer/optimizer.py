@@ -89,14 +89,21 @@ class MegatronOptimizer:
         is_elementwise = rule.is_elementwise
         on_host: list[UpdateBucket] = []
         self._on_device: list[UpdateBucket] = []
-        for rate, groups in self._shard_groups():
+        several = list(self._shard_groups())
+        for rate, groups in several:
             away, here = split_groups(groups, config.offload_fraction)
             on_host += [
                 UpdateBucket(config, bucket, on_host=True, rate=rate, is_elementwise=is_elementwise)
                 for bucket in cut_into_buckets(away)
             ]
             self._on_device += [
-                UpdateBucket(config, bucket, fused_adam, rate=rate, is_elementwise=is_elementwise)
+                UpdateBucket(
+                    *(config, bucket, fused_adam),
+                    rate=rate,
+                    is_elementwise=is_elementwise,
+                    # Parameters of several rates alternate in the buffers: torch's kernels update them.
+                    fuses=len(several) == 1,
+                )
                 for bucket in self._device_buckets(here)
             ]
         if not is_elementwise:

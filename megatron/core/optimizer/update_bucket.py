@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.distributed import ParamShard
+from megatron.core.optimizer.flat_state import FlatState
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
@@ -56,7 +57,8 @@ class UpdateBucket:
     On the device the main parameters are the model's weights or float32 copies; ``on_host`` makes them copies in host
     memory. All shards have the learning rate ``rate``. If the configuration sets narrow dtypes, state is stored in
     these between steps. With ``exchange`` the shards belong to matrices that Muon updates. A rule that is not
-    elementwise receives whole parameters in their shape (see `UpdateRule`).
+    elementwise receives whole parameters in their shape (see `UpdateRule`). With ``fuses`` one kernel makes the whole
+    update of torch's Adam, if it supports the shards (see `FlatState`).
     """
 
     def __init__(
@@ -69,9 +71,24 @@ class UpdateBucket:
         rate: Rate = COMMON_RATE,
         exchange: MuonShardExchange | None = None,
         is_elementwise: bool = True,
+        fuses: bool = False,
     ) -> None:
         self.rate = rate
-        pairs = [([_optimized(each, on_host) for each in shards], multiplier) for shards, multiplier in groups]
+        self._flat: FlatState | None = None
+        is_plain_adam = config.optimizer == "adam" and fused_adam is None and not config.use_precision_aware_optimizer
+        if fuses and is_plain_adam and FlatState.supports(groups):
+            self._flat = FlatState(groups, (config.adam_beta1, config.adam_beta2))
+        flat = self._flat
+        pairs = [
+            (
+                [
+                    _optimized(each, on_host) if flat is None else OptimizedShard(each, flat.main_param(each))
+                    for each in shards
+                ],
+                multiplier,
+            )
+            for shards, multiplier in groups
+        ]
         self.shards = [optimized for shards, _ in pairs for optimized in shards]
         self.main_params = [optimized.main_param for optimized in self.shards]
         self.inner: InnerOptimizer | Muon
@@ -82,6 +99,7 @@ class UpdateBucket:
                 [([optimized.main_param for optimized in shards], multiplier) for shards, multiplier in pairs],
                 fused_adam,
                 None if is_elementwise else shapes,
+                flat,
             )
         else:
             multipliers = [multiplier for shards, multiplier in pairs for _ in shards]
@@ -100,6 +118,11 @@ class UpdateBucket:
 
         Shapes: ``is_finite, grad_multiplier: []``.
         """
+        if self._flat is not None:
+            assert isinstance(self.inner, InnerOptimizer)
+            with timers("optimizer-inner-step", log_level=1):
+                self.inner.step_if(is_finite, self.main_params, grad_multiplier)
+            return
         with self._opened():
             if isinstance(self.inner, Muon):
                 with timers("optimizer-inner-step", log_level=1):

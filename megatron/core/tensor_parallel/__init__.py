@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.chunked_cross_entropy import linear_cross_entropy
     from megatron.core.tensor_parallel.comm_overlap_config import (
         WHOLE,
         LinearOverlap,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         RowBlock,
         adapt,
     )
+    from megatron.core.tensor_parallel.loss_chunks import chunk_rows
     from megatron.core.tensor_parallel.mappings import (
         InputRegion,
         all_gather_last_dim_from_tensor_parallel_region,
@@ -124,6 +126,8 @@ __getattr__ = lazy_exports(
     {
         "comm_overlap_config": "LinearOverlap WHOLE linear_overlap read_overlap_methods",
         "cpu_offload": "ActivationOffload WeightOffload",
+        "chunked_cross_entropy": "linear_cross_entropy",
+        "loss_chunks": "chunk_rows",
         "cross_entropy": (
             "LossInputs vocab_parallel_cross_entropy vocab_parallel_losses_and_normalizers vocab_sharded_cross_entropy"
         ),

@@ -38,7 +38,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local_normalizer, label_logits = normalizer_and_label_logits(flat, local_labels, num_columns)
         log_normalizer = local_normalizer
         if tp.size > 1:
-            log_normalizer, label_logits = _combine(local_normalizer, label_logits, tp)
+            log_normalizer, label_logits = combine_normalizers(local_normalizer, label_logits, tp)
         ctx.save_for_backward(logits, local_labels, local_normalizer, log_normalizer)
         ctx.num_columns = num_columns
         losses = (log_normalizer - label_logits).reshape(labels.shape)
@@ -56,17 +56,33 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         result = logits.detach().reshape(-1, logits.shape[-1])
         row_grad = grad.reshape(-1).to(log_normalizer.dtype)
         further = None if normalizer_grad is None else normalizer_grad.reshape(-1).to(log_normalizer.dtype)
-        sums = row_grad if further is None else row_grad + further
-        overwrite_with_gradient(result, local_labels, ctx.num_columns, local_normalizer, log_normalizer, sums)
-        if further is not None:
-            # The normalizer does not depend on the label's column.
-            is_here = (local_labels >= 0) & (local_labels < ctx.num_columns)
-            columns = local_labels.masked_fill(~is_here, 0)[:, None]
-            result.scatter_add_(1, columns, (further * is_here).to(result.dtype)[:, None])
+        overwrite_logits(result, local_labels, ctx.num_columns, local_normalizer, log_normalizer, row_grad, further)
         return result.reshape(logits.shape), None, None, None, None, None
 
 
-def _combine(
+def overwrite_logits(
+    logits: torch.Tensor,
+    local_labels: torch.Tensor,
+    num_columns: int,
+    local_normalizer: torch.Tensor,
+    log_normalizer: torch.Tensor,
+    row_grad: torch.Tensor,
+    normalizer_grad: torch.Tensor | None,
+) -> None:
+    """Overwrite logits with their gradient, given the gradients of the losses and of the log-sum-exps.
+
+    Shapes: ``logits: [n, v/tp]``, the others ``[n]``.
+    """
+    sums = row_grad if normalizer_grad is None else row_grad + normalizer_grad
+    overwrite_with_gradient(logits, local_labels, num_columns, local_normalizer, log_normalizer, sums)
+    if normalizer_grad is not None:
+        # The normalizer does not depend on the label's column.
+        is_here = (local_labels >= 0) & (local_labels < num_columns)
+        columns = local_labels.masked_fill(~is_here, 0)[:, None]
+        logits.scatter_add_(1, columns, (normalizer_grad * is_here).to(logits.dtype)[:, None])
+
+
+def combine_normalizers(
     local_normalizer: torch.Tensor, label_logits: torch.Tensor, tp: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-sum-exp of the whole rows, and each label's logit from the rank that has it."""

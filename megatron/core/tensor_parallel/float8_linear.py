@@ -1,10 +1,11 @@
-"""The tensor-parallel linear layer with FP8 GEMMs and FP8 communication.
+"""The tensor-parallel linear layer with FP8 or NVFP4 GEMMs and communication.
 
-An FP8 matrix may be sharded by row over the ranks. Its parts are gathered in FP8, together with their scales.
+A quantized matrix may be sharded by row over the ranks. Its parts are gathered as they are, together with their scales.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -49,18 +50,16 @@ def gather_rows(part: Quantized, group: Group) -> Quantized:
     """
     data = all_gather_first_dim(_bytes_of(part.data), group).view(part.data.dtype)
     scale = part.scale if part.blocks.rows == 0 else gather_scales(part.scale, group)
-    return Quantized(data, scale, part.blocks)
+    return part.form(data, scale)
 
 
 def gather_scales(scale: torch.Tensor, group: Group) -> torch.Tensor:
-    """All-gather powers of two along dim 0 by sending only their exponents.
+    """All-gather scales along dim 0 as bytes: of powers of two in float32, only the exponents are sent.
 
     Shapes: ``[n, m] -> [group.size * n, m]``.
     """
-    if scale.dtype is torch.float8_e8m0fnu:
-        return all_gather_first_dim(scale.view(torch.uint8), group).view(torch.float8_e8m0fnu)
-    exponents = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-    return all_gather_first_dim(exponents, group).view(torch.float8_e8m0fnu).float()
+    sent = scale.to(torch.float8_e8m0fnu) if scale.dtype == torch.float32 else scale
+    return all_gather_first_dim(_bytes_of(sent), group).view(sent.dtype).to(scale.dtype)
 
 
 def side_by_side(parts: torch.Tensor, group: Group) -> torch.Tensor:
@@ -123,7 +122,7 @@ class _Float8Linear(torch.autograd.Function):
             quantized_weight.scale if quantizers.keeps_weight_scale and not has_one_scale else None,
         )
         ctx.region, ctx.tp, ctx.group, ctx.product_library = region, tp, group, library
-        ctx.quantizers, ctx.records, ctx.kept, ctx.blocks = quantizers, records, kept, rounded.blocks
+        ctx.quantizers, ctx.records, ctx.kept, ctx.form = quantizers, records, kept, rounded.form
         ctx.x_shape, ctx.scatters = x.shape, scatters
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
@@ -144,7 +143,7 @@ class _Float8Linear(torch.autograd.Function):
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         if needs_weight_grad and ctx.kept is _Kept.TO_ROUND:
             again = quantizers.input_again(saved.reshape(-1, saved.shape[-1]), saved_scale, ctx.turns, group)
-            saved, saved_scale, ctx.blocks = again.data, again.scale, again.blocks
+            saved, saved_scale, ctx.form = again.data, again.scale, again.form
         gathering = None
         if group is not None and needs_weight_grad:
             gathering = Gathering(saved, group)
@@ -191,7 +190,7 @@ def float8_linear(
     library: str,
     scatters: bool,
 ) -> torch.Tensor:
-    """Compute `tensor_parallel_linear` with all three GEMMs in FP8.
+    """Compute `tensor_parallel_linear` with all three GEMMs in FP8, or in NVFP4 by the quantizers.
 
     Under sequence parallelism the input is gathered in FP8, with its scales, in both passes. The gradient of an output
     that is scattered here is also gathered in FP8, which requires `Fp8Quantizers.gathers_gradients`.
@@ -199,6 +198,7 @@ def float8_linear(
     Shapes: as those of `tensor_parallel_linear`.
     """
     assert not scatters or quantizers.gathers_gradients, "this recipe gathers gradients before it rounds them"
+    quantizers = quantizers.of_microbatch()
     arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, torch.is_grad_enabled(), scatters)
     result: torch.Tensor = _Float8Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
@@ -227,13 +227,14 @@ def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantiz
     if ctx.kept is _Kept.UNROUNDED:
         return quantizers.columns("input", saved.reshape(-1, saved.shape[-1]))
     group: Group | None = ctx.group
+    form: Callable[[torch.Tensor, torch.Tensor], Quantized] = ctx.form
     if group is None:
-        return Quantized(saved, scale, ctx.blocks)
+        return form(saved, scale)
     if quantizers.turns:
-        return Quantized(saved.t(), scale, ctx.blocks)
-    if ctx.blocks.columns != 0:
+        return form(saved.t(), scale)
+    if quantizers.recipe.blocks.columns != 0:
         scale = side_by_side(gather_scales(scale, group), group)
-    return Quantized(side_by_side(saved, group), scale, ctx.blocks)
+    return form(side_by_side(saved, group), scale)
 
 
 def _reduce_input_gradient(

@@ -104,7 +104,20 @@ def draw_box(spec: ParamSpec, box: Box, seed: int) -> torch.Tensor:
     values = normal_box(
         seed, spec.name, spec.global_shape, box, is_uniform=is_uniform, factor=factor, mean=spec.init_mean
     )
+    if spec.init_transform:
+        values = TRANSFORMS[spec.init_transform](values)
     return torch.from_numpy(values)
+
+
+def _step_bias(logarithms: np.ndarray) -> np.ndarray:
+    """Return the number whose softplus is the exponential of the given number, but at least 1e-4."""
+    steps = np.maximum(np.exp(logarithms), np.float32(1e-4))
+    biases: np.ndarray = steps + np.log(-np.expm1(-steps))
+    return biases
+
+
+TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"log": np.log, "step_bias": _step_bias}
+"""Functions of random values, by the name in `ParamSpec.init_transform`."""
 
 
 def is_constant(spec: ParamSpec) -> bool:

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2205.05198.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -257,13 +258,20 @@ class ColumnShardedLinear(nn.Module):
             self.bias = make_parameter((own_size,), bias_spec, dtype, device)
 
     def forward(
-        self, x: torch.Tensor, *, gives_bias_gradient: bool = True, memory: ReusedMemory | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        x: torch.Tensor,
+        *,
+        gives_bias_gradient: bool = True,
+        memory: ReusedMemory | None = None,
+        fused: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
+    ) -> Any:
         """Return this rank's output features, or all of them; with ``skip_bias_add`` also the bias.
 
         Without ``gives_bias_gradient`` a later operation computes the bias's gradient. ``memory`` is for this rank's
-        features (see `tensor_parallel_linear`).
+        features (see `tensor_parallel_linear`). ``fused`` computes a result from the input and the weight instead.
         """
+        if fused is not None:
+            return fused(x, self.weight)
         in_product: torch.Tensor | None = None if self.skip_bias_add else self.bias
         if in_product is not None and not gives_bias_gradient:
             in_product = in_product.detach()

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
         without_rotary,
     )
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
+    from megatron.core.transformer.hybrid_config import (
+        ATTENTION,
+        GATED_DELTA_NET,
+        MAMBA,
+        MOE,
+        HybridConfig,
+        LayerParts,
+    )
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
     from megatron.core.transformer.lora import add_adapters, quantize_base
@@ -36,8 +44,15 @@ if TYPE_CHECKING:
         adapted_parts,
         plain_names,
     )
-    from megatron.core.transformer.mlp import MLP, FeedForward, MLPSubmodules, activation_of, megatron_activation
-    from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear
+    from megatron.core.transformer.mlp import (
+        ACTIVATIONS,
+        MLP,
+        FeedForward,
+        MLPSubmodules,
+        activation_of,
+        megatron_activation,
+    )
+    from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear, join_heads
     from megatron.core.transformer.multi_token_prediction import (
         MTPLayer,
         MultiTokenPrediction,
@@ -45,8 +60,14 @@ if TYPE_CHECKING:
         further_losses,
         mtp_targets,
     )
-    from megatron.core.transformer.norm import Norm, normalize
-    from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
+    from megatron.core.transformer.norm import Norm, ResidualNorm, ResidualSum, add_and_normalize, add_branch, normalize
+    from megatron.core.transformer.rotary_pos_embedding import (
+        RotaryAngles,
+        RotaryEmbedding,
+        apply_rotary_to_both,
+        split_and_rotate,
+        yarn_frequencies,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -58,17 +79,18 @@ __getattr__ = lazy_exports(
         "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
+        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE HybridConfig LayerParts",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",
         "lora_targets": (
             "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
         ),
-        "mlp": "FeedForward MLP MLPSubmodules activation_of megatron_activation",
-        "multi_latent_attention": "LatentAttention ReplicatedLinear",
+        "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation",
+        "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
-        "norm": "Norm normalize",
-        "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",
+        "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
+        "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2305.13245. The softmax may have an attention sink per hea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -89,7 +89,7 @@ def make_query_key_value(config: DecoderConfig, tp: Group, device: torch.device 
     if config.num_query_groups % tp.size == 0:
         linear = ColumnShardedLinear(
             config.hidden_size,
-            config.query_projection_size + 2 * config.kv_projection_size,
+            config.query_projection_size + config.gate_projection_size + 2 * config.kv_projection_size,
             tp,
             config=config,
             init_std=config.init_method_std,
@@ -102,18 +102,19 @@ def make_query_key_value(config: DecoderConfig, tp: Group, device: torch.device 
     return SharedGroupQueryKeyValue(config, tp, device)
 
 
-def _rows_of_a_group(config: DecoderConfig) -> tuple[int, int, int]:
+def _rows_of_a_group(config: DecoderConfig) -> tuple[int, ...]:
     query_rows = config.query_projection_size // config.num_query_groups
-    return (query_rows, config.kv_channels, config.kv_channels)
+    return (*(query_rows,) * (2 if config.attention_output_gate else 1), config.kv_channels, config.kv_channels)
 
 
 class SharedGroupQueryKeyValue(nn.Module):
     """Query, key and value projection for fewer key-value groups than tensor-parallel ranks.
 
-    The query rows belong to this rank alone. The key and value rows are equal on the ranks that share the group, and
-    their gradients are partial sums that must be added over those ranks.
+    The query rows, and those of an output gate, belong to this rank alone. The key and value rows are equal on the
+    ranks that share the group, and their gradients are partial sums that must be added over those ranks.
 
-    Shapes: ``[s, b, h] -> [s, b, (heads/tp + 2) * d]``; the input is ``[s/tp, b, h]`` under sequence parallelism.
+    Shapes: ``[s, b, h] -> [s, b, (heads/tp + 2) * d]``, with a gate ``[s, b, (2 * heads/tp + 2) * d]``; the input is
+    ``[s/tp, b, h]`` under sequence parallelism.
     """
 
     def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
@@ -127,38 +128,45 @@ class SharedGroupQueryKeyValue(nn.Module):
         width = config.hidden_size
         ranks_per_group = tp.size // config.num_query_groups
         group, member = divmod(tp.rank, ranks_per_group)
-        total_rows = config.query_projection_size + 2 * config.kv_projection_size
+        total_rows = config.query_projection_size + config.gate_projection_size + 2 * config.kv_projection_size
         rows_per_group = total_rows // config.num_query_groups
         query_rows = config.query_projection_size // tp.size
         kv_rows = 2 * config.kv_channels
         query_start = group * rows_per_group + member * query_rows
         kv_start = (group + 1) * rows_per_group - kv_rows
+        query_starts = [query_start]
+        if config.attention_output_gate:
+            query_starts.append(query_start + ranks_per_group * query_rows)
 
-        def parameter(name: str, start: int, rows: int, shared: bool) -> nn.Parameter:
+        def parameter(name: str, starts: Sequence[int], rows: int, shared: bool) -> nn.Parameter:
             trailing = (width,) if name == "weight" else ()
-            shard = Shard(Box((start, *(0 for _ in trailing)), (rows, *trailing)), (0, *(0 for _ in trailing)))
+            zeros = tuple(0 for _ in trailing)
+            shards = [
+                Shard(Box((start, *zeros), (rows, *trailing)), (number * rows, *zeros))
+                for number, start in enumerate(starts)
+            ]
             spec = ParamSpec(
                 name,
                 (total_rows, *trailing),
-                (shard,),
+                tuple(shards),
                 gradient_sum_axes=("tp",) if shared else (),
                 replica_index=member if shared else 0,
                 num_replicas=ranks_per_group if shared else 1,
                 init_std=config.init_method_std if name == "weight" else 0.0,
                 fused_rows=_rows_of_a_group(config),
             )
-            return make_parameter((rows, *trailing), spec, dtype, device)
+            return make_parameter((rows * len(starts), *trailing), spec, dtype, device)
 
-        self.query_weight = parameter("weight", query_start, query_rows, shared=False)
-        self.key_value_weight = parameter("weight", kv_start, kv_rows, shared=True)
+        self.query_weight = parameter("weight", query_starts, query_rows, shared=False)
+        self.key_value_weight = parameter("weight", [kv_start], kv_rows, shared=True)
         self.query_bias: nn.Parameter | None = None
         self.key_value_bias: nn.Parameter | None = None
         if config.has_qkv_bias:
-            self.query_bias = parameter("bias", query_start, query_rows, shared=False)
-            self.key_value_bias = parameter("bias", kv_start, kv_rows, shared=True)
+            self.query_bias = parameter("bias", query_starts, query_rows, shared=False)
+            self.key_value_bias = parameter("bias", [kv_start], kv_rows, shared=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's query heads followed by its group's key and value."""
+        """Return this rank's query heads, the gates of an output gate, and its group's key and value."""
         weight = stacked_weights(self.query_weight, self.key_value_weight)
         bias = None
         if self.query_bias is not None and self.key_value_bias is not None:
@@ -279,6 +287,7 @@ class SelfAttention(nn.Module):
             device=device,
             tp_comm_buffer_name="proj",
         )
+        self.split_and_rotate, self.rotate = split_and_rotate, apply_rotary_to_both
         self._add_projections(config, tp, device)
 
     def _add_projections(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
@@ -395,17 +404,28 @@ class SelfAttention(nn.Module):
         is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
         bias = None if is_rotated_first or self.clip is not None else self._bias_of_split(x)
         mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)
+        return self.split_heads(mixed, angles, bias)
+
+    def split_heads(
+        self, mixed: torch.Tensor, angles: RotaryAngles | None, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split the output of the fused projection, and normalize and rotate queries and keys as configured.
+
+        If ``bias``, which is already added, is given, Triton computes its gradient.
+
+        Shapes: ``mixed: [s, b, (n + 2 groups)/tp * d]``; results as those of `projected`.
+        """
         if self.clip is not None:
             mixed = mixed.clamp(-self.clip, self.clip)
         mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
-        if angles is not None and is_rotated_first:
-            return split_and_rotate(mixed, angles)
+        if angles is not None and (self.q_layernorm is None or self.k_layernorm is None):
+            return self.split_and_rotate(mixed, angles)
         query, key, value = split_projection(mixed, bias)
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key, value
         query, key = self.q_layernorm(query), self.k_layernorm(key)
         if angles is not None:
-            query, key = apply_rotary_to_both(query, key, angles)
+            query, key = self.rotate(query, key, angles)
         return query, key, value
 
     def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:

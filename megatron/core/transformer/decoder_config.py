@@ -13,6 +13,7 @@ import math
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
+from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, layer_parts
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -310,7 +311,7 @@ _FLAG_OF_ACTIVATION = {
 class DecoderConfig(ParallelConfig, in_args=True):
     """Configuration of a transformer layer and of a stack of such layers.
 
-    The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in nested groups. ``ffn_hidden_size``,
+    The fields of muP, MLA, rotary positions, MTP, MoE, FP8 and hybrid models are in nested groups. ``ffn_hidden_size``,
     ``kv_channels`` and ``num_query_groups`` default to 0. ``__post_init__`` then derives their real values.
     """
 
@@ -328,6 +329,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
     mtp: MTPConfig = group(MTPConfig)
     moe: MoEConfig = group(MoEConfig)
     fp8: Fp8Config = group(Fp8Config)
+    hybrid: HybridConfig = group(HybridConfig)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -374,6 +376,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Normalize queries and keys, per head."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
+    attention_output_gate: bool = flag(
+        False, role="shape", excludes=("multi_latent_attention", "lora_rank", "attention")
+    )
+    """Gate the attention output by the sigmoid of a projection of the input, before the output projection."""
     norm_placement: str = flag(
         "pre",
         deprecated_values=(("before", "pre"), ("after", "post"), ("both", "sandwich")),
@@ -399,7 +405,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Divide attention scores by the square root of this number; by default of the head dimension."""
     softmax_scale: float | None = flag(None, role="meaning", bounds=POSITIVE, seen_as="score_scale", in_args=False)
     """Multiply attention scores by this number; by default by 1 / square root of the head dimension."""
-    clip_qkv: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
+    clip_qkv: float | None = flag(
+        None, role="meaning", bounds=POSITIVE, in_args=False, excludes=("attention_output_gate",)
+    )
     """Clip queries, keys and values to this absolute value after their projection."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
     """Sliding window: a query attends to its own position and the N before it only."""
@@ -574,9 +582,21 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """Return for each layer whether its feed-forward layer has experts.
 
         Raises:
-            ValueError: --moe-layer-freq is invalid; the message gives the reason.
+            ValueError: --moe-layer-freq or --hybrid-override-pattern is invalid; the message gives the reason.
         """
+        if self.hybrid.hybrid_override_pattern is not None:
+            return tuple(parts.feed_forward == MOE for parts in self.layer_parts)
         return moe_layers(self.moe, self.num_layers)
+
+    @property
+    def layer_parts(self) -> tuple[LayerParts, ...]:
+        """Return for each layer the kinds of its sequence mixer and of its feed-forward.
+
+        Raises:
+            ValueError: --hybrid-override-pattern or another pattern is invalid; the message gives the reason.
+        """
+        pattern = self.hybrid.hybrid_override_pattern
+        return layer_parts(self.hybrid, self.num_layers, () if pattern else self.moe_layers)
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
@@ -604,8 +624,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def draws_by_sample(self) -> bool:
-        """Return whether training draws random numbers per sample: for dropout or for random routing."""
-        return self.has_dropout or self.routes_at_random
+        """Return whether training draws random numbers per sample: for dropout, routing or stochastic rounding."""
+        return self.has_dropout or self.routes_at_random or self.fp8.fp4_format is not None
 
     @property
     def routes_at_random(self) -> bool:
@@ -689,6 +709,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return self.kv_channels * self.num_attention_heads
 
     @property
+    def gate_projection_size(self) -> int:
+        """Return the width of the attention's output gates of all heads together, 0 without them."""
+        return self.query_projection_size if self.attention_output_gate else 0
+
+    @property
     def head_width(self) -> int:
         """Return the head width of queries, keys and values that attention kernels see."""
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
@@ -711,7 +736,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def output_init_method_std(self) -> float:
         """Return the initial standard deviation of the layers that end a residual branch."""
-        return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
+        branches = 1.0 if self.hybrid.hybrid_override_pattern is not None else 2.0
+        return float(self.init_method_std / (branches * self.num_layers) ** 0.5)
 
     def kind_of(self, layer_number: int) -> int:
         """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
@@ -744,22 +770,25 @@ class DecoderConfig(ParallelConfig, in_args=True):
         matrix counts, and only the part inside the window if there is a window.
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        gemms, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
+        gemms, of_scores = hidden * (2 * queries + self.gate_projection_size + 2 * keys), 2 * queries
         if self.mla.multi_latent_attention:
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
+        mixer, feed_forward = self.layer_parts[kind]
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
             gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
+        if mixer != ATTENTION:
+            gemms, core = (0, 0.0) if mixer is None else self.hybrid.multiply_adds(mixer, hidden)
         num_matrices = 3 if self.is_gated else 2
-        if self.moe_layers[kind]:
+        if feed_forward == MOE:
             # Routed experts (top-k), the shared expert and the router.
             width = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size
             width += self.moe.moe_shared_expert_intermediate_size or 0
             gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
-        else:
+        elif feed_forward is not None:
             gemms += hidden * self.ffn_hidden_size * num_matrices
         if layer_number >= self.num_layers:
             gemms += 2 * hidden * hidden

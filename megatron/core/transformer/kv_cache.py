@@ -1,4 +1,4 @@
-"""KV cache: keys and values of the positions that a model has already processed."""
+"""KV cache: keys and values of the positions that a model has already processed, and the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class KeyValueCache:
         self.max_length = max_length
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lengths: dict[int, int] = {}
+        self._states: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def length(self, layer_number: int) -> int:
         return self._lengths.get(layer_number, 0)
@@ -41,6 +42,21 @@ class KeyValueCache:
         self._lengths[layer_number] = end
         return keys[:end], values[:end]
 
+    def states(self, layer_number: int) -> tuple[torch.Tensor, ...] | None:
+        """Return the states of a recurrent layer after the last position, or None before the first.
+
+        Shapes: ``-> [b, ...]`` each.
+        """
+        return self._states.get(layer_number)
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """Return the number of leading columns of each row that this pass must not process. Shapes: ``-> [b]``."""
+        return None
+
+    def set_states(self, layer_number: int, states: tuple[torch.Tensor, ...]) -> None:
+        self._states[layer_number] = states
+
     def extend(self, max_length: int) -> None:
         """Make room for ``max_length`` positions; the stored ones are kept."""
         self.max_length = max_length
@@ -59,3 +75,5 @@ class KeyValueCache:
             for new, old in zip((key, value), buffers, strict=True):
                 torch.index_select(old[:length], 1, rows, out=new[:length])
             self._buffers[layer_number] = (key, value)
+        for layer_number, states in self._states.items():
+            self._states[layer_number] = tuple(state.index_select(0, rows) for state in states)

@@ -16,8 +16,8 @@ def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
         ValueError: the text is neither a number nor such a list; the message gives the reason.
     """
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError) as error:
+        found = evaluate_pattern(text)
+    except ValueError as error:
         raise ValueError("a number or a list such as ([1]*5+[0])*4 is expected") from error
     if isinstance(found, int):
         if found < 1:
@@ -53,6 +53,18 @@ def format_layer_pattern(kinds: Sequence[bool]) -> str:
 
 
 _MOST_LAYERS = 100_000
+
+
+def evaluate_pattern(text: str) -> int | list[int]:
+    """Evaluate a number, or an expression of lists of numbers.
+
+    Raises:
+        ValueError: the text is anything else, or the list is too long.
+    """
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError) as error:
+        raise ValueError(f"{text} is neither a number nor a list") from error
 
 
 def _value(node: ast.expr) -> int | list[int]:

@@ -112,6 +112,7 @@ class LatentAttention(SelfAttention):
         self.kv_layernorm = norm(mla.kv_lora_rank)
         self.recomputes_up = "mla_up_proj" in config.recomputed_modules
         self.query_factor = config.latent_score_factor
+        self.join_heads = join_heads
 
     def _factor_of_scores(self, config: DecoderConfig) -> float | None:
         """Return None: `_widen` scales the queries instead."""
@@ -172,25 +173,65 @@ class LatentAttention(SelfAttention):
         query: torch.Tensor = (
             self.linear_q_proj(of_query) if self.q_layernorm is None else self.linear_q_up_proj(of_query)
         )
-        query = query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width)
-        plain, rotary = query.split_with_sizes((self.plain_width, self.rotary_width), dim=-1)
-        query = self._padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1), self.padded_width)
-        if self.query_factor != 1.0:
-            query = query * self.query_factor
-        key_value = self.linear_kv_up_proj(latent)
-        key_value = key_value.view(*key_value.shape[:2], self.num_heads, self.plain_width + self.value_width)
-        key, value = key_value.split_with_sizes((self.plain_width, self.value_width), dim=-1)
-        key = torch.cat((key, rotary_key.expand(-1, -1, self.num_heads, -1)), dim=-1)
-        value = self._padded(value, self.core_value_width)
-        # Without padding the value is a view into a wider tensor; copy it, so that the wider tensor can be freed.
-        return query, self._padded(key, self.padded_width), value.contiguous() if self.recomputes_up else value
+        return self.split_latent(query, self.linear_kv_up_proj(latent), rotary_key, angles)
 
-    @staticmethod
-    def _padded(heads: torch.Tensor, width: int) -> torch.Tensor:
-        missing = width - heads.shape[-1]
-        return F.pad(heads, (0, missing)) if missing else heads
+    def split_latent(
+        self, query: torch.Tensor, key_value: torch.Tensor, rotary_key: torch.Tensor, angles: RotaryAngles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split the outputs of the up-projections into heads, rotate queries, and pad heads to the widths of `core`.
+
+        Shapes: ``query: [s, b, n/tp * (qk + p)]``, ``key_value: [s, b, n/tp * (qk + v)]``, ``rotary_key: [s, b, 1, p]``
+        ``-> [s, b, n/tp, d], [s, b, n/tp, d], [s, b, n/tp, v]``.
+        """
+        return self.join_heads(
+            query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width),
+            key_value.view(*key_value.shape[:2], self.num_heads, self.plain_width + self.value_width),
+            rotary_key,
+            angles,
+            value_width=self.value_width,
+            padded_width=self.padded_width,
+            core_value_width=self.core_value_width,
+            query_factor=self.query_factor,
+            copies_value=self.recomputes_up,
+        )
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * v]``."""
         context = self.core(inputs)[..., : self.value_width]
         return context.reshape(*context.shape[:2], -1)
+
+
+def join_heads(
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    rotary_key: torch.Tensor,
+    angles: RotaryAngles,
+    *,
+    value_width: int,
+    padded_width: int,
+    core_value_width: int,
+    query_factor: float,
+    copies_value: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotate queries, give every head the common rotary part of the keys, and pad queries, keys and values.
+
+    Without padding the value is a view of ``key_value``, unless ``copies_value``.
+
+    Shapes: ``query: [s, b, n, qk + p]``, ``key_value: [s, b, n, qk + v]``, ``rotary_key: [s, b, 1, p]``
+    ``-> [s, b, n, d], [s, b, n, d], [s, b, n, v]``.
+    """
+
+    def padded(heads: torch.Tensor, width: int) -> torch.Tensor:
+        missing = width - heads.shape[-1]
+        return F.pad(heads, (0, missing)) if missing else heads
+
+    plain_width = key_value.shape[-1] - value_width
+    plain, rotary = query.split_with_sizes((plain_width, query.shape[-1] - plain_width), dim=-1)
+    query = padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1), padded_width)
+    if query_factor != 1.0:
+        query = query * query_factor
+    key, value = key_value.split_with_sizes((plain_width, value_width), dim=-1)
+    key = padded(torch.cat((key, rotary_key.expand(-1, -1, key.shape[2], -1)), dim=-1), padded_width)
+    value = padded(value, core_value_width)
+    # A view would keep the wider tensor alive.
+    return query, key, value.contiguous() if copies_value else value

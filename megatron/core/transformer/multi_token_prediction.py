@@ -154,6 +154,7 @@ class MTPLayer(nn.Module):
         """Return the normalized hidden states after the layer, and its auxiliary losses."""
         if self.embedding_dropout.is_active:
             embedded = self.embedding_dropout(embedded, require_keys(dropout).after_attention(self.embedding_site))
+        self.transformer_layer.hand_keys(dropout)
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         if self.sequence_parallel:
             joined = gather_from_tensor_model_parallel_region(joined, self.tp)

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1910.07467. The residual classes add a branch to the resid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,7 @@ class Norm(nn.Module):
         self.weight = None
         self.bias: nn.Parameter | None = None
         self.module: nn.Module | None = None
+        self.compiled_module: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.of_engine: EngineNorm | None = None
         if is_registered("normalization", kind):
             self.module = _registered_norm(kind, width, epsilon, tp, partial_gradient, dtype, device)
@@ -84,14 +85,14 @@ class Norm(nn.Module):
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         if self.module is not None:
-            normalized: torch.Tensor = self.module(x)
+            normalized: torch.Tensor = (self.compiled_module or self.module)(x)
             return normalized.to(x.dtype)
-        if self.weight is None:
-            return self.compute(x, None, None, self.kind, self.epsilon)
-        if self.of_engine is not None and self.of_engine.takes(x, self.weight):
+        if self.of_engine is not None and self.weight is not None and self.of_engine.takes(x, self.weight):
             return self.of_engine(x, self.weight, self.bias)
-        weight = self.weight + 1 if self.centered_weight else self.weight
-        return self.compute(x, weight, self.bias, self.kind, self.epsilon)
+        return self.compute(x, self._whole_weight(), self.bias, self.kind, self.epsilon)
+
+    def _whole_weight(self) -> torch.Tensor | None:
+        return self.weight + 1 if self.centered_weight and self.weight is not None else self.weight
 
 
 def _registered_norm(
@@ -194,6 +195,24 @@ def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | Non
     return x + branch if keys is None else drop_hidden(branch, keys, probability, x)
 
 
+def add_and_normalize(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    keys: RowKeys | None,
+    probability: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a branch to the residual stream, and return the sum and its norm.
+
+    Shapes: as for `add_branch` and `normalize`.
+    """
+    total = add_branch(x, branch, keys, probability)
+    return total, normalize(total, weight, bias, kind, epsilon)
+
+
 @dataclass
 class NormAhead:
     """State that fuses the last residual addition of a layer with the first norm of the next layer.
@@ -209,6 +228,8 @@ class NormAhead:
 class ResidualSum(nn.Module):
     """Add a branch to the residual stream without a norm. Called like `ResidualNorm`."""
 
+    add_branch = staticmethod(add_branch)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -217,7 +238,7 @@ class ResidualSum(nn.Module):
         probability: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum twice."""
-        total = add_branch(x, branch, keys, probability)
+        total = x if branch is None else self.add_branch(x, branch, keys, probability)
         return total, total
 
 
@@ -231,6 +252,8 @@ class ResidualNorm(Norm):
     """
 
     sums_branch_grad = False
+    add_branch = staticmethod(add_branch)
+    add_and_compute = staticmethod(add_and_normalize)
 
     def forward(  # type: ignore[override]
         self,
@@ -259,8 +282,12 @@ class ResidualNorm(Norm):
                     probability=probability,
                     sums_branch_grad=self.sums_branch_grad,
                 )
-        total = add_branch(x, branch, keys, probability)
-        return total, self._normalize(total)
+        weight = self._whole_weight()
+        is_of_engine = self.of_engine is not None and weight is not None and self.of_engine.takes(x, weight)
+        if branch is None or self.module is not None or is_of_engine:
+            total = x if branch is None else self.add_branch(x, branch, keys, probability)
+            return total, self._normalize(total)
+        return self.add_and_compute(x, branch, keys, probability, weight, self.bias, self.kind, self.epsilon)
 
     def _runs_on_triton(self, x: torch.Tensor, branch: torch.Tensor | None) -> bool:
         if self.kind not in ("LayerNorm", "RMSNorm") or self.weight is None:

@@ -23,6 +23,7 @@ from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.single_branch_layer import make_layer
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 from megatron.core.weight_prefetch import WeightPrefetch
 
@@ -53,7 +54,7 @@ class TransformerBlock(nn.Module):
         self.config = config
         self.layers = nn.ModuleDict()
         for number in layer_numbers:
-            self.layers[str(number)] = layer = TransformerLayer(config, number, tp, device, cp, experts)
+            self.layers[str(number)] = layer = make_layer(config, number, tp, device, cp, experts)
             made(layer)
         self.final_layernorm = make_norm(config, tp, device) if has_final_norm else None
         self.tp = tp

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops import AttentionPattern, DropoutKeys
+from megatron.core.ops import AttentionPattern, DropoutKeys, Nvfp4Quantizers
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -20,7 +20,11 @@ from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
+from megatron.core.transformer.gated_attention import GatedAttention
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.hybrid_config import GATED_DELTA_NET, MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
@@ -63,13 +67,18 @@ def make_attention(
     device: torch.device | str,
     cp: Group | None,
 ) -> nn.Module:
-    """Return the configured attention module, called like `SelfAttention`; it returns a `LayerOutput`.
+    """Return the layer's attention or recurrence, called like `SelfAttention`; it returns a `LayerOutput`.
 
     Raises:
         ConfigurationError: --attention names a class that does not fit MLA, or has parameters without `ParamSpec`.
     """
+    mixer, _ = config.layer_parts[config.kind_of(layer_number)]
+    if mixer in (GATED_DELTA_NET, MAMBA):
+        return (GatedDeltaNet if mixer == GATED_DELTA_NET else MambaMixer)(config, layer_number, tp, device)
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
+    if config.attention_output_gate:
+        kind = GatedAttention
     if name == "self_attention":
         return kind(config, layer_number, tp, device, cp)
     module: nn.Module = find_registered("attention", name).value(config, layer_number, tp, device, cp)
@@ -112,6 +121,8 @@ class TransformerLayer(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
+    add_branch = staticmethod(add_branch)
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -123,20 +134,35 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        has_after = config.norm_placement != "pre"
-        self.input_layernorm = make_stream_norm(config, tp, device)
-        self.self_attention = make_attention(config, layer_number, tp, device, cp)
-        self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
-        self.shares_norm = config.shared_parallel_norm
-        self.pre_mlp_layernorm = ResidualSum() if self.shares_norm else make_stream_norm(config, tp, device)
-        self.mlp = make_feed_forward(config, layer_number, tp, device, experts)
-        self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self._add_parts(config, tp, device, cp, experts)
         self.is_parallel = config.use_parallel_residual
         self.residual_multiplier = config.residual_multiplier
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
         self.recomputes_norms = "layernorm" in config.recomputed_modules
-        self.recomputes_mlp = ("moe" if isinstance(self.mlp, ExpertLayer) else "mlp") in config.recomputed_modules
+        self.recomputes_mlp = (
+            "moe" if isinstance(getattr(self, "mlp", None), ExpertLayer) else "mlp"
+        ) in config.recomputed_modules
         self.adapters: tuple[LowRankAdapter, ...] = ()
+        self.keyed_quantizers: tuple[Nvfp4Quantizers, ...] = ()
+        """Quantizers of this layer that round stochastically, and of the MTP module whose layer this is."""
+
+    def _add_parts(
+        self,
+        config: DecoderConfig,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None,
+        experts: ExpertGroups | None,
+    ) -> None:
+        """Create the norms, the attention and the feed-forward, in the order of Megatron's files."""
+        has_after = config.norm_placement != "pre"
+        self.input_layernorm = make_stream_norm(config, tp, device)
+        self.self_attention = make_attention(config, self.layer_number, tp, device, cp)
+        self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self.shares_norm = config.shared_parallel_norm
+        self.pre_mlp_layernorm = ResidualSum() if self.shares_norm else make_stream_norm(config, tp, device)
+        self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
+        self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
 
     def forward(
         self,
@@ -161,7 +187,7 @@ class TransformerLayer(nn.Module):
             attended_keys = keys.after_attention(self.layer_number)
             fed_keys = keys.after_feed_forward(self.layer_number)
         probability = self.hidden_dropout.probability
-        self._hand_keys(dropout)
+        self.hand_keys(dropout)
         if ahead is None or ahead.normalized is None:
             x, normalized = self.input_layernorm(x)
         else:
@@ -171,7 +197,7 @@ class TransformerLayer(nn.Module):
         branch = self._scaled(self.post_self_attn_layernorm(attended))
         if self.is_parallel:
             stream, normalized = (x, normalized) if self.shares_norm else self.pre_mlp_layernorm(x)
-            x = add_branch(stream, branch, attended_keys, probability)
+            x = self.add_branch(stream, branch, attended_keys, probability)
         else:
             x, normalized = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
             stream = x
@@ -183,7 +209,7 @@ class TransformerLayer(nn.Module):
                 fed, more_losses = self._feed(normalized, dropout, padding_mask)
         branch = self._scaled(self.post_mlp_layernorm(fed))
         if ahead is None or ahead.following is None:
-            x = add_branch(x, branch, fed_keys, probability)
+            x = self.add_branch(x, branch, fed_keys, probability)
         else:
             x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)
         return LayerOutput(x, losses + more_losses)
@@ -195,14 +221,17 @@ class TransformerLayer(nn.Module):
         self, normalized: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
     ) -> LayerOutput:
         """Run the feed-forward layer; recomputation uses the same dropout keys."""
-        self._hand_keys(dropout)
+        self.hand_keys(dropout)
         takes_mask = isinstance(self.mlp, ExpertLayer) and padding_mask is not None
         output: LayerOutput = self.mlp(normalized, padding_mask) if takes_mask else self.mlp(normalized)
         return output
 
-    def _hand_keys(self, dropout: DropoutKeys | None) -> None:
+    def hand_keys(self, dropout: DropoutKeys | None) -> None:
+        """Set the keys of the next forward pass in the modules that draw random numbers."""
         for adapter in self.adapters:
             adapter.keys = dropout
+        for quantizers in self.keyed_quantizers:
+            quantizers.keys = dropout
         if isinstance(self.mlp, ExpertLayer) and self.mlp.config.routes_at_random:
             self.mlp.router.keys, self.mlp.router.layer_number = dropout, self.layer_number
 

@@ -107,7 +107,7 @@ def _part(operation: Operation) -> str:
         return "recomputed"
     if operation.phase in ("optimizer", "end"):
         return "optimizer"
-    is_score = operation.name in ("bmm", "baddbmm") and _KERNELS in operation.where
+    is_score = operation.name in ("bmm", "baddbmm") and _KERNELS in operation.where and not operation.is_expert
     return "attention" if is_score or is_attention(operation) else "gemms"
 
 

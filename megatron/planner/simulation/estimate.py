@@ -24,6 +24,7 @@ ASSUMPTIONS = (
     "(stages - 1) / (chunks x micro-batches) of its passes; a schedule that fills that idles less.",
     "Copies to and from host memory use PCIe, with its full bandwidth in each direction for each GPU. They overlap "
     "with compute and are counted like communication; the host's own computation takes no time.",
+    "Functions that --compile compiles are modeled as they run without it.",
     "Nodes have eight GPUs, connected by NVLink, and one network port per GPU.",
     "Memory counts live tensors in blocks of 512 bytes: the CUDA context, libraries' work space, NCCL's buffers and "
     "fragmentation come on top (often 2 to 4 GiB).",

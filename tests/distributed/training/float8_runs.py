@@ -18,10 +18,10 @@ RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 
 
 class Float8Runs:
-    """Train in fp8 with more flags; give what was printed, and where the checkpoints are."""
+    """Train in fp8, or in another precision, with more flags; give what was printed, and where the checkpoints are."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, precision: str = "--fp8-format hybrid") -> None:
+        self._folder, self._precision = folder, precision
         self._done: dict[tuple[str, int, Program], tuple[ForkedRun, Path]] = {}
 
     def __call__(
@@ -31,7 +31,7 @@ class Float8Runs:
         if key not in self._done:
             own = self._folder / str(len(self._done))
             own.mkdir()
-            words: Sequence[str] = toy_args(own, SHAPE, "--fp8-format hybrid", flags)
+            words: Sequence[str] = toy_args(own, SHAPE, self._precision, flags)
             run = fork_training(words, num_processes, program=program).check()
             self._done[key] = run, own / "checkpoints"
         return self._done[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import DROPOUT, MODULES, Cell, Layout, make_cell
+from megatron.verification.hybrid_cells import hybrid_matrix, make_hybrid_cell
 from megatron.verification.model_cells import (
     ExpertLayout,
     attention_matrix,
@@ -74,6 +75,26 @@ def test_latent_attention_is_the_same_at_any_layout(cell: Cell, verifier: Verifi
 @pytest.mark.long
 @pytest.mark.parametrize("cell", latent_matrix(), ids=lambda cell: cell.name)
 def test_every_layout_of_latent_attention_passes(cell: Cell, verifier: Verifier) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
+
+
+HYBRID_CELLS = (
+    make_hybrid_cell("delta-net", Layout(tp=2, pp=2, sequence_parallel=True), "packed"),
+    make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)),
+)
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize("cell", HYBRID_CELLS, ids=lambda cell: cell.name)
+def test_hybrid_models_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", hybrid_matrix(), ids=lambda cell: cell.name)
+def test_every_layout_of_hybrid_models_passes(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
 

@@ -27,8 +27,9 @@ from megatron.verification.cells import (
     matrix,
     with_micro_batch_size,
 )
-from megatron.verification.model_cells import ExpertLayout, expert_matrix, make_expert_cell
+from megatron.verification.model_cells import ExpertLayout, expert_matrix, make_expert_cell, make_latent_cell
 from megatron.verification.random_cells import fuzz
+from megatron.verification.training_cells import fully_sharded
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 from tests.distributed.verification import planted_faults
@@ -130,6 +131,29 @@ def test_a_layout_computes_what_one_process_computes(verifier: Verifier, cell: C
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
     assert max(report.differences) < 1e-9
+
+
+COMPILED = (
+    make_cell("llama", Layout(tp=2, sequence_parallel=True, recompute=MODULES), extra=DROPOUT),
+    *(
+        pytest.param(cell, marks=pytest.mark.long)
+        for cell in (
+            make_cell("llama", fully_sharded(Layout(dp=2), overlap=True), "packed"),
+            make_cell("qwen", Layout(pp=2, schedule="zero-bubble", recompute=MODULES, offloaded_layers=1)),
+            make_cell("llama", Layout(cp=2, recompute=("full", "uniform", "1")), "packed"),
+            make_expert_cell("mixtral", ExpertLayout(dp=2, ep=2)),
+            make_latent_cell("latent", SP),
+        )
+    ),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", COMPILED, ids=lambda cell: cell.name)
+def test_compiled_layers_compute_what_one_process_computes_without_compiling(verifier: Verifier, cell: Cell) -> None:
+    report = verifier.check(replace(cell, layout_flags=(*cell.layout_flags, "--compile")))
+    assert report.outcome == "passed", report.describe()
+    assert max(report.differences) < 1e-12
 
 
 @pytest.mark.long

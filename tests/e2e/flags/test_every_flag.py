@@ -29,6 +29,8 @@ ANSWERED = {
     "--optimizer-args": "error: --optimizer-args eps=1e-6: --optimizer adam has flags of its own",
     "--attention": "error: --attention gated: possible values are self_attention; a script that registers gated",
     "--loss": "error: --loss focal: possible values are cross_entropy; a script that registers focal",
+    # A dispatch mode observes the run, and under it torch compiles nothing.
+    "--compile": "error: --compile: torch.compile failed for TransformerLayer (",
     "--cuda-graph-impl": "error: --cuda-graph-impl local needs a CUDA device",
     "--enable-cuda-graph": "error: --cuda-graph-impl local needs a CUDA device",
     "--disable-bf16-reduced-precision-matmul": "--disable-bf16-reduced-precision-matmul has no effect on a CPU",

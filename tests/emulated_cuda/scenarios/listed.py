@@ -384,6 +384,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("requests served, stages", "service.py", 2, "{folder}/answers.jsonl", "2", "1"),
     program("requests served, tensor parallel", "service.py", 2, "{folder}/answers.jsonl", "1", "2"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
+    training(
+        "Triton: AdamW of shards", f"{_SHORT} --bf16 --train-iters 2 {_OVERLAPS} --global-batch-size 2", 2, triton=True
+    ),
     training("Triton: rotary positions and SwiGLU", f"{_SHORT} --bf16 {_ROPE}", triton=True),
     training("Triton: rotary positions of normalized heads", f"{_SHORT} --bf16 {_ROPE} --qk-layernorm", triton=True),
     training(

@@ -60,7 +60,8 @@ def test_what_a_field_says_of_others_names_fields_and_attributes_that_there_are(
     for part, spec in command_line_fields():
         options = spec.options
         assert names.issuperset(options.excludes), spec.name
-        assert options.needs is None or options.needs in names, spec.name
+        needs = (options.needs,) if isinstance(options.needs, str) else options.needs or ()
+        assert names.issuperset(needs), spec.name
         config_class = config_parts()[part]
         assert options.where is None or options.where[0] in {other.name for other in field_specs(config_class)}
         if options.seen_as is not None:

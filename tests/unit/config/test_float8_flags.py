@@ -55,9 +55,30 @@ def test_layers(flags: str, layers: range) -> None:
     assert resolve(f"--fp8-format hybrid {flags}").config.model.fp8.float8_layers(4) == layers
 
 
+def test_nvfp4_has_layers_in_bfloat16_and_16_bit_weight_gradients_like_fp8() -> None:
+    resolved = resolve("--fp4-format e2m1 --fp4-recipe nvfp4 --first-last-layers-bf16 --no-fp8-wgrad")
+    assert resolved.config.model.fp8.float8_layers(4) == range(1, 3)
+    assert not [note for note in resolved.notes if "fp4" in note or "fp8" in note]
+    assert resolve("--fp4-format e2m1 --fp8-recipe tensorwise").notes == (
+        "--fp8-recipe tensorwise has no effect without --fp8-format {hybrid,e4m3}",
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
+        ("--fp4-format e2m1 --fp8-format hybrid", 1, ("--fp4-format e2m1 and --fp8-format hybrid exclude each other",)),
+        ("--fp4-format e3m0", 1, ("--fp4-format e3m0: possible values are e2m1",)),
+        ("--fp4-format e2m1 --fp4-recipe custom", 1, ("--fp4-recipe custom is not supported yet",)),
+        ("--fp4-format e2m1 --fp4-param-gather", 1, ("--fp4-param-gather is not supported yet",)),
+        ("--fp4-format e2m1 --num-experts 4", 1, ("--fp4-format e2m1 is not supported for experts",)),
+        ("--fp4-format e2m1 --cuda-graph-impl local", 1, ("use --cuda-graph-impl none",)),
+        ("--fp4-format e2m1 --hidden-size 80", 1, ("--hidden-size 80, but --fp4-format e2m1 needs", "use 96")),
+        (
+            "--first-last-layers-bf16",
+            1,
+            ("has no effect without --fp8-format {hybrid,e4m3} or --fp4-format {e2m1}; add one",),
+        ),
         ("--fp8-format hybrid --fp8-e4m3", 1, ("--fp8-e4m3 and --fp8-format hybrid exclude each other",)),
         ("--fp8-hybrid --fp8-e4m3", 1, ("--fp8-hybrid and --fp8-e4m3 exclude each other",)),
         ("--fp8-param-gather", 1, ("--fp8-param-gather has no effect without --fp8-format",)),

@@ -269,7 +269,11 @@ def test_a_run_begins_with_pretrained_weights_until_it_has_its_own(tmp_path: Pat
         ("--data-impl raw", "possible: mmap, lazy, cached, infer"),
         ("--mid-level-dataset-surplus 0.1", "possible: 0.005"),
         ("--dist-ckpt-format zarr", "possible: torch_dist"),
-        ("--cross-entropy-fusion-impl linear", "possible: native, te"),
+        ("--cross-entropy-fusion-impl liger", "possible values are native, te, linear"),
+        (
+            "--cross-entropy-fusion-impl linear --final-logit-softcapping 30",
+            "--final-logit-softcapping 30 changes the logits, which are never all in memory; omit one of them",
+        ),
         ("--DDP-impl FSDP", "possible: local, torch"),
         ("--rotary-scale-factor 4", "use --rotary-seq-len-interpolation-factor"),
         (

@@ -241,3 +241,20 @@ def test_a_model_is_taken_out_of_a_run_with_instances() -> None:
     config = resolve_arguments([*MINIMAL, *text.split()], 4).config
     alone = dataclasses.replace(config, world_size=1)
     assert [problem for check in parallelism.LAYOUT_CHECKS for problem in check.find(alone)] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ((*PIPELINE, DELAY), DELAY),
+        ((*PIPELINE, DEFER), DEFER),
+        (ZERO_BUBBLE, "--pipeline-schedule zero-bubble"),
+        (("--tensor-model-parallel-size", "2", "--sequence-parallel", "--tp-comm-overlap"), "--tp-comm-overlap"),
+    ],
+)
+def test_logits_in_chunks_exclude_what_defers_or_overlaps_the_output_layer(flags: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*MINIMAL, *flags, "--cross-entropy-fusion-impl", "linear"], 2)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"--cross-entropy-fusion-impl linear: {named} ")
+    assert problem.endswith("omit one of them")

@@ -20,6 +20,7 @@ BASE = """--hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position
     --attention-dropout 0 --train-iters 3 --lr-decay-iters 20 --lr-warmup-iters 0 --eval-interval 1000 --eval-iters 0"""
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
+PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,18 @@ FEATURES = {
         f"--bf16 {EXPERTS} --moe-grouped-gemm", operators=("aten::_grouped_mm",), tolerance=3e-3, gpu="b200"
     ),
     "experts over ranks": Feature(f"{EXPERTS} --expert-model-parallel-size 2", 2, ("nccl:all_to_all",), EXACT),
+    "experts over tensor-parallel ranks": Feature(
+        f"{EXPERTS} {TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        *(2, ("nccl:all_to_all",), EXACT),
+    ),
+    "experts over ranks, padded": Feature(f"{EXPERTS} {PADDED} --expert-model-parallel-size 2", 2, tolerance=EXACT),
+    "one expert per rank": Feature(
+        f"--bf16 {EXPERTS} --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --expert-model-parallel-size 2",
+        *(2, ("aten::bmm",), 3e-3),
+    ),
+    "experts, tokens dropped": Feature(
+        f"--bf16 {EXPERTS} --moe-expert-capacity-factor 0.75", operators=("aten::_grouped_mm",), tolerance=3e-3
+    ),
     "overlapped tensor parallelism": Feature(
         f"--bf16 {TP2} --tp-comm-overlap", 2, ("symm_mem::barrier",), cpu_flags="--bf16"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -31,6 +32,13 @@ from tests.unit.config.command_lines import MINIMAL
 
 LENGTH, BATCH = 12, 3
 FP8: dict[str, Any] = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+NVFP4: dict[str, Any] = {
+    "fp4_format": "e2m1",
+    "hidden_size": 32,
+    "kv_channels": 16,
+    "ffn_hidden_size": 48,
+    "max_position_embeddings": 16,
+}
 GATED: dict[str, Any] = {"swiglu": True, "num_query_groups": 2}
 LORA: dict[str, Any] = {"lora_rank": 3, "lora_target_modules": ("linear_qkv",)}
 
@@ -55,7 +63,8 @@ def kept(model: GPTModel) -> int:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if tensor.is_floating_point() and storage._cdata not in owned:
+        is_kept = tensor.is_floating_point() or tensor.dtype == torch.uint8
+        if is_kept and storage._cdata not in owned:
             found[storage._cdata] = tensor
         return tensor
 
@@ -97,6 +106,16 @@ def formula(**config: Any) -> int:
 )
 def test_a_layer_keeps_what_the_closed_form_says(config: dict[str, Any]) -> None:
     assert kept_by_a_layer(**config) == formula(**config)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, again("layernorm"), again("core_attn", "layernorm", "mlp"), {"fp8_wgrad": False}], ids=str
+)
+def test_a_layer_in_nvfp4_keeps_what_the_closed_form_says(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LENGTH", 16)
+    assert kept_by_a_layer(**NVFP4, **more) == formula(**NVFP4, **more)
 
 
 @pytest.mark.parametrize(

@@ -1,90 +1,16 @@
-"""Steps of training: compiled regions, the steps before CUDA graphs, and what dropout drops."""
+"""Steps of training: the steps before CUDA graphs, statistics of parameters, and what dropout drops."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
-import torch
 
 import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
-from megatron.core.device import Device
-from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.transformer.mlp import FeedForward
-from megatron.core.transformer.norm import Norm
-from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_model_and_optimizer, compile_regions
-from megatron.verification.cells import BASE_FLAGS, SHAPES, Layout, make_cell
-from megatron.verification.run_cell import resolve_cell, run_cell
+from megatron.verification.cells import Layout, make_cell
+from megatron.verification.run_cell import run_cell
 from tests.unit.config.command_lines import MINIMAL
-
-TOLERANCE = 1e-5
-
-
-def train(*flags: str) -> tuple[list[float], list[float]]:
-    words = (*BASE_FLAGS, *flags)
-    result = run_cell(words, 1, "plain", "float32", pretrain_gpt.provide_model, pretrain_gpt.forward_step)
-    return result.losses, result.grad_norms
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("shape", "backend"),
-    [
-        ("qwen", "aot_eager"),  # graphs are taken and differentiated, and no C++ is compiled
-        *(pytest.param(shape, "inductor", marks=pytest.mark.long) for shape in ("gpt2", "qwen")),
-    ],
-)
-def test_numbers_are_those_without(shape: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    plain, compiled = train(*SHAPES[shape]), train(*SHAPES[shape], "--compile")
-    assert compiled[0] == pytest.approx(plain[0], rel=TOLERANCE)
-    assert compiled[1] == pytest.approx(plain[1], rel=TOLERANCE)
-
-
-def set_up(log: Callable[[str], None]) -> list[torch.nn.Module]:
-    config = resolve_cell((*BASE_FLAGS, "--compile"), 1, "float32")
-    runtime = make_runtime(config, Device("cpu"))
-    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log)
-    return list(parts.chunks[0].modules())
-
-
-def test_norms_and_activations_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[object] = []
-
-    def compile_eagerly(function: Callable[..., torch.Tensor], dynamic: bool) -> Callable[..., torch.Tensor]:
-        compiled.append(lambda *args: function(*args))
-        return compiled[-1]
-
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
-    lines: list[str] = []
-    modules = set_up(lines.append)
-    assert {m.compute for m in modules if isinstance(m, Norm)} == {compiled[0]}
-    assert {m.activation for m in modules if isinstance(m, FeedForward)} == {compiled[1]}
-    assert [line.split(" in ")[0] for line in lines if "--compile" in line] == [" > compiled norms and activations"]
-
-
-def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("\nNo working C++ compiler found\nin a long report")
-
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: fail)
-    with pytest.raises(ConfigurationError) as caught:
-        set_up(lambda line: None)
-    assert caught.value.problems == (
-        "--compile: torch.compile failed here (No working C++ compiler found); omit --compile",
-    )
-
-
-def test_a_model_without_layers_has_nothing_to_compile() -> None:
-    lines: list[str] = []
-    compile_regions([], resolve_cell(BASE_FLAGS, 1, "float32"), lines.append)
-    assert len(lines) == 1
-
 
 RAISED = "--cuda-graph-warmup-steps 1 is too small for --fp8-recipe delayed: the run uses 2"
 

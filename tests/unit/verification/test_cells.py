@@ -13,6 +13,7 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Cell, Layout, make_cell, matrix
+from megatron.verification.hybrid_cells import hybrid_matrix
 from megatron.verification.model_cells import attention_matrix, expert_matrix, latent_matrix, prediction_matrix
 from megatron.verification.random_cells import fuzz
 from megatron.verification.run_cell import resolve_cell
@@ -152,7 +153,7 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
-    special = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
+    special = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix(), *hybrid_matrix())
     proved = (*matrix(), *special, *sharding_matrix(), *recipe_matrix(), *odd_matrix())
     assert [cell.name for cell in proved] == everything
     assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]

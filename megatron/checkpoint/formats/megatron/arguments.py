@@ -229,7 +229,6 @@ _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "aut
 
 _ARGS_WITHOUT_FIELD: Mapping[str, tuple[Any, ...]] = {
     "qk_l2_norm": (),
-    "attention_output_gate": (),
     "experimental_attention_variant": (),
     "use_mup": (),
     "enable_gpt_oss": (),

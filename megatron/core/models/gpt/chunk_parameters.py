@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import StageContents
 
 if TYPE_CHECKING:
     from megatron.core.sharding import ParamSpec
+    from megatron.core.transformer import LayerParts
 
 # Torch is imported in the function that builds layers, so that an invalid command line is rejected before.
 
@@ -111,9 +112,9 @@ def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: in
     return _layer_parameters(known, model, contents, _kind(model, number))
 
 
-def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
+def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool]:
     """Return the properties of a layer that determine its parameters, apart from fields that all layers share."""
-    return model.moe_layers[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
+    return model.layer_parts[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
 
 
 def _layer_parameters(

@@ -92,6 +92,9 @@ class GPTConfig(DecoderConfig, in_args=True):
     z_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, in_args=False)
     """Coefficient of the z-loss of output logits, the mean squared log-sum-exp, added to the trained loss. For routers:
     --moe-z-loss-coeff."""
+    cross_entropy_fusion_impl: str = flag("native", choices=("native", "te", "linear"), role="run")
+    """Implementation of the loss. ``linear`` computes output layer and loss in chunks of tokens, without all logits at
+    once, and most logits again in the backward pass. ``te`` is the same as ``native`` here."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a separate weight."""
     add_output_bias: bool = flag(False, role="weights", needs="untie_embeddings_and_output_weights", in_args=False)

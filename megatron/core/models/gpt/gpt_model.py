@@ -33,6 +33,7 @@ from megatron.core.tensor_parallel import (
     RngStreams,
     VocabShardedEmbedding,
     embedding_lookup,
+    linear_cross_entropy,
     linear_overlap,
     make_parameter,
     replicated_spec,
@@ -143,11 +144,12 @@ class GPTEmbedding(nn.Module):
         return output
 
 
-_NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
+_NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight", "conv1d.weight")
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Return whether a parameter is a hidden matrix for muP: no embedding, output layer, vector or adapter."""
+    """Return whether a parameter is a hidden matrix for muP: no embedding, output layer,
+    convolution, vector or adapter."""
     is_matrix = len(spec.global_shape) >= 2 and not spec.name.endswith(("bias", *_NOT_HIDDEN))
     return is_matrix and ADAPTERS not in spec.name
 
@@ -370,8 +372,13 @@ class GPTModel(Model):
 
         Shapes: ``hidden: [s, b, h], labels: [b, s], loss_mask: [num_own, s] -> [b, s]``.
         """
-        logits = self._logits(hidden, self._logits_memory)
         vocab_size, coefficient = self.config.vocab_size, self.config.z_loss_coeff
+        if self.config.cross_entropy_fusion_impl == "linear":
+            chunked, log_normalizers = self._chunked_loss(hidden, labels.t())
+            if losses is not None and coefficient:
+                losses.append(logit_z_loss(log_normalizers.t()[:num_own], loss_mask, coefficient, self.cp))
+            return chunked.t()
+        logits = self._logits(hidden, self._logits_memory)
         is_own = self.config.loss != "cross_entropy"
         if losses is None or not (coefficient or is_own):
             return vocab_sharded_cross_entropy(logits, labels.t(), vocab_size, self.tp).t()
@@ -380,6 +387,21 @@ class GPTModel(Model):
         if coefficient:
             losses.append(logit_z_loss(inputs.log_normalizers().t()[:num_own], loss_mask, coefficient, self.cp))
         return per_token.t()
+
+    def _chunked_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses and the log-sum-exps without all logits at once. Shapes: ``-> [s, b], [s, b]``."""
+        factor = self.config.logit_multiplier
+        hidden = hidden if factor == 1.0 else hidden * factor
+        region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
+
+        def fused(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            library = self.config.cpu_gemm_backend
+            return linear_cross_entropy(x, weight, labels, self.config.vocab_size, region, self.tp, library)
+
+        if self.output_layer is None:
+            return fused(hidden, self.output_weight)
+        both: tuple[torch.Tensor, torch.Tensor] = self.output_layer(hidden, fused=fused)
+        return both
 
     def _registered_loss(self, inputs: LossInputs) -> torch.Tensor:
         """Return the loss of every token by the registered function. Shapes: ``-> [s, b]``.

@@ -8,24 +8,32 @@ from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.core.ops.triton.activation import GATED_KINDS, PLAIN_KINDS, activate_with_bias, gated_activation
+    from megatron.core.ops.triton.adamw import AdamWNumbers, update_adamw
+    from megatron.core.ops.triton.causal_convolution import convolution_gradients, convolve
     from megatron.core.ops.triton.column_sums import sum_parts
     from megatron.core.ops.triton.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
     from megatron.core.ops.triton.fp8_scaled_cast import amaxes, cast_rows, cast_segments, cast_squares, scales_of
+    from megatron.core.ops.triton.nvfp4_cast import nvfp4_amax, quantize_segments
     from megatron.core.ops.triton.probe import probe_float8
     from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
     from megatron.core.ops.triton.residual import MAX_WIDTH, add_and_normalize, drop_hidden
+    from megatron.core.ops.triton.token_rows import add_groups, combine_gradients, gather_rows, sum_rows
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "activation": "GATED_KINDS PLAIN_KINDS activate_with_bias gated_activation",
+        "adamw": "AdamWNumbers update_adamw",
+        "causal_convolution": "convolution_gradients convolve",
         "column_sums": "sum_parts",
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "fp8_cast": "cast_and_transpose",
         "fp8_scaled_cast": "amaxes cast_rows cast_segments cast_squares scales_of",
+        "nvfp4_cast": "nvfp4_amax quantize_segments",
         "probe": "probe_float8",
         "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",
         "residual": "MAX_WIDTH add_and_normalize drop_hidden",
+        "token_rows": "add_groups combine_gradients gather_rows sum_rows",
     },
 )

@@ -9,7 +9,12 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.expert_layer import ExpertLayer, loads_of
     from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
-    from megatron.core.transformer.moe.grouped_experts import GroupedLinear, expert_shards, grouped_linear
+    from megatron.core.transformer.moe.grouped_experts import (
+        GroupedExperts,
+        GroupedLinear,
+        expert_shards,
+        grouped_linear,
+    )
     from megatron.core.transformer.moe.load_balancing import ExpertLoads, LoadReport, auxiliary_loss_names
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -18,7 +23,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "experts": "GroupedMLP SequentialMLP",
-        "grouped_experts": "GroupedLinear expert_shards grouped_linear",
+        "grouped_experts": "GroupedExperts GroupedLinear expert_shards grouped_linear",
         "load_balancing": "ExpertLoads LoadReport auxiliary_loss_names",
         "moe_layer": "MoELayer MoESubmodules",
         "shared_experts": "SharedExpertMLP",

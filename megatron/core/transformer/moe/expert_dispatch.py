@@ -1,7 +1,8 @@
 """Token dispatchers: permute tokens, send them to the ranks of their experts, and combine the experts' outputs.
 
 A token has one choice per expert, or one choice per expert and rank if experts are sharded over ranks. Choices are
-sorted by destination, so that the rows of one rank are contiguous.
+sorted by destination, so that the rows of one rank are contiguous. No row is copied twice: a gather writes the rows in
+their order, and the weighted sum reads them (`megatron.core.ops.gather_rows`, `combine_rows`).
 """
 
 from __future__ import annotations
@@ -20,51 +21,67 @@ from megatron.core.collectives import (
     all_to_all_rows,
     reduce_scatter_first_dim,
 )
-from megatron.core.ops import RowCounts
+from megatron.core.ops import (
+    Groups,
+    RowCounts,
+    RowEnds,
+    RowOrder,
+    combine_gradients,
+    combine_rows,
+    gather_rows,
+    sum_rows,
+)
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.expert_router import Routing
 
+LateGradients = list[Callable[[], None]]
+"""Weight gradients of one forward pass's experts that the backward pass computes during its next all-to-all."""
+
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sources: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(0, sources)
+    def forward(ctx: Any, x: torch.Tensor, order: RowOrder) -> torch.Tensor:
+        ctx.save_for_backward(order.choices, order.slots)
+        ctx.flags = order.has_empty_rows, order.has_dropped_choices
+        return gather_rows(x, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _rows_at(grad, slots).sum(dim=1), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_rows(grad, RowOrder(*ctx.saved_tensors, *ctx.flags)), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        slots: torch.Tensor,
-        choices: torch.Tensor,
-        group: Group | None,
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, order: RowOrder, group: Group | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, slots, choices)
-        ctx.group = group
-        total = _weighted_sum(rows, weights, slots)
-        if group is not None:
-            total = reduce_scatter_first_dim(total, group)
-        return total.to(rows.dtype)
+        ctx.save_for_backward(rows, weights, order.choices, order.slots)
+        ctx.flags, ctx.group = (order.has_empty_rows, order.has_dropped_choices), group
+        if group is None:
+            return combine_rows(rows, weights, order, rows.dtype)
+        total = combine_rows(rows, weights, order, weights.dtype)
+        return reduce_scatter_first_dim(total, group).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        rows, weights, slots, choices = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        rows, weights, *order = ctx.saved_tensors
         if ctx.group is not None:
             grad = all_gather_first_dim(grad.contiguous(), ctx.group)
-        weights_grad = _products_of_rows(rows, grad, slots, weights.dtype)
-        of_row = weights.reshape(-1)[choices]
-        rows_grad = grad.index_select(0, choices.div(slots.shape[1], rounding_mode="floor")).mul_(of_row.unsqueeze(-1))
-        return rows_grad, weights_grad, None, None, None
+        return *combine_gradients(grad, rows, weights, RowOrder(*order, *ctx.flags)), None, None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -76,8 +93,9 @@ class _AllToAll(torch.autograd.Function):
         received: tuple[int, ...],
         group: Group,
         meanwhile: Callable[[], None] | None,
+        late: LateGradients | None,
     ) -> torch.Tensor:
-        ctx.splits, ctx.group = (sent, received), group
+        ctx.splits, ctx.group, ctx.late = (sent, received), group, late
         output, work = all_to_all_rows(rows, sent, received, group, async_op=meanwhile is not None)
         if meanwhile is not None:
             meanwhile()
@@ -88,7 +106,12 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sent, received = ctx.splits
-        return all_to_all_rows(grad.contiguous(), received, sent, ctx.group)[0], None, None, None, None
+        rows_grad, work = all_to_all_rows(grad.contiguous(), received, sent, ctx.group, async_op=bool(ctx.late))
+        while ctx.late:
+            ctx.late.pop(0)()
+        if work is not None:
+            work.wait()
+        return rows_grad, *(None,) * 5
 
 
 class _GatherCopies(torch.autograd.Function):
@@ -102,75 +125,26 @@ class _GatherCopies(torch.autograd.Function):
         return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
 
 
-def _rows_at(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the rows of each token; a slot after the last row yields zeros.
+def take_rows(x: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    """Return the row of ``x`` of each row's choice, and zeros for a row without a choice.
 
-    Shapes: ``rows: [m, h]``, ``slots: [n, c] -> [n, c, h]``.
+    Shapes: ``x: [n, h] -> [m, h]``.
     """
-    rows = _with_row_of_zeros(rows, slots)
-    return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, rows.shape[-1])
-
-
-def _with_row_of_zeros(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Append a row of zeros if there are more slots than rows."""
-    return F.pad(rows, (0, 0, 0, 1)) if len(rows) < slots.numel() else rows
-
-
-def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's rows in the dtype of the weights, which may be wider.
-
-    Wider sums process one choice at a time, so that only one row per token is converted.
-
-    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c] -> [n, h]``.
-    """
-    if weights.dtype == rows.dtype:
-        return torch.bmm(weights.unsqueeze(1), _rows_at(rows, slots)).squeeze(1)
-    rows = _with_row_of_zeros(rows, slots)
-    total = weights.new_zeros(len(slots), rows.shape[1])
-    for places, of_choice in zip(slots.unbind(1), weights.unbind(1)):
-        total.addcmul_(rows.index_select(0, places), of_choice.unsqueeze(1))
-    return total
-
-
-def _products_of_rows(rows: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the dot products of a token's rows with the token's gradient, in a dtype that may be wider.
-
-    Shapes: ``rows: [m, h]``, ``grad: [n, h]``, ``slots: [n, c] -> [n, c]``.
-    """
-    if dtype == rows.dtype:
-        return torch.bmm(_rows_at(rows, slots), grad.unsqueeze(-1)).squeeze(-1)
-    rows, wide = _with_row_of_zeros(rows, slots), grad.to(dtype)
-    products = [(wide * rows.index_select(0, places)).sum(dim=1) for places in slots.unbind(1)]
-    return torch.stack(products, dim=1)
-
-
-def take_rows(x: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return a row of ``x`` for each choice; ``slots`` has each token's result rows, ``m`` for dropped choices.
-
-    Shapes: ``x: [n, h]``, ``choices: [m]`` indices into the flattened ``slots: [n, c]`` ``-> [m, h]``.
-    """
-    sources = choices.div(slots.shape[1], rounding_mode="floor")
-    result: torch.Tensor = _TakeRows.apply(x, sources, slots)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _TakeRows.apply(x, order)  # type: ignore[no-untyped-call]
     return result
 
 
-def combine(
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    choices: torch.Tensor,
-    slots: torch.Tensor,
-    group: Group | None = None,
-) -> torch.Tensor:
+def combine(rows: torch.Tensor, weights: torch.Tensor, order: RowOrder, group: Group | None = None) -> torch.Tensor:
     """Return the weighted sum of each token's rows in their dtype: the inverse of `take_rows`.
 
-    The sum is computed in the dtype of the weights. If the ranks of a ``group`` have partial sums, a reduce-scatter
-    adds them, and each rank gets its own tokens. Backward: an all-gather in the rows' dtype.
+    The sum is computed in the dtype of the weights, or a wider one. If the ranks of a ``group`` have partial sums, a
+    reduce-scatter adds them, and each rank gets its own tokens. Backward: an all-gather in the rows' dtype.
 
-    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c]``, ``choices: [m] -> [n, h]``, with a group ``[n/size, h]``.
+    Shapes: ``rows: [m, h]``, ``weights: [n, c] -> [n, h]``, with a group ``[n/size, h]``.
     """
     if group is not None and group.size == 1:
         group = None
-    result: torch.Tensor = _Combine.apply(rows, weights, slots, choices, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Combine.apply(rows, weights, order, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -179,7 +153,7 @@ def reorder(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> t
 
     Shapes: ``rows: [m, h]``, ``order, inverse: [m] -> [m, h]``.
     """
-    result: torch.Tensor = _TakeRows.apply(rows, order, inverse.unsqueeze(1))  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Reorder.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -189,14 +163,17 @@ def all_to_all(
     received: Sequence[int],
     group: Group,
     meanwhile: Callable[[], None] | None = None,
+    late: LateGradients | None = None,
 ) -> torch.Tensor:
     """Send each rank of the group its rows, and return the received rows in group order.
 
-    ``meanwhile`` is called while the all-to-all runs. Backward: the all-to-all in the other direction.
+    ``meanwhile`` is called while the all-to-all runs. Backward: the all-to-all in the other direction, and meanwhile
+    the weight gradients that were deferred to ``late``.
 
     Shapes: ``[sum(sent), h] -> [sum(received), h]``.
     """
-    result: torch.Tensor = _AllToAll.apply(rows, tuple(sent), tuple(received), group, meanwhile)  # type: ignore[no-untyped-call]
+    arguments = rows, tuple(sent), tuple(received), group, meanwhile, late
+    result: torch.Tensor = _AllToAll.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -211,7 +188,7 @@ def gather_copies(rows: torch.Tensor, tp: Group) -> torch.Tensor:
     return result
 
 
-Experts = Callable[[torch.Tensor, RowCounts], torch.Tensor]
+Experts = Callable[[torch.Tensor, Groups], torch.Tensor]
 """Function that applies the experts to rows sorted by expert, given the number of rows of each expert of this rank."""
 Meanwhile = Callable[[], None]
 
@@ -226,86 +203,208 @@ class TokenDispatcher(ABC):
     def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
         self.num_local, self.groups = num_experts // groups.size, groups
 
-    @abstractmethod
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        experts: Experts,
+        meanwhile: Meanwhile,
+        *,
+        capacity: int | None = None,
+        takes_row_ends: bool = False,
+        late: LateGradients | None = None,
+    ) -> torch.Tensor:
         """Return the weighted sum of the outputs of each token's experts.
+
+        The host waits for the device to read the numbers of rows, except in two cases. With a ``capacity``, each rank
+        sends exactly so many rows to each expert, of which those without a token are zeros. Experts must not be sharded
+        over ranks then. If all experts are on this rank and ``takes_row_ends``, the experts get `RowEnds`.
+
+        The experts may defer weight gradients to ``late`` if `exchanges_rows`.
 
         Shapes: ``[n, h] -> [n, h]``.
         """
+        if capacity is not None:
+            return self._padded(x, routing, experts, meanwhile, capacity, late)
+        if self.groups.model.size == 1:
+            return self._local(x, routing, experts, meanwhile, takes_row_ends)
+        return self._exchanged(x, routing, experts, meanwhile, late)
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether an all-to-all sends rows, so that weight gradients can run during that of the backward pass."""
+        return False
+
+    @abstractmethod
+    def _exchanged(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile, late: LateGradients | None
+    ) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts, which are on several ranks."""
+
+    def _local(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile, takes_row_ends: bool
+    ) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts, which are all on this rank."""
+        meanwhile()
+        ordered = sort_choices(routing.indices, self.num_local)
+        if takes_row_ends:
+            order, counts = ordered.row_order(may_drop=routing.may_drop), ordered.row_ends()
+            return combine(experts(take_rows(x, order), counts), routing.weights, order)
+        of_experts = ordered.counts()
+        read = RowCounts(of_experts.tolist(), of_experts)
+        self.groups.model.ensure_not_given_up()
+        order = ordered.row_order(sum(read))
+        return combine(experts(take_rows(x, order), read), routing.weights, order)
+
+    def _padded(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        experts: Experts,
+        meanwhile: Meanwhile,
+        capacity: int,
+        late: LateGradients | None,
+    ) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts, with ``capacity`` rows per rank and expert.
+
+        No number of rows depends on the data.
+        """
+        group, num_local = self.groups.model, self.num_local
+        assert self.groups.tensor_size == 1, "experts are not sharded over ranks"
+        order = sort_choices(routing.indices, group.size * num_local).padded_row_order(capacity)
+        counts = RowCounts([group.size * capacity] * num_local, are_equal=True)
+        rows = take_rows(x, order)
+        if group.size == 1:
+            meanwhile()
+            return combine(experts(rows, counts), routing.weights, order)
+        splits = [num_local * capacity] * group.size
+        rows = all_to_all(rows, splits, splits, group, meanwhile, late)
+        rows = _exchange_dims(rows, group.size, num_local)
+        rows = _exchange_dims(experts(rows, counts), num_local, group.size)
+        return combine(all_to_all(rows, splits, splits, group), routing.weights, order)
+
+
+def _exchange_dims(rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """Transpose the first two dims of ``[first, second, ...]``. Shapes: ``[m, h] -> [m, h]``."""
+    if 1 in (first, second):
+        return rows
+    return rows.view(first, second, -1, rows.shape[1]).transpose(0, 1).reshape(-1, rows.shape[1])
 
 
 class AllToAllDispatcher(TokenDispatcher):
     """Send each token only to the ranks of its experts, with an all-to-all of variable sizes."""
 
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each token's experts."""
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether rows are exchanged."""
+        return self.groups.model.size > 1
+
+    def _exchanged(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile, late: LateGradients | None
+    ) -> torch.Tensor:
         group, copies, num_local = self.groups.model, self.groups.tensor_size, self.num_local
-        # Order of destinations: the experts of one rank, repeated for each rank that holds a shard of them.
-        indices = routing.indices
-        first = indices.div(num_local, rounding_mode="floor") * (copies * num_local) + indices % num_local
-        targets = first.unsqueeze(-1) + num_local * torch.arange(copies, device=x.device)
-        ordered = sort_choices(targets.flatten(1), group.size * num_local)
-        by_rank = ordered.counts.view(group.size, num_local)
+        targets = routing.indices
+        if copies > 1:
+            # Order of destinations: the experts of one rank, repeated for each rank that holds a shard of them.
+            first = targets.div(num_local, rounding_mode="floor") * (copies * num_local) + targets % num_local
+            targets = (first.unsqueeze(-1) + num_local * torch.arange(copies, device=x.device)).flatten(1)
+        ordered = sort_choices(targets, group.size * num_local)
+        by_rank = ordered.counts().view(group.size, num_local)
         coming = all_to_all_first_dim(by_rank, group)
         # The only synchronization of a layer: the host needs the counts to allocate memory.
         going, arriving = torch.stack((by_rank, coming)).tolist()
         group.ensure_not_given_up()
         sent, received = ([sum(of_rank) for of_rank in counts] for counts in (going, arriving))
         of_experts = RowCounts((sum(of_expert) for of_expert in zip(*arriving)), coming.sum(0))
-        choices, slots = ordered.kept(sum(sent))
-        rows = take_rows(x, choices, slots)
-        if group.size == 1:
-            meanwhile()
+        order = ordered.row_order(sum(sent))
+        rows = all_to_all(take_rows(x, order), sent, received, group, meanwhile, late)
+        if num_local == 1:
             rows = experts(rows, of_experts)
         else:
-            rows = all_to_all(rows, sent, received, group, meanwhile)
-            of_expert = torch.arange(num_local, device=x.device).repeat(group.size)
-            order = of_expert.repeat_interleave(coming.view(-1), output_size=len(rows)).argsort(stable=True)
-            inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(len(order), device=x.device)
-            rows = experts(reorder(rows, order, inverse), of_experts)
-            rows = all_to_all(reorder(rows, inverse, order), received, sent, group)
+            # Sorting is faster on short integers.
+            of_expert = torch.arange(num_local, device=x.device, dtype=torch.int16).repeat(group.size)
+            by_expert = of_expert.repeat_interleave(coming.view(-1), output_size=len(rows)).argsort(stable=True)
+            inverse = torch.empty_like(by_expert)
+            inverse[by_expert] = torch.arange(len(by_expert), device=x.device)
+            rows = reorder(experts(reorder(rows, by_expert, inverse), of_experts), inverse, by_expert)
+        rows = all_to_all(rows, received, sent, group)
         weights = routing.weights.repeat_interleave(copies, dim=1) if copies > 1 else routing.weights
-        return combine(rows, weights, choices, slots)
+        return combine(rows, weights, order)
 
 
 class AllGatherDispatcher(TokenDispatcher):
     """All-gather all tokens; each rank runs its own experts, and a reduce-scatter sums the results."""
 
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each token's experts."""
+    def _exchanged(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile, late: LateGradients | None
+    ) -> torch.Tensor:
         meanwhile()
         group = self.groups.model
         x, weights = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (x, routing.weights))
         targets = gather_from_sequence_parallel_region(routing.indices, group=group) - self.groups.rank * self.num_local
         targets = targets.masked_fill((targets < 0) | (targets >= self.num_local), self.num_local)
         ordered = sort_choices(targets, self.num_local)
-        counts = RowCounts(ordered.counts.tolist(), ordered.counts)
+        of_experts = ordered.counts()
+        counts = RowCounts(of_experts.tolist(), of_experts)
         group.ensure_not_given_up()
-        choices, slots = ordered.kept(sum(counts))
-        rows = experts(take_rows(x, choices, slots), counts)
-        return combine(rows, weights, choices, slots, group)
+        order = ordered.row_order(sum(counts))
+        return combine(experts(take_rows(x, order), counts), weights, order, group)
 
 
 @dataclass(frozen=True, eq=False)
 class OrderedChoices:
-    """Choices sorted by target, each choice's position in this order, and the number of choices per target.
+    """Choices sorted by target, each choice's position in this order, and where the choices of each target end.
 
-    Choices with an index of ``num_targets`` or more come last and are not counted.
+    Choices with an index of ``num_targets`` or more are dropped: they come last and are after the last end.
 
-    Shapes: ``order: [n * c]``, ``places: [n, c]``, ``counts: [num_targets]``.
+    Shapes: ``targets, places: [n, c]``, ``order: [n * c]``, ``ends: [num_targets]``.
     """
 
-    order: torch.Tensor
+    targets: torch.Tensor
     places: torch.Tensor
-    counts: torch.Tensor
+    order: torch.Tensor
+    ends: torch.Tensor
 
-    def kept(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ``number`` choices that have targets, and all positions, with ``number`` for dropped choices.
+    def counts(self) -> torch.Tensor:
+        """Return the number of choices per target. Shapes: ``-> [num_targets]``."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
 
-        Shapes: ``-> [number]``, ``[n, c]``.
+    def row_ends(self) -> RowEnds:
+        """Return the ends for grouped GEMMs."""
+        return RowEnds(self.ends.to(torch.int32))
+
+    def row_order(self, num_kept: int | None = None, *, may_drop: bool = True) -> RowOrder:
+        """Return the order with a row for each choice that has a target.
+
+        The host knows their number, ``num_kept``. If it is None, there is a row for each choice, and rows of dropped
+        choices, which exist only if ``may_drop``, are empty and come last.
         """
-        return self.order[:number], self.places.clamp(max=number)
+        count = self.order.numel()
+        if num_kept is not None:
+            return RowOrder(self.order[:num_kept], self.places, has_dropped_choices=num_kept < count)
+        if not may_drop:
+            return RowOrder(self.order, self.places)
+        choices = self.order.masked_fill(torch.arange(count, device=self.order.device) >= self.ends[-1], count)
+        slots = self.places.masked_fill(self.targets >= len(self.ends), count)
+        return RowOrder(choices, slots, has_empty_rows=True, has_dropped_choices=True)
+
+    def padded_row_order(self, capacity: int) -> RowOrder:
+        """Return the order with ``capacity`` rows per target; no target may have more choices.
+
+        Shapes: of the row order: ``choices: [num_targets * capacity]``.
+        """
+        counts, count, num_rows = self.counts(), self.order.numel(), len(self.ends) * capacity
+        starts, numbers = self.ends - counts, torch.arange(capacity, device=self.order.device)
+        of_rows = (starts.unsqueeze(1) + numbers).clamp_(max=count)
+        choices = F.pad(self.order, (0, 1), value=count)[of_rows]
+        choices = choices.masked_fill_(numbers >= counts.unsqueeze(1), count).flatten()
+        # Offset of each target's rows relative to the order without padding.
+        moved = torch.arange(0, num_rows, capacity, device=starts.device) - starts
+        is_dropped = self.targets >= len(self.ends)
+        slots = self.places + moved[self.targets.clamp(max=len(self.ends) - 1)]
+        return RowOrder(
+            choices, slots.masked_fill_(is_dropped, num_rows), has_empty_rows=True, has_dropped_choices=True
+        )
 
 
 def sort_choices(targets: torch.Tensor, num_targets: int) -> OrderedChoices:
@@ -318,4 +417,4 @@ def sort_choices(targets: torch.Tensor, num_targets: int) -> OrderedChoices:
     places = torch.empty_like(order)
     places[order] = numbers[: len(order)]
     ends = torch.searchsorted(in_order, numbers[:num_targets], right=True)
-    return OrderedChoices(order, places.view_as(targets), ends.diff(prepend=ends.new_zeros(1)))
+    return OrderedChoices(targets, places.view_as(targets), order, ends)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops import RowCounts
+from megatron.core.ops import Groups, RowCounts
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.expert_dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Experts,
+    LateGradients,
     TokenDispatcher,
     gather_copies,
 )
@@ -102,7 +103,16 @@ class ExpertLayer(nn.Module):
 
         grad_enabled = torch.is_grad_enabled()
         overlaps = self.config.moe.moe_shared_expert_overlap
-        output = self.dispatch(own, routing, self._run_experts(rows), meanwhile if overlaps else _nothing)
+        late: LateGradients | None = [] if self.dispatch.exchanges_rows else None
+        capacity, most = self._padding(rows)
+        experts = partial(self.experts, late=late)
+        output = self.dispatch(
+            *(own, routing, experts if most is None else partial(self._run_padded, most, experts)),
+            meanwhile if overlaps else _nothing,
+            capacity=capacity,
+            takes_row_ends=most is None and self.experts.takes_row_ends(own),
+            late=late,
+        )
         if not overlaps:
             meanwhile()
         if not (is_cut or tp.size == 1):
@@ -110,25 +120,33 @@ class ExpertLayer(nn.Module):
         output = output.view_as(x)
         return LayerOutput(output + shared[0] if shared else output, routing.losses)
 
-    def _run_experts(self, rows: TokenRows) -> Experts:
-        """Return the function that runs the experts; with padding, each expert gets the maximum number of rows."""
+    def _padding(self, rows: TokenRows) -> tuple[int | None, int | None]:
+        """Return the rows that each rank sends to each expert, or the rows to which each expert pads what it receives.
+
+        Both are None without padding. TP and CP ranks share the capacity, so sending rows of padding would multiply
+        their communication, and in an evaluation ranks may have different numbers of tokens.
+        """
         if not self.config.moe.moe_pad_expert_input_to_capacity:
-            experts: Experts = self.experts
-            return experts
+            return None, None
         capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config.moe)
         assert capacity is not None
-        return partial(self._run_padded, self.groups.model.size * min(capacity, rows.num_rows))
+        capacity, size = min(capacity, rows.num_rows), self.groups.model.size
+        is_of_one_rank = self.groups.tensor_size * self.groups.tp.size * self.groups.cp.size == 1
+        sends_padding = self.dispatch.exchanges_rows and is_of_one_rank and self.training
+        if capacity and (size == 1 or sends_padding):
+            return capacity, None
+        return None, size * capacity
 
-    def _run_padded(self, most: int, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
+    def _run_padded(self, most: int, experts: Experts, rows: torch.Tensor, counts: Groups) -> torch.Tensor:
+        assert isinstance(counts, RowCounts), "the dispatcher reads the counts"
         times = counts.on_device
         assert times is not None
         # Offset of each expert's rows in the padded tensor relative to the packed tensor.
         moved = most * torch.arange(len(counts), device=rows.device) + times - times.cumsum(0)
         places = torch.arange(len(rows), device=rows.device) + moved.repeat_interleave(times, output_size=len(rows))
         padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
-        filled = RowCounts([most] * len(counts), torch.full_like(times, most))
-        output: torch.Tensor = self.experts(padded, filled).index_select(0, places)
-        return output
+        filled = RowCounts([most] * len(counts), torch.full_like(times, most), are_equal=True)
+        return experts(padded, filled).index_select(0, places)
 
 
 def _nothing() -> None:

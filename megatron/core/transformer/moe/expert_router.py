@@ -31,6 +31,7 @@ class Routing:
     """The experts of each token and their weights; a dropped choice has the index ``num_experts`` and the weight 0.
 
     The weights have the dtype of the hidden states, or the dtype of the scores if --moe-router-dtype is given.
+    ``may_drop`` is False only if no choice is dropped.
 
     Shapes: ``indices, weights: [n, k]``.
     """
@@ -38,6 +39,7 @@ class Routing:
     indices: torch.Tensor
     weights: torch.Tensor
     losses: tuple[AuxiliaryLoss, ...]
+    may_drop: bool = True
 
 
 class ExpertRouter(BiasedRouter):
@@ -93,7 +95,10 @@ class ExpertRouter(BiasedRouter):
         """
         dtype = self.product_dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(x[: rows.num_real].to(dtype), self.weight.to(dtype), bias)
+        num_empty = rows.num_rows - rows.num_real
+        # The gradient of a slice is a copy.
+        x = x[: rows.num_real] if num_empty else x
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
         logits = logits.to(torch.promote_types(dtype, torch.float32))
         if self.config.routes_at_random and self.training:
             tokens = slice(rows.first, rows.first + rows.num_real)
@@ -104,7 +109,6 @@ class ExpertRouter(BiasedRouter):
         if local_padding_mask is not None:
             indices = indices.masked_fill(local_padding_mask.unsqueeze(1), self.num_experts)
             weights = weights.masked_fill(local_padding_mask.unsqueeze(1), 0.0)
-        num_empty = rows.num_rows - rows.num_real
         if num_empty:
             indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
             weights = F.pad(weights, (0, 0, 0, num_empty))
@@ -118,7 +122,8 @@ class ExpertRouter(BiasedRouter):
             losses = router_losses(logits, rows, local_padding_mask, self.config.moe, self.groups, self.tally)
         if self.config.moe.moe_router_dtype is None:
             weights = weights.to(x.dtype)
-        return Routing(indices, weights, losses)
+        may_drop = capacity is not None or local_padding_mask is not None or num_empty > 0
+        return Routing(indices, weights, losses, may_drop)
 
     @torch.no_grad()
     def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:

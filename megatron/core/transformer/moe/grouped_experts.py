@@ -6,7 +6,7 @@ a separate linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,13 +20,18 @@ from megatron.core.ops import (
     WHOLE,
     Blocks,
     Fp8Quantizers,
+    Groups,
     Quantized,
     RowCounts,
+    RowEnds,
+    add_groups,
     grouped_gradient,
     grouped_product,
+    has_grouped_kernel,
     has_scaled_products,
     row_counts,
     scaled_product,
+    unfinished_grouped_gradient,
 )
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
@@ -42,20 +47,22 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        counts: RowCounts,
+        counts: RowCounts | RowEnds,
         adds_bias: bool,
         library: str,
+        late: list[Callable[[], None]] | None,
     ) -> torch.Tensor:
         # A quantized weight is dequantized again in the backward pass.
         ctx.quantized = quantized_of(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.quantized is None else None)
-        ctx.counts, ctx.product_library = counts, library
+        ctx.counts, ctx.product_library, ctx.late = counts, library, late
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         weight = weight if ctx.quantized is None else ctx.quantized.dense()
         output = grouped_product(x, weight, counts, library)
         if bias is not None and adds_bias:
+            assert not isinstance(counts, RowEnds), "experts with biases read the counts"
             for group, of_group in zip(output.split_with_sizes(counts), bias):
                 group += of_group
         return output
@@ -71,25 +78,41 @@ class _GroupedLinear(torch.autograd.Function):
         x_grad = grouped_product(grad, weight.transpose(1, 2), counts, library) if needs_x_grad else None
         weight_grad = None
         if needs_weight_grad and ctx.main_grad is not None:
-            ctx.main_grad.add_grouped_matmul(grad, x, counts, library)
+            if isinstance(counts, RowEnds):
+                add = partial(ctx.main_grad.add_by, partial(_add_gradients, grad.detach(), x.detach(), counts))
+            else:
+                add = partial(ctx.main_grad.add_grouped_matmul, grad, x, counts, library)
+            if ctx.late is None:
+                add()
+            else:
+                ctx.late.append(add)
         elif needs_weight_grad:
             weight_grad = grouped_gradient(grad, x, counts, library)
         bias_grad = None
         if needs_bias_grad:
             bias_grad = torch.stack([rows.sum(dim=0) for rows in grad.split_with_sizes(counts)])
-        return x_grad, weight_grad, bias_grad, None, None, None
+        return x_grad, weight_grad, bias_grad, *(None,) * 4
+
+
+def _add_gradients(grad: torch.Tensor, x: torch.Tensor, counts: RowEnds, total: torch.Tensor, overwrite: bool) -> None:
+    """Add the gradient of each group's weight to ``total``, or overwrite it."""
+    add_groups(total, unfinished_grouped_gradient(grad, x, counts), counts, overwrite=overwrite)
 
 
 def grouped_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    counts: Sequence[int],
+    counts: Groups,
     *,
     adds_bias: bool = True,
     library: str = "auto",
+    late: list[Callable[[], None]] | None = None,
 ) -> torch.Tensor:
     """Grouped GEMM: multiply each contiguous group of rows by the weight of the group.
+
+    With `RowEnds` there is no bias. If ``late`` is given, the backward pass appends the addition to the weight's main
+    gradient to it, and the caller runs it later in the same backward pass.
 
     If the results of several ranks are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on
     all.
@@ -98,7 +121,7 @@ def grouped_linear(
     out]``.
     """
     result: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, row_counts(counts), adds_bias, library
+        x, weight, bias, counts if isinstance(counts, RowEnds) else row_counts(counts), adds_bias, library, late
     )
     return result
 
@@ -285,9 +308,18 @@ class GroupedLinear(nn.Module):
             )
             self.bias = make_parameter(tuple(local[:2]), bias_spec, dtype, device)
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def takes_row_ends(self, x: torch.Tensor) -> bool:
+        """Return whether `forward` supports `RowEnds` for rows like ``x``.
+
+        Biases, adapters and FP8 process one expert at a time, so the host must know its rows.
+        """
+        is_plain = self.bias is None and self.quantizers is None and not any(self.children())
+        return is_plain and has_grouped_kernel(x, *self.weight.shape[1:])
+
+    def forward(self, x: torch.Tensor, counts: Groups, *, late: list[Callable[[], None]] | None = None) -> torch.Tensor:
         """Apply each expert's weight to its rows; ``counts`` are the rows per expert of this rank."""
         if self.quantizers is not None:
+            assert not isinstance(counts, RowEnds), "FP8 reads the counts"
             return float8_grouped_linear(
                 x,
                 self.weight,
@@ -297,7 +329,9 @@ class GroupedLinear(nn.Module):
                 adds_bias=self.adds_bias,
                 library=self.product_library,
             )
-        return grouped_linear(x, self.weight, self.bias, counts, adds_bias=self.adds_bias, library=self.product_library)
+        return grouped_linear(
+            x, self.weight, self.bias, counts, adds_bias=self.adds_bias, library=self.product_library, late=late
+        )
 
 
 class GroupedExperts(nn.Module):
@@ -337,13 +371,21 @@ class GroupedExperts(nn.Module):
             library=config.cpu_gemm_backend,
         )
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return the experts' outputs; ``counts`` are the rows per expert."""
-        inner = self.linear_fc1(x, counts)
+    def takes_row_ends(self, x: torch.Tensor) -> bool:
+        """Return whether `forward` supports `RowEnds` for rows like ``x``."""
+        return len(x) > 0 and all(linear.takes_row_ends(x) for linear in (self.linear_fc1, self.linear_fc2))
+
+    def forward(self, x: torch.Tensor, counts: Groups, late: list[Callable[[], None]] | None = None) -> torch.Tensor:
+        """Return the experts' outputs; ``counts`` are the rows per expert.
+
+        Weight gradients are deferred to ``late``, if it is given, for the part of the backward pass before ``x``.
+        """
+        late = late if x.requires_grad else None
+        inner = self.linear_fc1(x, counts, late=late)
         activated = self.activation(inner)
         is_again = self.recomputes_activation and self.training
         with saved_as_inputs(activated, self.activation, inner) if is_again else nullcontext():
-            output: torch.Tensor = self.linear_fc2(activated, counts)
+            output: torch.Tensor = self.linear_fc2(activated, counts, late=late)
         return output
 
 

@@ -41,6 +41,18 @@ def is_kept(k0: int, k1: int, column: int, probability: float) -> bool:
     return (x >> 8) >= round(probability * 2**24)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_form_that_is_compiled_drops_the_same_elements(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, x = make_keys(7, 2), torch.randn(7, 2, 33, dtype=dtype, requires_grad=True)
+    results = []
+    for is_compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=is_compiling: value)
+        dropped = keyed_dropout(x, keys, 0.3)
+        results.append((dropped.detach(), *torch.autograd.grad(dropped, x, torch.full_like(x, 3.0))))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+    assert 0 < (results[1][0] == 0).sum() < x.numel()
+
+
 def test_the_lowest_bits_of_a_word_count() -> None:
     """Among 2^19 words some are so near the threshold that bits of the last shift decide."""
     keys, count, probability = make_keys(1), 2**19, 0.3

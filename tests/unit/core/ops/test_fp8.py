@@ -21,7 +21,6 @@ from megatron.core.ops.fp8_tensor import (
     WHOLE,
     Blocks,
     Quantized,
-    _swizzled,
     amax_of,
     device_product,
     has_scaled_products,
@@ -29,6 +28,7 @@ from megatron.core.ops.fp8_tensor import (
     quantize_whole,
     scale_of,
     scaled_product,
+    swizzled,
 )
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex
 from megatron.core.process_group import Group, single_rank_group
@@ -101,7 +101,7 @@ def test_scales_are_given_to_torch_in_the_form_that_it_asks_for(monkeypatch: pyt
         "tensorwise": [left.scale[0, 0], right.scale[0, 0], torch.float32],
         "rowwise": [left.scale, right.scale.t(), torch.float32],
         # Its products are in bfloat16.
-        "mxfp8": [*(_swizzled(each.scale.to(torch.float8_e8m0fnu)) for each in (left, right)), torch.bfloat16],
+        "mxfp8": [*(swizzled(each.scale.to(torch.float8_e8m0fnu)) for each in (left, right)), torch.bfloat16],
     }[recipe]
     assert given.pop() == expected.pop()
     for ours, theirs in zip(given, expected, strict=True):
@@ -231,7 +231,7 @@ def test_a_whole_matrix_and_its_transpose_have_one_scale_and_raise_the_amax() ->
 def test_scales_of_blocks_of_32_lie_as_cublas_reads_them() -> None:
     rows, columns = 200, 7
     exponents = (torch.arange(rows * columns) % 251 + 1).to(torch.uint8).view(rows, columns)
-    ordered = _swizzled(exponents.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    ordered = swizzled(exponents.view(torch.float8_e8m0fnu)).view(torch.uint8)
     assert ordered.numel() == 256 * 8
     for row in range(rows):
         for column in range(columns):

@@ -18,9 +18,11 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 32, 12
+NUM_PROGRAMS, NUM_FLOAT8 = 46, 12
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
+MAX_CONVOLUTION_REGISTERS = 96
+"""Its threads load all places of their windows at once."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,17 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
+    from megatron.core.ops.triton import (
+        activation,
+        adamw,
+        causal_convolution,
+        column_sums,
+        cross_entropy,
+        fp8_cast,
+        query_key_value,
+        residual,
+        token_rows,
+    )
     from megatron.core.ops.triton import fp8_scaled_cast as scaled
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
@@ -97,6 +109,31 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         warps = residual.warps(width)
         yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
+    kinds = dict.fromkeys(("parameter", "exp_avg", "exp_avg_sq"), "*fp32") | {"is_wanted": "*u8", "is_second": "*u8"}
+    kinds |= {"num_elements": "i32", "multiplier": "*fp64", "corrections": "*fp64"}
+    kinds |= dict.fromkeys(adamw.adamw_program.arg_names[10:17], "fp32")
+    sizes = {"GRAIN": 128, "BLOCK": adamw._BLOCK}
+    yield "AdamW, fp32 gradients", adamw.adamw_program, kinds | {"gradient": "*fp32"}, sizes, 4
+    yield "AdamW, bf16 gradients", adamw.adamw_program, kinds, sizes, 4
+    single = {"gradient": "*fp32", "rounded": None, "is_second": None, "num_elements": "i64"}
+    yield "AdamW of fp32 weights", adamw.adamw_program, kinds | single, sizes, 4
+    kinds = dict.fromkeys(("choices", "slots"), "*i64") | {"width": "i32", "ends": "*i32", "size": "i32"}
+    kinds |= dict.fromkeys(("per_token", "num_choices", "num_rows"), "odd")
+    sizes, wide = {"BLOCK": token_rows._BLOCK}, {"weights": "*fp32", "weights_grad": "*fp32"}
+    yield "gathered rows", token_rows.gather_program, kinds, sizes, 4
+    yield "summed rows", token_rows.sum_program, kinds | {"weights": None}, sizes | {"PER_TOKEN": 8}, 4
+    yield "combined rows", token_rows.sum_program, kinds | {"weights": "*fp32"}, sizes | {"PER_TOKEN": 2}, 4
+    yield "combined rows, gradient", token_rows.combine_gradient_program, kinds | wide, sizes, 4
+    yield "added groups", token_rows.add_groups_program, kinds | {"total": "*fp32"}, sizes | {"ADDS": True}, 4
+    kinds = dict.fromkeys(("state", "visible", "weight", "bias", "sums_grad", "parts"), "*fp32")
+    kinds |= dict.fromkeys(("last_state_grad", "state_grad"), "*fp32")
+    kinds |= {"batch": "odd", "num_positions": "odd", "channels": "i32"}
+    sizes = {"WIDTH": 4, "ROWS": causal_convolution._ROWS, "COLUMNS": causal_convolution._COLUMNS}
+    for name, arguments in [("convolution", kinds), ("convolution, no documents", kinds | {"visible": None})]:
+        silu = sizes | {"SILU": True}
+        yield name, causal_convolution.forward_program, arguments, silu, 4
+        yield f"{name}, weights", causal_convolution.weights_program, arguments, silu, 4
+        yield f"{name}, inputs", causal_convolution.inputs_program, arguments, sizes, 4
     kinds = dict.fromkeys(("rows", "columns", "whole"), "*i32") | {"num_rows": "i32", "width": "i32"}
     for name, absent in [("rows and columns", ["whole"]), ("matrix", ["rows", "columns"])]:
         arguments = kinds | dict.fromkeys(absent)
@@ -140,7 +177,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
             elif kind == "odd" and odd_is_one:
                 kind, constants[argument] = "constexpr", 1
             # As at a launch: pointers, and numbers that are no "odd" ones, are multiples of 16.
-            elif kind in ("i32", "*bf16", "*fp32", "*i32", "*i64", "*u8"):
+            elif kind in ("i32", "i64", "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*u8"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
             signature[argument] = {None: "constexpr", "odd": "i32"}.get(kind, kind)
         source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
@@ -170,8 +207,9 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
         limit = MAX_NORM_GRADIENT_REGISTERS if is_norm_gradient else MAX_REGISTERS
+        limit = MAX_CONVOLUTION_REGISTERS if result.name.startswith("convolution") else limit
         assert 0 < result.registers <= limit, result
-        assert result.wide_loads >= (1 if result.name in ("dropout", "float8 scales") else 2), result
+        assert result.wide_loads >= (1 if result.name in ("dropout", "float8 scales", "gathered rows") else 2), result
         # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few, and
         # amaxes are atomic updates.
         is_normalizer = result.name == "cross-entropy"

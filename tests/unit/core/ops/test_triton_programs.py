@@ -33,6 +33,7 @@ from megatron.core.ops.fp8_tensor import (
     scale_of,
 )
 from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.ops.linear_attention import causal_convolution, recurrent_causal_convolution
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from megatron.core.transformer.mlp import ACTIVATIONS, FeedForward
@@ -223,6 +224,45 @@ def compare_heads(
 )
 def test_rotation_of_queries_and_keys_and_of_their_projection(dtype: torch.dtype, interleaved: bool) -> None:
     interpret(check_rotation, dtype, interleaved)
+
+
+def check_convolution(dtype: torch.dtype, silu: bool) -> None:
+    from megatron.core.ops.triton import causal_convolution as programs
+
+    torch.manual_seed(13)
+    programs._ROWS, programs._COLUMNS = 4, 8
+    # Tiles of positions and channels are cut off at the end, also before a window is full.
+    for batch, positions, channels, width in [(2, 11, 10, 4), (1, 2, 8, 4), (3, 5, 3, 2), (2, 4, 9, 1)]:
+        starts = torch.rand(batch, positions) < 0.3
+        x = torch.randn(batch, positions, channels).to(dtype)
+        weight, bias = torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)
+        state = torch.randn(batch, width - 1, channels)
+        grads = torch.randn(batch, positions, channels).to(dtype), torch.randn(batch, width - 1, channels)
+        for with_bias, with_state, document_starts in [(bias, state, starts), (None, None, None)]:
+            leaves = [each for each in (x, weight, with_bias, with_state) if each is not None]
+            wide = [each.double().requires_grad_() for each in leaves]
+            expected = recurrent_causal_convolution(
+                *(wide if len(wide) == 4 else [*wide, None, None]), document_starts, silu=silu, return_state=True
+            )
+            leaves = [each.detach().requires_grad_() for each in leaves]
+            with cpu_runs_on_triton():
+                actual = causal_convolution(
+                    *(leaves if len(leaves) == 4 else [*leaves, None, None]),
+                    *(document_starts,),
+                    silu=silu,
+                    return_state=True,
+                )
+                actual_grads = torch.autograd.grad(actual, leaves, grads)
+            expected_grads = torch.autograd.grad(expected, wide, [each.double() for each in grads])
+            for one, other in zip((*actual, *actual_grads), (*expected, *expected_grads)):
+                if one.numel():
+                    close(one, other)
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize(("dtype", "silu"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
+def test_causal_convolution(dtype: torch.dtype, silu: bool) -> None:
+    interpret(check_convolution, dtype, silu)
 
 
 BIAS_DTYPES = [torch.float32, torch.bfloat16]
@@ -451,7 +491,7 @@ def check_scales_in_tiles() -> None:
     for part, matrix in zip(parts, (x, x.t())):
         assert part is not None
         expected = quantize(matrix, E4M3, SEGMENTS_OF_32)
-        tiles = fp8_tensor._swizzled(expected.scale.to(torch.float8_e8m0fnu))
+        tiles = fp8_tensor.swizzled(expected.scale.to(torch.float8_e8m0fnu))
         assert torch.equal(part.scale.view(torch.uint8).reshape(-1), tiles.view(torch.uint8))
         assert torch.equal(part.values(), expected.values())
         assert torch.equal(part.first_rows(40).values(), expected.values()[:40])
@@ -761,3 +801,51 @@ class Counted:
 )
 def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any], world_size: int) -> None:
     interpret(check_model, settings, world_size=world_size)
+
+
+def adamw_in_float64(
+    state: list[torch.Tensor], gradient: torch.Tensor, decay: torch.Tensor, multiplier: float, step: int
+) -> list[torch.Tensor]:
+    """Return the weights and moments of AdamW's update, in float64."""
+    p, m, v = (tensor.double() for tensor in state)
+    g = gradient.double() * multiplier
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    update = m / (1 - 0.9**step) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+    return [p - 0.01 * decay * p - 0.01 * update, m, v]
+
+
+def check_adamw(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    from megatron.core.ops.triton import AdamWNumbers, update_adamw
+
+    numbers = AdamWNumbers(0.01, (0.1, 0.0), (0.9, 0.95), 1e-8)
+    eps = torch.finfo(torch.float32).eps
+    for num_elements, has_decays in [(128, False), (1024 + 384, True), (2048, True)]:
+        is_second = torch.randint(0, 2, (num_elements // 128,), dtype=torch.uint8) if has_decays else None
+        second = torch.zeros(num_elements) if is_second is None else is_second.repeat_interleave(128)
+        state = [torch.randn(num_elements), torch.randn(num_elements), torch.rand(num_elements)]
+        gradient = (10 ** (4 * torch.rand(num_elements) - 3) * torch.randn(num_elements)).to(dtype)
+        rounded = None if dtype is torch.float32 else torch.full((num_elements,), 7.0, dtype=dtype)
+        multiplier = torch.tensor(0.37, dtype=torch.float64)
+        for step in (1, 2, 1000):
+            corrections = 1.0 - torch.tensor((0.9, 0.95), dtype=torch.float64) ** step
+            args = (is_second, torch.tensor(False), multiplier, corrections, numbers, 128)
+            before = [tensor.clone() for tensor in state]
+            update_adamw(gradient, *state, rounded, *args)
+            assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+            assert rounded is None or step > 1 or bool((rounded == 7.0).all())
+            expected = adamw_in_float64(state, gradient, 0.1 * (1 - second.double()), 0.37, step)
+            update_adamw(gradient, *state, rounded, is_second, torch.tensor(True), *args[2:])
+            sizes = [before[0].abs() + 0.1, before[1].abs() + gradient.float().abs(), expected[2]]
+            for actual, exact, size in zip(state, expected, sizes, strict=True):
+                assert float(((actual.double() - exact).abs() / size.double()).max()) <= 4 * eps
+            if dtype is torch.float16:
+                assert torch.equal(rounded, state[0].half())
+            elif rounded is not None:
+                close(rounded, state[0])
+            gradient = -0.3 * gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw_against_float64(dtype: torch.dtype) -> None:
+    interpret(check_adamw, dtype)

@@ -81,8 +81,12 @@ def values(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return found.to(dtype)
 
 
+@pytest.mark.parametrize("is_compiling", [False, True])
 @pytest.mark.parametrize(("kind", "offset", "limit"), GATE_CASES)
-def test_value_and_gradient_are_those_of_the_formula(kind: str, offset: float, limit: float | None) -> None:
+def test_value_and_gradient_are_those_of_the_formula(
+    kind: str, offset: float, limit: float | None, is_compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
     ours, theirs = values().requires_grad_(), values().requires_grad_()
     gate, up = theirs.chunk(2, dim=-1)
     if limit is not None:

@@ -179,7 +179,7 @@ ALLOWED: dict[Wait, tuple[int, str]] = {
     ("end", "megatron/core/transformer/moe/load_balancing.py", "value read"): (1, "the load of experts is logged"),
     ("forward", "megatron/core/transformer/moe/expert_dispatch.py", "tolist"): (
         4,
-        "two layers of experts and two micro-batches: rows come as the router says, and the host finds memory for them",
+        "two layers of experts on several ranks, two micro-batches: the host allocates memory for the rows that come",
     ),
 }
 """Waits of one step by phase, file and kind: how many at most, and why."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops import gemm
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
@@ -21,6 +22,7 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import MoEConfig, moe_layers
+from megatron.core.transformer.moe import grouped_experts
 from megatron.core.transformer.moe.expert_layer import ExpertLayer, loads_of
 from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
@@ -208,14 +210,13 @@ def test_padding_to_capacity_changes_no_number() -> None:
     torch.testing.assert_close(plain, padded, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize(("dispatcher", "pads"), [("alltoall", False), ("alltoall", True), ("allgather", False)])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_products_in_one_launch_are_told_once_where_groups_end(
-    monkeypatch: pytest.MonkeyPatch, dispatcher: str, pads: bool
+    monkeypatch: pytest.MonkeyPatch, dispatcher: str
 ) -> None:
     """Six products of a layer, both passes together: their groups' ends are made once, of numbers on the device."""
     shape = {"moe_ffn_hidden_size": 16, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 8}
-    padded = {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True} if pads else {}
-    settings = {**shape, **padded, "params_dtype": "bfloat16", "bf16": True, "add_bias_linear": False}
+    settings = {**shape, "params_dtype": "bfloat16", "bf16": True, "add_bias_linear": False}
     _, layer = make_layer(moe_token_dispatcher_type=dispatcher, **settings)
     x = torch.randn(7, 3, 32, generator=torch.Generator().manual_seed(5)).bfloat16().requires_grad_()
     inputs = [x, *layer.experts.parameters()]
@@ -238,6 +239,67 @@ def test_products_in_one_launch_are_told_once_where_groups_end(
     assert told[0][1].tolist() == list(accumulate(told[0][0]))
     for looped, launched in zip(*results):
         torch.testing.assert_close(launched, looped, rtol=2**-6, atol=2**-6 * float(looped.detach().abs().max()))
+
+
+@pytest.mark.parametrize("factor", [None, 0.6])
+def test_row_ends_on_the_device_give_the_numbers_of_counts_that_the_host_reads(
+    monkeypatch: pytest.MonkeyPatch, factor: float | None
+) -> None:
+    """With a capacity choices are dropped, and an expert has no tokens; its part of the main gradient stays."""
+    shape = {"moe_ffn_hidden_size": 16, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 8}
+    settings = {**shape, "params_dtype": "bfloat16", "bf16": True, "add_bias_linear": False}
+    x = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(5)).bfloat16()
+    x = torch.cat((x, x)).requires_grad_()
+    monkeypatch.setattr(gemm, "_is_one_launch", lambda *operands: True)
+    reads: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self) or tolist(self))
+    results = []
+    for on_device in (False, True):
+        monkeypatch.setattr(grouped_experts, "has_grouped_kernel", lambda *_, answer=on_device: answer)
+        _, layer = make_layer(moe_expert_capacity_factor=factor, **settings)
+        weights = [layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight]
+        for weight in weights:
+            attach_main_grad(weight, MainGrad(torch.full(weight.shape, 0.5)))
+        of_passes = []
+        reads.clear()
+        for _ in range(2):
+            output = layer(x).hidden
+            (grad,) = torch.autograd.grad(output.float().square().sum(), x, retain_graph=True)
+            output.float().square().sum().backward()
+            of_passes += [output, grad]
+        assert len(reads) == (0 if on_device else 2)
+        main_grads = [main_grad_of(weight) for weight in weights]
+        results.append([*of_passes, *(each.tensor for each in main_grads if each is not None)])
+    assert len(results[0]) == 6
+    for read, known in zip(*results):
+        assert known.isfinite().all()
+        assert torch.equal(known, read)
+
+
+def test_weight_gradients_that_are_deferred_are_the_same() -> None:
+    _, layer = make_layer(add_bias_linear=False)
+    weights = [layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight]
+    rows = torch.randn(9, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    found = []
+    for late in (None, []):
+        for weight in weights:
+            attach_main_grad(weight, MainGrad(torch.zeros_like(weight)))
+        layer.experts(rows, [2, 0, 3, 1, 0, 3], late).square().sum().backward()
+        main_grads = [each for each in map(main_grad_of, weights) if each is not None]
+        if late is not None:
+            assert len(late) == 2
+            assert all(each.is_empty for each in main_grads)
+            for add in late:
+                add()
+        found.append([each.tensor for each in main_grads])
+    for at_once, deferred in zip(*found):
+        assert at_once.any()
+        assert torch.equal(at_once, deferred)
+    # Nothing runs after the experts if their input needs no gradient.
+    late = []
+    layer.experts(rows.detach(), [2, 0, 3, 1, 0, 3], late).square().sum().backward()
+    assert late == []
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:

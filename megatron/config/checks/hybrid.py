@@ -1,0 +1,185 @@
+"""Checks of hybrid models: the pattern of layers, the shapes of recurrent layers, and unsupported combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config import RunConfig
+from megatron.config.checks.parallelism import Check, divisors
+from megatron.core.config_base import field_specs
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import GATED_DELTA_NET, MAMBA, MOE, HybridConfig, LayerParts
+
+_PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
+_NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
+
+
+def _given(model: GPTConfig) -> str:
+    """Return the flag that makes the model hybrid, as typed."""
+    hybrid = model.hybrid
+    if hybrid.hybrid_override_pattern is not None:
+        return f"--hybrid-override-pattern {hybrid.hybrid_override_pattern}"
+    return f"--experimental-attention-variant {hybrid.experimental_attention_variant}"
+
+
+def _parts(model: GPTConfig) -> tuple[LayerParts, ...]:
+    """Return the parts of the layers, or nothing if another check reports an invalid pattern."""
+    try:
+        return model.layer_parts
+    except ValueError:
+        return ()
+
+
+def _check_pattern(config: RunConfig) -> Iterator[str]:
+    model, hybrid = config.model, config.model.hybrid
+    if not hybrid.is_hybrid:
+        return
+    if hybrid.experimental_attention_variant is not None:
+        if hybrid.hybrid_override_pattern is not None:
+            yield (
+                f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
+                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbol of gated "
+                "delta-net is G)"
+            )
+            return
+        if hybrid.linear_attention_freq is None:
+            yield (
+                f"{_given(model)} needs --linear-attention-freq; pass 4 for attention in every 4th layer, or a list "
+                "with 1 for layers with linear attention"
+            )
+            return
+    try:
+        parts = model.layer_parts
+    except ValueError as error:
+        # An invalid list of experts has its own check.
+        if hybrid.hybrid_override_pattern is not None:
+            yield f"{_given(model)}: {error}"
+        elif f"{error}" not in _moe_problem(model):
+            yield f"--linear-attention-freq {hybrid.linear_attention_freq}: {error}"
+        return
+    if hybrid.linear_attention_freq is not None and not any(each.mixer == GATED_DELTA_NET for each in parts):
+        yield (
+            f"--linear-attention-freq {hybrid.linear_attention_freq} gives linear attention to none of the "
+            f"{model.num_layers} layers; use a list with a 1, or omit {_given(model)}"
+        )
+    if hybrid.hybrid_override_pattern is not None:
+        yield from _check_single_branches(config)
+
+
+def _moe_problem(model: GPTConfig) -> str:
+    try:
+        _ = model.moe_layers
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check_single_branches(config: RunConfig) -> Iterator[str]:
+    """Reject what needs layers with attention and feed-forward, and experts without layers or layers without them."""
+    model = config.model
+    given, has_experts = _given(model), any(each.feed_forward == MOE for each in model.layer_parts)
+    if has_experts and model.moe.num_experts is None:
+        yield f"{given} has layers of experts (E); add --num-experts"
+    if model.moe.num_experts is not None and not has_experts:
+        yield f"{given} has no layer of experts (E) for --num-experts {model.moe.num_experts}; omit it"
+    if model.moe.moe_layer_freq.strip() != "1":
+        yield f"{given} determines the layers of experts; omit --moe-layer-freq {model.moe.moe_layer_freq}"
+    others = {
+        f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
+        "--use-parallel-residual": model.use_parallel_residual,
+        "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,
+        f"--mtp-num-layers {model.mtp.mtp_num_layers}": model.mtp.mtp_num_layers is not None,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            yield f"{given} is not supported with {name}, which needs layers with attention and FFN; omit {name}"
+
+
+def _check_shapes(config: RunConfig) -> Iterator[str]:
+    model, hybrid = config.model, config.model.hybrid
+    parts = _parts(model)
+    if not parts:
+        return
+    used = {each.mixer for each in parts}
+    for spec in field_specs(HybridConfig):
+        for mixer, prefix in _PREFIXES.items():
+            value = getattr(hybrid, spec.name)
+            is_idle = spec.name.startswith(prefix) and value != spec.default and mixer not in used
+            if is_idle and spec.name != "linear_attention_freq":
+                yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]} layer; omit it"
+    tensor = max(model.tensor_model_parallel_size, 1)
+    if GATED_DELTA_NET in used:
+        keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
+        if values % keys:
+            yield (
+                f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}; numbers of key "
+                f"heads that work: {divisors(values, values)}"
+            )
+        yield from _check_sharding("--linear-num-key-heads", keys, tensor)
+        yield from _check_sharding("--linear-num-value-heads", values, tensor)
+    if MAMBA in used:
+        if hybrid.mamba_num_heads is None and 2 * model.hidden_size % hybrid.mamba_head_dim:
+            yield (
+                f"twice --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim "
+                f"{hybrid.mamba_head_dim}; change it, or pass --mamba-num-heads"
+            )
+            return
+        heads, groups = hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups
+        if heads % groups:
+            yield (
+                f"{heads} Mamba-2 heads are not divisible by --mamba-num-groups {groups}; numbers of groups that work: "
+                f"{divisors(heads, heads)}"
+            )
+        yield from _check_sharding("--mamba-num-groups", groups, tensor)
+
+
+def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
+    if number % tensor:
+        yield (
+            f"{name} {number} is not divisible by --tensor-model-parallel-size {tensor}; sizes that work: "
+            f"{divisors(number, number)}"
+        )
+
+
+def _check_unsupported(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.hybrid.is_hybrid:
+        return
+    others = {
+        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
+        f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
+        f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
+        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
+        "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
+        "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
+        and config.optimizer.optimizer_cpu_offload,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            yield f"{_given(model)} is not supported with {name} yet; omit {name}"
+
+
+HYBRID_CHECKS = (
+    Check(
+        (
+            *("num_layers", "experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern"),
+            *("num_experts", "moe_layer_freq", "norm_placement", "use_parallel_residual", "mtp_num_layers"),
+            "apply_residual_connection_post_layernorm",
+        ),
+        _check_pattern,
+    ),
+    Check(
+        (
+            *(spec.name for spec in field_specs(HybridConfig)),
+            *("num_layers", "hidden_size", "tensor_model_parallel_size"),
+        ),
+        _check_shapes,
+    ),
+    Check(
+        (
+            *("experimental_attention_variant", "hybrid_override_pattern", "context_parallel_size", "fp8_format"),
+            *("fp4_format", "lora_rank", "cuda_graph_impl", "optimizer_offload_policy", "optimizer_cpu_offload"),
+        ),
+        _check_unsupported,
+    ),
+)

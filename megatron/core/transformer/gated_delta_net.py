@@ -1,0 +1,106 @@
+"""Gated delta-net: linear attention whose state is decayed and corrected by the delta rule.
+
+Yang et al. 2024, https://arxiv.org/abs/2412.06464, in the form of Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.linear_attention import gated_delta_rule
+from megatron.core.precision import arithmetic_dtype
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel import make_parameter, replicated_spec
+from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.norm import normalize
+from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
+
+_SQUARED_NORM_EPSILON = 1e-6
+
+
+class HeadNorm(torch.nn.Module):
+    """RMSNorm of each head, with one weight per channel that all heads share. The weight may be stored minus one.
+
+    Shapes: ``[..., heads/tp, d] -> [..., heads/tp, d]``.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, width: int, tp: Group, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.epsilon = config.norm_epsilon
+        self.offset = 1.0 if config.apply_layernorm_1p else 0.0
+        spec = replicated_spec("weight", (width,), tp, partial_gradient=True, mean=1.0 - self.offset)
+        self.weight = make_parameter((width,), spec, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalize(x, self.weight + self.offset, None, "RMSNorm", self.epsilon)
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """Gated delta-net with a convolution over queries, keys and values, and a gated norm of its output.
+
+    The rows of the input projection are queries, keys, values, the gate of the output, beta and the decay input.
+    """
+
+    def __init__(self, config: DecoderConfig, layer_number: int, tp: Group, device: torch.device | str) -> None:
+        super().__init__(config, layer_number, tp, device)
+        hybrid = config.hybrid
+        keys, values = hybrid.linear_key_size, hybrid.linear_value_size
+        num_heads = hybrid.linear_num_value_heads
+        self.key_dim, self.value_dim = hybrid.linear_key_head_dim, hybrid.linear_value_head_dim
+        self.values_per_key = num_heads // hybrid.linear_num_key_heads
+        self.rows = (keys, keys, values, values, num_heads, num_heads)
+        self.conv1d = StackedConvolution(
+            (keys, keys, values),
+            hybrid.linear_conv_kernel_dim,
+            tp,
+            has_bias=False,
+            dtype=self.dtype,
+            device=device,
+        )
+        self._add_decay(num_heads)
+        self.out_norm = HeadNorm(config, self.value_dim, tp, self.dtype, device)
+        self._add_projections(config, values)
+
+    def mix(
+        self,
+        mixed: torch.Tensor,
+        starts: torch.Tensor | None,
+        states: tuple[torch.Tensor, ...] | None = None,
+        padding: torch.Tensor | None = None,
+        *,
+        return_states: bool = False,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        keys, _, values, _, heads, _ = (rows // self.tp.size for rows in self.rows)
+        qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes((2 * keys + values, values, heads, heads), dim=-1)
+        of_conv, of_rule = (None, None) if states is None else states
+        qkv, conv_state = self.conv1d(qkv, of_conv, starts, padding, return_state=return_states)
+        query, key, value = qkv.split_with_sizes((keys, keys, values), dim=-1)
+        query, key = (self._unit(each.unflatten(-1, (-1, self.key_dim))) for each in (query, key))
+        context, rule_state = gated_delta_rule(
+            query * self.key_dim**-0.5,
+            key,
+            value.unflatten(-1, (-1, self.value_dim)),
+            self.decay_rates() * self.steps(a, padding),
+            without_padding(b.sigmoid(), padding),
+            of_rule,
+            starts,
+            return_state=return_states,
+        )
+        wide = arithmetic_dtype(mixed.dtype)
+        opened = F.silu(gate.reshape(*gate.shape[:2], -1, self.value_dim).to(wide))
+        output = (self.out_norm(context) * opened).to(mixed.dtype).flatten(2).transpose(0, 1).contiguous()
+        if conv_state is None or rule_state is None:
+            return output, ()
+        return output, (conv_state, rule_state)
+
+    def _unit(self, x: torch.Tensor) -> torch.Tensor:
+        """Divide each head by its norm, and repeat it for the value heads that share it.
+
+        Shapes: ``[b, s, key heads/tp, dk] -> [b, s, heads/tp, dk]``.
+        """
+        wide = x.to(arithmetic_dtype(x.dtype))
+        unit = wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + _SQUARED_NORM_EPSILON)
+        return unit.to(x.dtype).repeat_interleave(self.values_per_key, dim=2)

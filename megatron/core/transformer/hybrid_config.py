@@ -1,0 +1,163 @@
+"""Flags of hybrid models: which layers are gated delta-nets or Mamba-2 layers, and their shapes.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+
+from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
+
+ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
+MLP, MOE = "mlp", "moe"
+
+_VARIANT, _PATTERN = "experimental_attention_variant", "hybrid_override_pattern"
+
+
+class LayerParts(NamedTuple):
+    """Kind of a layer's sequence mixer and of its feed-forward; None stands for a part that the layer does not have."""
+
+    mixer: str | None
+    feed_forward: str | None
+
+
+SYMBOLS = {
+    "M": LayerParts(MAMBA, None),
+    "*": LayerParts(ATTENTION, None),
+    "G": LayerParts(GATED_DELTA_NET, None),
+    "-": LayerParts(None, MLP),
+    "E": LayerParts(None, MOE),
+}
+"""Layers of --hybrid-override-pattern by Megatron's symbols."""
+NAMES = {parts.mixer or parts.feed_forward or "": parts for parts in SYMBOLS.values()}
+"""Layers of --hybrid-override-pattern by name."""
+_NAME = re.compile("[a-z_]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(Config, in_args=False):
+    """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
+
+    Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464. Mamba-2: Dao and Gu 2024,
+    https://arxiv.org/abs/2405.21060.
+    """
+
+    experimental_attention_variant: str | None = flag(
+        None,
+        choices=(GATED_DELTA_NET,),
+        not_built=("kimi_delta_attention", "dsa", "dsv4_hybrid"),
+        role="shape",
+    )
+    """Linear attention instead of attention in the layers of --linear-attention-freq: gated delta-net, as Qwen3-Next
+    has."""
+    linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT)
+    """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
+    linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
+    """Positions that the convolution before linear attention covers, its own included."""
+    linear_key_head_dim: int = flag(128, role="shape", bounds=POSITIVE)
+    """Query and key dimension per head of linear attention."""
+    linear_value_head_dim: int = flag(128, role="shape", bounds=POSITIVE)
+    """Value dimension per head of linear attention."""
+    linear_num_key_heads: int = flag(16, role="shape", bounds=POSITIVE)
+    """Number of query and key heads of linear attention."""
+    linear_num_value_heads: int = flag(32, role="shape", bounds=POSITIVE)
+    """Number of value heads of linear attention, a multiple of the key heads."""
+
+    hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape")
+    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, - MLP, E
+    experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
+    mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
+    """State dimension of Mamba-2."""
+    mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)
+    """Dimension of a Mamba-2 head."""
+    mamba_num_groups: int = flag(8, role="shape", bounds=POSITIVE, needs=_PATTERN)
+    """Groups of Mamba-2 heads that share B and C."""
+    mamba_num_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_PATTERN)
+    """Number of Mamba-2 heads; by default 2 x hidden size / --mamba-head-dim."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.experimental_attention_variant is not None or self.hybrid_override_pattern is not None
+
+    @property
+    def linear_key_size(self) -> int:
+        """Return the width of all key heads of linear attention together, which is also that of the query heads."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_size(self) -> int:
+        """Return the width of all value heads of linear attention together."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    def mamba_heads(self, hidden_size: int) -> int:
+        return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
+
+    def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
+        """Return the multiply-adds per token of a gated delta-net or Mamba-2: of its GEMMs, and of the recurrence.
+
+        The recurrence is counted with its convolution as Megatron-LM does.
+        """
+        if mixer == GATED_DELTA_NET:
+            keys, values, heads = self.linear_key_size, self.linear_value_size, self.linear_num_value_heads
+            convolution = self.linear_conv_kernel_dim * (2 * keys + values)
+            gemms = hidden_size * (2 * keys + 2 * values + 2 * heads) + values * hidden_size
+            return gemms, convolution + 4 * values * self.linear_key_head_dim
+        heads = self.mamba_heads(hidden_size)
+        inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
+        return hidden_size * (3 * inner + 2 * states + heads), 3.5 * inner * self.mamba_state_dim
+
+
+# Cached because a search for the fastest layout evaluates the same patterns thousands of times.
+@functools.lru_cache(maxsize=64)
+def parse_hybrid_pattern(text: str) -> tuple[LayerParts, ...]:
+    """Return the parts of every layer of --hybrid-override-pattern, in symbols or in names.
+
+    Raises:
+        ValueError: the text is neither; the message gives the reason.
+    """
+    stripped = text.strip()
+    if stripped[:1] not in ("[", "("):
+        unknown = sorted(set(stripped) - SYMBOLS.keys())
+        if unknown or not stripped:
+            kinds = ", ".join(f"{symbol} ({parts.mixer or parts.feed_forward})" for symbol, parts in SYMBOLS.items())
+            raise ValueError(f"{''.join(unknown) or 'nothing'} is no kind of layer; use {kinds}")
+        return tuple(SYMBOLS[symbol] for symbol in stripped)
+    names = list(dict.fromkeys(_NAME.findall(stripped)))
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no kind of layer; use {', '.join(NAMES)}")
+    try:
+        numbers = evaluate_pattern(_NAME.sub(lambda found: str(names.index(found[0])), stripped))
+        assert isinstance(numbers, list), "the text begins a list"
+        return tuple(NAMES[names[number]] for number in numbers)
+    except (ValueError, IndexError) as error:
+        raise ValueError(
+            "symbols such as M-M*-, or a list such as [mamba,mlp]*3+[attention,mlp], are expected"
+        ) from error
+
+
+# Cached because a search for the fastest layout evaluates the same patterns thousands of times.
+@functools.lru_cache(maxsize=256)
+def layer_parts(hybrid: HybridConfig, num_layers: int, has_experts: tuple[bool, ...]) -> tuple[LayerParts, ...]:
+    """Return the parts of every layer; without a pattern ``has_experts`` says which feed-forwards are experts.
+
+    Raises:
+        ValueError: --hybrid-override-pattern or --linear-attention-freq is invalid; the message gives the reason.
+    """
+    if hybrid.hybrid_override_pattern is not None:
+        parts = parse_hybrid_pattern(hybrid.hybrid_override_pattern)
+        if len(parts) != num_layers:
+            raise ValueError(f"the pattern has {len(parts)} layers; use --num-layers {len(parts)}")
+        return parts
+    is_linear = (False,) * num_layers
+    if hybrid.experimental_attention_variant is not None:
+        is_linear = parse_layer_pattern(hybrid.linear_attention_freq or "0", num_layers)
+    return tuple(
+        LayerParts(GATED_DELTA_NET if linear else ATTENTION, MOE if has else MLP)
+        for linear, has in zip(is_linear, has_experts, strict=True)
+    )

@@ -1,0 +1,93 @@
+"""Layers of --hybrid-override-pattern: one norm, and one mixer or feed-forward on a residual branch."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.layer_output import LayerOutput
+from megatron.core.ops import AttentionPattern, DropoutKeys
+from megatron.core.parallel_state import ExpertGroups
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.dropout import require_keys
+from megatron.core.transformer.hybrid_config import MAMBA
+from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.norm import NormAhead, add_branch
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    make_attention,
+    make_feed_forward,
+    make_stream_norm,
+)
+
+
+def make_layer(
+    config: DecoderConfig,
+    layer_number: int,
+    tp: Group,
+    device: torch.device | str,
+    cp: Group | None = None,
+    experts: ExpertGroups | None = None,
+) -> TransformerLayer:
+    """Return the configured layer: with attention and feed-forward, or with one of its parts."""
+    parts = config.layer_parts[config.kind_of(layer_number)]
+    kind = TransformerLayer if all(parts) else SingleBranchLayer
+    return kind(config, layer_number, tp, device, cp, experts)
+
+
+class SingleBranchLayer(TransformerLayer):
+    """Compute ``x + mixer(norm(x))`` or ``x + mlp(norm(x))``. Called like `TransformerLayer`."""
+
+    def _add_parts(
+        self,
+        config: DecoderConfig,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None,
+        experts: ExpertGroups | None,
+    ) -> None:
+        self.input_layernorm = make_stream_norm(config, tp, device)
+        mixer, _ = config.layer_parts[config.kind_of(self.layer_number)]
+        # The names of the parts in Megatron-LM's layers.
+        self.name_of_branch = "mlp" if mixer is None else "mixer" if mixer == MAMBA else "self_attention"
+        self.has_feed_forward = mixer is None
+        if mixer is None:
+            self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
+        else:
+            setattr(self, self.name_of_branch, make_attention(config, self.layer_number, tp, device, cp))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: KeyValueCache | None = None,
+        dropout: DropoutKeys | None = None,
+        ahead: NormAhead | None = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> LayerOutput:
+        keys = None
+        if self.hidden_dropout.is_active:
+            of_sample = require_keys(dropout)
+            after = of_sample.after_feed_forward if self.has_feed_forward else of_sample.after_attention
+            keys = after(self.layer_number)
+        if ahead is None or ahead.normalized is None:
+            x, normalized = self.input_layernorm(x)
+        else:
+            normalized, ahead.normalized = ahead.normalized, None
+        with self._recomputed(self.input_layernorm, x, normalized):
+            if not self.has_feed_forward:
+                mixer = getattr(self, self.name_of_branch)
+                branch, losses = mixer(normalized, pattern, angles, cache, dropout)
+            elif self.recomputes_mlp and self.training:
+                branch, losses = recompute(self._feed, normalized, dropout, padding_mask)
+            else:
+                branch, losses = self._feed(normalized, dropout, padding_mask)
+        branch, probability = self._scaled(branch), self.hidden_dropout.probability
+        if ahead is None or ahead.following is None:
+            x = add_branch(x, branch, keys, probability)
+        else:
+            x, ahead.normalized = ahead.following(x, branch, keys, probability)
+        return LayerOutput(x, losses)

@@ -1,0 +1,100 @@
+"""Parity test cases of hybrid models: gated delta-net and Mamba-2 layers among attention, MLP and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron.verification.cells import DROPOUT, MODULES, SHAPES, Cell, Layout, make_cell
+from megatron.verification.model_cells import ExpertLayout
+from megatron.verification.training_cells import MUON, fully_sharded
+
+_DELTA = (
+    *("--experimental-attention-variant", "gated_delta_net", "--linear-key-head-dim", "4"),
+    *("--linear-value-head-dim", "6", "--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
+)
+_MAMBA = ("--mamba-state-dim", "5", "--mamba-head-dim", "6", "--mamba-num-groups", "4")
+_EXPERTS = (
+    *("--num-experts", "8", "--moe-ffn-hidden-size", "12", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.1"),
+    *("--moe-shared-expert-intermediate-size", "16", "--moe-shared-expert-gate"),
+)
+HYBRID_SHAPES: dict[str, tuple[str, ...]] = {
+    "delta-net": (*SHAPES["qwen"], *_DELTA, "--linear-attention-freq", "2"),
+    "qwen3-next": (
+        *(*SHAPES["llama"], *_DELTA, "--linear-attention-freq", "4", *_EXPERTS),
+        *("--apply-layernorm-1p", "--qk-layernorm", "--rotary-percent", "0.67", "--attention-output-gate"),
+    ),
+    "gated-attention": (*SHAPES["qwen"], "--attention-output-gate"),
+    "mamba": ("--no-position-embedding", *_MAMBA, "--hybrid-override-pattern", "M*M-"),
+    "nemotron": (
+        *("--normalization", "RMSNorm", "--no-position-embedding", "--disable-bias-linear", "--squared-relu"),
+        *(*_MAMBA, "--hybrid-override-pattern", "[mamba,moe,gated_delta_net,attention]"),
+        *(*_DELTA[2:], *_EXPERTS, "--untie-embeddings-and-output-weights"),
+    ),
+}
+"""Hybrid model shapes by name: the flags that each adds to the base command line."""
+
+
+def make_hybrid_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
+    """Create the test case of a hybrid shape at a layout; ``extra`` flags also apply to the reference."""
+    cell = make_cell("gpt2", layout, data, (*HYBRID_SHAPES[shape], *extra))
+    further = "".join(f" {flag}" for flag in extra)
+    return replace(cell, name=f"{shape} {data} {layout.name}{further}")
+
+
+_FULL = ("full", "uniform", "1")
+_LAYOUTS = (
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(pp=2),
+    Layout(pp=2, first_stage_layers=1),
+    Layout(pp=2, virtual_stages=2),
+    Layout(pp=4, schedule="zero-bubble"),
+    Layout(pp=4, pipeline_layout="Et|t|t|tL"),
+    Layout(dp=2, sharding="optim"),
+    Layout(dp=2, sharding="optim_grads", overlap=True),
+    fully_sharded(Layout(dp=2)),
+    fully_sharded(Layout(tp=2, sequence_parallel=True, dp=2), overlap=True),
+    Layout(tp=2, pp=2, dp=2, sequence_parallel=True, sharding="optim_grads", overlap=True),
+    Layout(tp=2, sequence_parallel=True, recompute=MODULES),
+    Layout(tp=2, recompute=("full", "uniform", "1", "distributed")),
+    Layout(tp=2, sequence_parallel=True, pp=2, recompute=_FULL),
+    Layout(pp=2, virtual_stages=2, dp=2, recompute=("full", "block", "1")),
+)
+_DENSE_LAYOUTS = (
+    Layout(tp=2, sequence_parallel=True, tp_overlap=("--tp-comm-overlap",)),
+    Layout(pp=2, offloaded_layers=2),
+    Layout(pp=2, virtual_stages=2, offloaded_layers=1, offloads_weights=True),
+    Layout(pp=2, pp_overlap=("--delay-wgrad-compute",)),
+)
+_EXPERT_LAYOUTS = (
+    ExpertLayout(dp=2, ep=2),
+    ExpertLayout(dp=4, ep=4, sharding="optim", overlap=True),
+    ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True),
+    ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True, recompute=("selective", "core_attn", "layernorm", "moe")),
+    ExpertLayout(pp=2, dp=2, ep=2, dispatcher="allgather"),
+    ExpertLayout(tp=2, pp=2, dp=2, ep=2, sequence_parallel=True, sharding="optim_grads"),
+    fully_sharded(ExpertLayout(dp=4, ep=2), overlap=True),
+)
+
+
+def hybrid_matrix() -> list[Cell]:
+    """Return the test cases of hybrid models that every release must pass."""
+    return list(_cells())
+
+
+def _cells() -> Iterator[Cell]:
+    for shape in HYBRID_SHAPES:
+        has_experts = "--num-experts" in HYBRID_SHAPES[shape]
+        for layout in (*_LAYOUTS, *(_EXPERT_LAYOUTS if has_experts else _DENSE_LAYOUTS)):
+            yield make_hybrid_cell(shape, layout)
+        for layout in (Layout(dp=2), Layout(tp=2, sequence_parallel=True, pp=2), Layout(pp=2, recompute=_FULL)):
+            yield make_hybrid_cell(shape, layout, "packed")
+        yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2), "uneven")
+        yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2), extra=DROPOUT)
+        yield make_hybrid_cell(
+            shape, Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True), extra=MUON
+        )
+    yield make_hybrid_cell("delta-net", Layout(tp=2, pp=2, sequence_parallel=True), extra=("--mtp-num-layers", "1"))
+    yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))

@@ -1,0 +1,117 @@
+"""Checks of hybrid models: patterns, shapes and combinations are answered in one line that says what works."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.arguments import resolve_arguments
+from megatron.core.errors import ConfigurationError
+from megatron.core.transformer.hybrid_config import SYMBOLS, LayerParts, parse_hybrid_pattern
+from tests.unit.config.test_model_checks import BASE
+
+DELTA = "--experimental-attention-variant gated_delta_net"
+FOUR = f"{DELTA} --linear-attention-freq 4"
+MIXED = "--hybrid-override-pattern M*-M"
+WRONG = [
+    (DELTA, "needs --linear-attention-freq; pass 4 for attention in every 4th layer"),
+    ("--linear-attention-freq 4", "has no effect without --experimental-attention-variant"),
+    (f"{FOUR} {MIXED}", "exclude each other; omit one of them"),
+    (f"{DELTA} --linear-attention-freq [1,0]", "the list has 2 entries, but the model has 4 layers; use a list of 4"),
+    (f"{DELTA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
+    (f"{FOUR} --linear-num-value-heads 24", "not divisible by --linear-num-key-heads 16; numbers of key heads that"),
+    (f"{FOUR} --mamba-state-dim 8", "--mamba-state-dim 8 has no effect without --hybrid-override-pattern"),
+    (
+        "--linear-num-key-heads 4",
+        "--linear-num-key-heads 4 has no effect: the model has no gated delta-net layer; omit",
+    ),
+    (
+        f"{MIXED} --linear-conv-kernel-dim 2",
+        "--linear-conv-kernel-dim 2 has no effect: the model has no gated delta-net",
+    ),
+    ("--hybrid-override-pattern G*-- --mamba-state-dim 8", "has no effect: the model has no Mamba-2 layer; omit it"),
+    ("--hybrid-override-pattern M*-", "the pattern has 3 layers; use --num-layers 3"),
+    ("--hybrid-override-pattern M*-X", "X is no kind of layer; use M (mamba), * (attention), G (gated_delta_net)"),
+    ("--hybrid-override-pattern [mamba,dense]*2", "dense is no kind of layer; use mamba, attention, gated_delta_net"),
+    ("--hybrid-override-pattern [mamba,[mlp]]*2", "a list such as [mamba,mlp]*3+[attention,mlp], are expected"),
+    ("--hybrid-override-pattern [1,2]", "a list such as [mamba,mlp]*3+[attention,mlp], are expected"),
+    ("--hybrid-override-pattern M*E-", "has layers of experts (E); add --num-experts"),
+    (f"{MIXED} --num-experts 8", "has no layer of experts (E) for --num-experts 8; omit it"),
+    ("--hybrid-override-pattern M*E- --num-experts 8 --moe-layer-freq 2", "omit --moe-layer-freq 2"),
+    (
+        f"{MIXED} --norm-placement post",
+        "is not supported with --norm-placement post, which needs layers with attention",
+    ),
+    (f"{MIXED} --use-parallel-residual", "is not supported with --use-parallel-residual"),
+    (f"{MIXED} --mtp-num-layers 1 --no-position-embedding", "is not supported with --mtp-num-layers 1"),
+    (f"{MIXED} --mamba-head-dim 24", "twice --hidden-size 32 is not divisible by --mamba-head-dim 24"),
+    (f"{MIXED} --mamba-num-heads 12", "12 Mamba-2 heads are not divisible by --mamba-num-groups 8; numbers of groups"),
+    (f"{FOUR} --bf16 --fp8-format hybrid", "is not supported with --fp8-format hybrid yet; omit"),
+    (f"{FOUR} --bf16 --fp4-format e2m1", "is not supported with --fp4-format e2m1 yet; omit"),
+    (f"{FOUR} --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
+    (f"{FOUR} --save x --ckpt-format torch_dist", "cannot store a model with --experimental-attention-variant"),
+    (
+        f"{MIXED} --mamba-num-heads 16 --save x --ckpt-format torch",
+        "cannot store a model with --hybrid-override-pattern",
+    ),
+    ("--attention-output-gate --multi-latent-attention", "exclude each other"),
+    ("--attention-output-gate --lora-rank 2", "exclude each other"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_a_problem_is_one_line_that_says_what_works(words: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*BASE.split(), *words.split()], 1)
+    found = [problem for problem in caught.value.problems if message in problem]
+    assert found, caught.value.problems
+    assert "\n" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"{FOUR} --linear-num-key-heads 3 --linear-num-value-heads 6", "--linear-num-key-heads 3 is not divisible by"),
+        (f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 4", "--mamba-num-groups 1 is not divisible by"),
+    ],
+)
+def test_heads_are_sharded_evenly(words: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_arguments([*BASE.split(), *words.split(), "--tensor-model-parallel-size", "2"], 2)
+
+
+def test_context_parallelism_is_not_supported_yet() -> None:
+    with pytest.raises(ConfigurationError, match="is not supported with --context-parallel-size 2 yet; omit"):
+        resolve_arguments([*BASE.split(), *FOUR.split(), "--context-parallel-size", "2"], 2)
+
+
+def test_symbols_and_names_are_the_same_pattern() -> None:
+    symbols = parse_hybrid_pattern("M-M-*EG")
+    assert symbols == parse_hybrid_pattern("[mamba, mlp]*2 + [attention, moe, gated_delta_net]")
+    assert symbols[:2] == (LayerParts("mamba", None), LayerParts(None, "mlp"))
+    assert symbols[4:] == (SYMBOLS["*"], SYMBOLS["E"], SYMBOLS["G"])
+
+
+def test_layers_and_experts_follow_the_flags() -> None:
+    words = f"{FOUR} --num-experts 8 --moe-layer-freq 2 --num-layers 5 --mtp-num-layers 1 --no-position-embedding"
+    model = resolve_arguments([*BASE.split(), *words.split()], 1).config.model
+    linear, full = "gated_delta_net", "attention"
+    assert [each.mixer for each in model.layer_parts] == [linear, linear, linear, full, linear]
+    assert [each.feed_forward for each in model.layer_parts] == ["moe", "mlp", "moe", "mlp", "moe"]
+    pattern = "--hybrid-override-pattern ME*G --num-experts 8 --mamba-num-groups 1"
+    model = resolve_arguments([*BASE.split(), *pattern.split()], 1).config.model
+    assert model.moe_layers == (False, True, False, False)
+    assert model.output_init_method_std == pytest.approx(0.02 / 2)
+
+
+def test_the_work_of_each_part_is_counted() -> None:
+    """By hand: multiply-adds per token, x 2 x 24 tokens."""
+    flags = "--hybrid-override-pattern MG-* --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2"
+    flags += " --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
+    model = resolve_arguments([*BASE.split(), *flags.split()], 1).config.model
+    mamba, delta, mlp, attention = (model.layer_forward_flops(number, 24) for number in range(4))
+    assert mamba == (48 * (32 * (2 * 64 + 2 * 16 + 4) + 64 * 32), 48 * 3.5 * 64 * 8)
+    assert delta == (48 * (32 * (2 * 16 + 2 * 32 + 2 * 4) + 32 * 32), 48 * (4 * 64 + 4 * 4 * 8 * 8))
+    assert mlp == (48 * 2 * 32 * 40, 0)
+    assert attention == (48 * 4 * 32 * 32, 48 * 2 * 32 * 24 / 2)
+    gated = resolve_arguments([*BASE.split(), "--attention-output-gate"], 1).config.model
+    assert gated.layer_forward_flops(0, 24)[0] == 48 * (5 * 32 * 32 + 2 * 32 * 40)
