@@ -85,7 +85,7 @@ class SingleBranchLayer(TransformerLayer):
                 branch, losses = recompute(self._feed, normalized, dropout, padding_mask)
             else:
                 branch, losses = self._feed(normalized, dropout, padding_mask)
-        probability = self.hidden_dropout.probability
+        branch, probability = self._scaled(branch), self.hidden_dropout.probability
         if ahead is None or ahead.following is None:
             x = add_branch(x, branch, keys, probability)
         else:
