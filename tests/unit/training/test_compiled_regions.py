@@ -23,6 +23,7 @@ from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import BASE_FLAGS, DROPOUT, SHAPES
+from megatron.verification.hybrid_cells import HYBRID_SHAPES
 from megatron.verification.run_cell import assemble, compare, gradient_floor, resolve_cell, run_cell
 
 LOADED = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp", *DROPOUT)
@@ -110,6 +111,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [
         (SHAPES["llama"], "residual addition, norms, rotary embedding, activation", ""),
         (SHAPES["qwen"], "residual addition, norms, rotary embedding, activation", ""),
+        (HYBRID_SHAPES["gated-attention"], "residual addition, norms, rotary embedding, activation", ""),
         (
             DROPOUT,
             "dropout, residual addition",
@@ -125,7 +127,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             "",
         ),
     ],
-    ids=["llama", "qwen", "gpt2 with dropout", "MLA and experts"],
+    ids=["llama", "qwen", "gated", "gpt2 with dropout", "MLA and experts"],
 )
 def test_one_line_names_the_parts(flags: tuple[str, ...], parts: str, left: str, compiled: list[Any]) -> None:
     lines: list[str] = []
