@@ -29,6 +29,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.transformer import (
     ACTIVATIONS,
     FeedForward,
+    GatedAttention,
     LatentAttention,
     Norm,
     ResidualNorm,
@@ -128,7 +129,7 @@ class _Regions:
                 self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
             elif self._on_triton(module):
                 self.left["rotary embedding"] = _ON_TRITON
-            elif module.q_layernorm is None:
+            elif module.q_layernorm is None and not isinstance(module, GatedAttention):
                 module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
             else:
                 module.rotate = self._compile("rotary embedding", apply_rotary_to_both)
@@ -280,10 +281,12 @@ class _Inputs:
         elif isinstance(module, LatentAttention):
             yield from self._of_latent(module)
         elif isinstance(module, SelfAttention):
-            width = (module.num_heads + 2 * module.num_groups) * module.head_dim
+            num_gates = module.num_heads if isinstance(module, GatedAttention) else 0
+            width = (module.num_heads + num_gates + 2 * module.num_groups) * module.head_dim
             angles = self.angles if module.has_rotary else None
             key = (type(module), width, module.num_groups, angles is None)
-            yield key, lambda mixed: module.split_heads(mixed, angles), lambda: [self._zeros(self.length, batch, width)]
+            split = module.split_gated if isinstance(module, GatedAttention) else module.split_heads
+            yield key, lambda mixed: split(mixed, angles), lambda: [self._zeros(self.length, batch, width)]
 
     def _of_latent(
         self, attention: LatentAttention

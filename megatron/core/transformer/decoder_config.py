@@ -595,8 +595,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: --hybrid-override-pattern or another pattern is invalid; the message gives the reason.
         """
-        pattern = self.hybrid.hybrid_override_pattern
-        return layer_parts(self.hybrid, self.num_layers, () if pattern else self.moe_layers)
+        has_pattern = self.hybrid.hybrid_override_pattern is not None
+        return layer_parts(self.hybrid, self.num_layers, () if has_pattern else self.moe_layers)
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
