@@ -122,6 +122,11 @@ _IDLE = (
         "with --data-parallel-sharding-strategy optim_grads_params, which leaves no copies to compare",
     ),
     _Idle(
+        ("use_nccl_ub", "disable_symmetric_registration"),
+        lambda config: config.ddp.shards_gradients,
+        "with ZeRO-2 and FSDP, whose buffers are freed and allocated in each step",
+    ),
+    _Idle(
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         lambda config: config.model.fp16 and config.optimizer.loss_scale is not None,
         "with --loss-scale, which is constant",
@@ -236,7 +241,7 @@ def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool, *, 
     path = config.initialization.nccl_communicator_config_path
     if path is not None and not has_nccl:
         yield f"--nccl-communicator-config-path {path} has no effect: the process groups do not use NCCL"
-    if config.ddp.use_nccl_ub and not has_nccl:
+    if config.ddp.has_user_buffers and not has_nccl:
         yield "--use-nccl-ub has no effect: the process groups do not use NCCL"
     local_rank = config.initialization.local_rank
     if local_rank is not None and has_launcher_rank:

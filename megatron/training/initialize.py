@@ -52,7 +52,7 @@ def choose_cuda_settings(config: RunConfig, environment: Mapping[str, str], capa
     if sizes.pp > 1:
         wanted[_P2P_WARNING] = "0"
     # NCCL allocates user buffers itself, in segments of a fixed size.
-    if not environment.get(_OLD_ALLOCATOR) and not config.ddp.use_nccl_ub:
+    if not environment.get(_OLD_ALLOCATOR) and not config.ddp.has_user_buffers:
         wanted[_ALLOCATOR] = "expandable_segments:True"
     names = (_CONNECTIONS, _ALLOCATOR, _OLD_ALLOCATOR, _PRIORITY, _P2P_WARNING)
     given = {name: environment[name] for name in names if environment.get(name)}

@@ -177,8 +177,6 @@ def _check_sharding(config: RunConfig) -> Iterator[str]:
     if ddp.use_torch_fsdp2 and not ddp.shards_weights and config.parallel_sizes.num_replicas > 1:
         yield f"--use-torch-fsdp2 shards weights, but {strategy} does not; omit one of them"
     yield from _instance_problems(config)
-    if ddp.use_nccl_ub and ddp.shards_gradients:
-        yield f"--use-nccl-ub does not support {strategy}; omit it, or use --data-parallel-sharding-strategy optim"
     if not ddp.shards_weights:
         return
     instead = "omit it, or pass --data-parallel-sharding-strategy optim_grads"
@@ -194,7 +192,7 @@ DATA_PARALLEL_CHECKS = (
     Check(
         (
             *("data_parallel_sharding_strategy", "use_torch_fsdp2", "use_megatron_fsdp", "lora_rank"),
-            *("num_distributed_optimizer_instances", "use_distributed_optimizer", "num_experts", "use_nccl_ub"),
+            *("num_distributed_optimizer_instances", "use_distributed_optimizer", "num_experts"),
             *("fp8_param_gather", "overlap_param_gather_with_optimizer_step", *MODEL_SIZE_NAMES),
         ),
         _check_sharding,

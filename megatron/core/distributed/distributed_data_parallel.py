@@ -111,7 +111,7 @@ class DistributedDataParallel(nn.Module):
         plan = replace(
             plan,
             copies=copies,
-            user_buffers=self.config.use_nccl_ub,
+            user_buffers=self.config.has_user_buffers,
             symmetric=not self.config.disable_symmetric_registration,
         )
         by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}

@@ -83,6 +83,11 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
         return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
     @property
+    def has_user_buffers(self) -> bool:
+        """Return whether NCCL allocates the buffers of gradients and gathered parameters."""
+        return self.use_nccl_ub and not self.shards_gradients
+
+    @property
     def shards_weights(self) -> bool:
         """Return whether each data-parallel rank keeps only its own shard of the weights."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"

@@ -124,7 +124,6 @@ MISTAKES = {
         Mistake("--cuda-graph-impl local --attention-dropout 0 --reset-position-ids"),
         Mistake("--cuda-graph-impl local --attention-dropout 0 --log-max-attention-logit"),
         Mistake("--context-parallel-size 2 --log-max-attention-logit", processes=2),
-        Mistake("--use-nccl-ub --data-parallel-sharding-strategy optim_grads", processes=2),
         Mistake("--disable-symmetric-registration"),
         Mistake("--enable-cuda-graph --attention-dropout 0 --data-parallel-sharding-strategy optim_grads", processes=2),
         Mistake("--external-cuda-graph"),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.config.nccl_options import read_nccl_options
 from megatron.core.errors import ConfigurationError
 from megatron.core.process_group import NcclOptions
+from tests.unit.config.command_lines import MINIMAL
 
 
 def test_file_of_megatron_is_read_under_this_projects_names(tmp_path: Path) -> None:
@@ -63,3 +65,13 @@ def test_mistake_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent.yaml cannot be read: No such file or directory$"):
         read_nccl_options(str(tmp_path / "absent.yaml"))
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_user_buffers_with_sharded_gradients_are_told_to_have_no_effect(strategy: str) -> None:
+    words = f"--use-nccl-ub --use-distributed-optimizer --data-parallel-sharding-strategy {strategy}"
+    resolved = resolve_arguments([*MINIMAL, *words.split()], 2)
+    assert "--use-nccl-ub has no effect with ZeRO-2 and FSDP, whose buffers are freed and allocated in each step" in (
+        resolved.notes
+    )
+    assert not resolved.config.ddp.has_user_buffers
