@@ -22,6 +22,7 @@ from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, Mixtr
 from megatron.checkpoint.formats.huggingface.olmo import FlexOlmoFamily, Olmo2Family, Olmo3Family, OlmoeFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
+from megatron.checkpoint.formats.huggingface.qwen3_next import Qwen3NextFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings, read_quantization, read_settings
 from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
@@ -63,6 +64,7 @@ FAMILIES: tuple[Family, ...] = (
     StableLmFamily(),
     Glm4MoeFamily(),
     FlexOlmoFamily(),
+    Qwen3NextFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"
