@@ -40,6 +40,7 @@ from megatron.checkpoint.formats import (
     write_peft,
 )
 from megatron.checkpoint.formats.huggingface import (
+    ExportedView,
     HuggingFaceSource,
     fetch_model,
     find_hub_model,
@@ -409,7 +410,10 @@ def run(
         if request.verify:
             result = open_for(formats, folder, int(view.common["config"]["model"]["vocab_size"]))
             try:
-                check_result(view, result, keeps_state=saver != "hf", compares_logits=is_foreign, log=log)
+                expected: CheckpointSource = view
+                if saver == "hf" and isinstance(result, HuggingFaceSource):
+                    expected = ExportedView(view, result.family, result.config)
+                check_result(expected, result, keeps_state=saver != "hf", compares_logits=is_foreign, log=log)
             finally:
                 result.close()
         if request.test_logits:

@@ -13,7 +13,7 @@ import math
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
-from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, layer_parts
+from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -597,6 +597,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """
         has_pattern = self.hybrid.hybrid_override_pattern is not None
         return layer_parts(self.hybrid, self.num_layers, () if has_pattern else self.moe_layers)
+
+    @property
+    def hybrid_layers(self) -> str:
+        """Return the symbols of the parts of every layer of a hybrid model, empty if every layer has attention.
+
+        Raises:
+            ValueError: --hybrid-override-pattern or another pattern is invalid; the message gives the reason.
+        """
+        return format_layers(self.layer_parts) if self.hybrid.is_hybrid else ""
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.core.config_base import POSITIVE, Config, flag
@@ -35,6 +36,12 @@ SYMBOLS = {
 """Layers of --hybrid-override-pattern by Megatron's symbols."""
 NAMES = {parts.mixer or parts.feed_forward or "": parts for parts in SYMBOLS.values()}
 """Layers of --hybrid-override-pattern by name."""
+_SYMBOL_OF_PART = {parts.mixer or parts.feed_forward: symbol for symbol, parts in SYMBOLS.items()}
+
+
+def format_layers(layers: Sequence[LayerParts]) -> str:
+    """Return the symbols of the parts of each layer, with a space between layers: ``G- G- *-``."""
+    return " ".join("".join(_SYMBOL_OF_PART[part] for part in parts if part is not None) for parts in layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +57,11 @@ class HybridConfig(Config, in_args=False):
         choices=(GATED_DELTA_NET,),
         not_built=("kimi_delta_attention", "dsa", "dsv4_hybrid"),
         role="shape",
+        seen_as="hybrid_layers",
     )
     """Linear attention instead of attention in the layers of --linear-attention-freq: gated delta-net, as Qwen3-Next
     has."""
-    linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT)
+    linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT, seen_as="hybrid_layers")
     """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
     linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
     """Positions that the convolution before linear attention covers, its own included."""
@@ -66,7 +74,7 @@ class HybridConfig(Config, in_args=False):
     linear_num_value_heads: int = flag(32, role="shape", bounds=POSITIVE)
     """Number of value heads of linear attention, a multiple of the key heads."""
 
-    hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape")
+    hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
     """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, - MLP, E
     experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
     mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from megatron.checkpoint.formats.huggingface.hub import HubModel, fetch_model, fetch_on_every_node, find_hub_model
     from megatron.checkpoint.formats.huggingface.linked_tensors import LinkTable
     from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
-    from megatron.checkpoint.formats.huggingface.model_export import choose_family, publish_folder, write_hugging_face
+    from megatron.checkpoint.formats.huggingface.model_export import (
+        ExportedView,
+        choose_family,
+        publish_folder,
+        write_hugging_face,
+    )
     from megatron.checkpoint.formats.huggingface.model_record import HUB, MODEL_RECORD, decode_record
     from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
     from megatron.checkpoint.formats.huggingface.weight_files import WeightInfo, write_weights
@@ -25,7 +30,7 @@ __getattr__ = lazy_exports(
         "hub": "HubModel fetch_model fetch_on_every_node find_hub_model",
         "linked_tensors": "LinkTable",
         "llama": "LlamaFamily",
-        "model_export": "choose_family publish_folder write_hugging_face",
+        "model_export": "ExportedView choose_family publish_folder write_hugging_face",
         "model_record": "HUB MODEL_RECORD decode_record",
         "source": "HuggingFaceSource",
         "weight_files": "WeightInfo write_weights",

@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import from_fields, with_fields
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import format_layer_pattern
+from megatron.core.transformer import MOE, LayerParts, format_layer_pattern
 
 if TYPE_CHECKING:
     import torch
@@ -292,7 +292,7 @@ class RotaryDecoderFamily:
         )
         for layer in range(config.num_layers):
             ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
-            yield from self.layer_links(config, ours, theirs, has_experts=config.moe_layers[layer])
+            yield from self.layer_links(config, ours, theirs, config.layer_parts[layer])
         yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}{self.final_norm}")
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
@@ -303,10 +303,9 @@ class RotaryDecoderFamily:
         """Return whether the tensor is a buffer of RoPE frequencies, which older files contain."""
         return _BUFFER.fullmatch(name) is not None
 
-    def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Yield the links of a dense layer's QKV, gate and up projections."""
+    def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of a dense layer's gate and up projections."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
-        yield from self.attention_links(config, ours, theirs)
         for number, name in enumerate(self.mlp_names[:-1]):
             for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.add_bias_linear else 1]:
                 native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}mlp.{name}.{kind}"
@@ -336,18 +335,23 @@ class RotaryDecoderFamily:
         assert self.expert_names is not None, "a family that stacks experts has links of its own"
         yield from expert_links(config, self.expert_names, ours, theirs)
 
-    def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
-        """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
-        width, ffn = config.hidden_size, config.ffn_hidden_size
-        yield from (self.attention_links if has_experts else self.projection_links)(config, ours, theirs)
-        projection = (width, config.context_size)
+    def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
+        """Yield the links of a layer's attention."""
+        yield from self.attention_links(config, ours, theirs)
+        projection = (config.hidden_size, config.context_size)
         output = f"{theirs}self_attn.{self.attention_output}"
         yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
-        if has_experts:
+
+    def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
+        """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        yield from self.mixer_links(config, ours, theirs, parts)
+        if parts.feed_forward == MOE:
             yield from self.expert_layer_links(config, ours, theirs)
         else:
+            yield from self.fc1_links(config, ours, theirs)
             yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
         for name, their_name in self.norm_names[: 1 if config.shared_parallel_norm else None]:
             yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")

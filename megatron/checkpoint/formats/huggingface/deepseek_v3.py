@@ -50,7 +50,7 @@ class SharedExpertFamily(RotaryDecoderFamily):
             "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", usual["routed_scaling_factor"]),
             "moe_router_enable_expert_bias": True,
             "moe_router_dtype": "fp32",
-            "mtp_num_layers": _further_layers(settings, settings.integer("num_hidden_layers")) or None,
+            "mtp_num_layers": further_layers(settings, f"layers.{settings.integer('num_hidden_layers')}.") or None,
         }
 
     def layers_with_experts(self, settings: Settings) -> str:
@@ -94,7 +94,7 @@ class SharedExpertFamily(RotaryDecoderFamily):
             yield whole(f"{ours}hnorm.weight", f"{theirs}hnorm.weight", (width,))
             yield whole(f"{ours}eh_proj.weight", f"{theirs}eh_proj.weight", (width, 2 * width))
             within = f"{ours}transformer_layer."
-            yield from self.layer_links(config, within, theirs, has_experts=config.moe_layers[-1])
+            yield from self.layer_links(config, within, theirs, config.layer_parts[-1])
             yield whole(f"{ours}final_layernorm.weight", f"{theirs}shared_head.norm.weight", (width,))
             yield replace(whole(output_layer, f"{theirs}shared_head.head.weight", vocabulary), is_copy=True)
 
@@ -225,11 +225,14 @@ def _group_fields(settings: Settings, experts: int, chosen: int, groups: int, of
     return {"moe_router_num_groups": groups, "moe_router_group_topk": of_token}
 
 
-def _further_layers(settings: Settings, layers: int) -> int:
-    """Return the number of MTP layers after the last layer; transformers writes the number but not the layers."""
+def further_layers(settings: Settings, name_part: str) -> int:
+    """Return the number of MTP modules, whose tensor names contain ``name_part``.
+
+    transformers writes the number but not the modules.
+    """
     names = settings.tensor_names
     stated = count_of(settings, "num_nextn_predict_layers", 0 if names is None else 1)
-    if names is not None and not any(f"layers.{layers}." in name for name in names()):
+    if names is not None and not any(name_part in name for name in names()):
         return 0
     return stated
 

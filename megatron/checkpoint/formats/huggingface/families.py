@@ -34,6 +34,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
+from megatron.checkpoint.formats.huggingface.qwen3_next import Qwen3NextFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings, read_quantization, read_settings
 from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
@@ -84,6 +85,7 @@ FAMILIES: tuple[Family, ...] = (
     Cohere2Family(),
     NanoChatFamily(),
     DeepseekV2Family(),
+    Qwen3NextFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

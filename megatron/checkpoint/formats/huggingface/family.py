@@ -25,7 +25,7 @@ class TensorLink:
     With ``is_transposed`` the last two dims of the boxes are swapped. If their tensor has fewer dims, the leading dims
     of our box are 1: our tensor stacks several of theirs. ``is_copy`` marks values that duplicate another of their
     tensors: they are written, but may be missing when read. With ``foreign_step`` only every ``foreign_step``-th
-    element along the last dim of their box is used.
+    element along the last dim of their box is used. Their values are ours plus ``foreign_offset``, rounded.
     """
 
     native: str
@@ -35,6 +35,7 @@ class TensorLink:
     is_transposed: bool = False
     is_copy: bool = False
     foreign_step: int = 1
+    foreign_offset: float = 0.0
 
     def foreign_part(self, native_part: Box) -> Box:
         """Return the bounding box in their tensor of a part of our box, including elements between strided values."""
@@ -56,13 +57,17 @@ class TensorLink:
         return (*slices[:-1], slice(slices[-1].start, slices[-1].stop, self.foreign_step))
 
     def to_native(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert their values to our dims; stacked tensors broadcast over leading dims of 1."""
+        """Convert their values to ours, with our dims; stacked tensors broadcast over leading dims of 1."""
         if self.foreign_step > 1:
             values = values[..., :: self.foreign_step]
+        if self.foreign_offset:
+            values = values - self.foreign_offset
         return values.mT if self.is_transposed else values
 
     def to_foreign(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert our values to their dims."""
+        """Convert our values to theirs, with their dims."""
+        if self.foreign_offset:
+            values = values + self.foreign_offset
         values = values.reshape(values.shape[values.dim() - len(self.foreign_box.shape) :])
         return values.mT if self.is_transposed else values
 

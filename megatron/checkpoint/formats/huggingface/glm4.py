@@ -48,8 +48,7 @@ class Glm4Family(RotaryDecoderFamily):
             "partial_rotary_factor": config.rotary_percent,
         }
 
-    def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Yield the links of a layer's QKV projections, and of gate and up, which are one tensor."""
-        yield from self.attention_links(config, ours, theirs)
+    def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the link of gate and up, which are one tensor."""
         gated = (2 * config.ffn_hidden_size, config.hidden_size)
         yield whole(f"{ours}mlp.linear_fc1.weight", f"{theirs}mlp.gate_up_proj.weight", gated)

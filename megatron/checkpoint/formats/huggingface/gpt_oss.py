@@ -17,6 +17,7 @@ from megatron.checkpoint.formats.huggingface.rope import read_rope, rope_object
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box
+from megatron.core.transformer import LayerParts
 
 _GATE_STEEPNESS, _WINDOW = 1.702, 128
 _UNSAID_ROPE = {
@@ -100,7 +101,7 @@ class GptOssFamily(RotaryDecoderFamily):
             "swiglu_limit": config.activation_func_clamp_value,
         }
 
-    def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
+    def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
         """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
         width, heads = config.hidden_size, config.num_attention_heads
         ours_of_attention, theirs_of_attention = f"{ours}self_attention.", f"{theirs}self_attn."

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing import MAX_SHARD_BYTES, dtype_name, sync_f
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import local_copy
-from megatron.core.sharding import split_box
+from megatron.core.sharding import Box, split_box
 
 _WEIGHTS = "model."
 
@@ -145,6 +145,35 @@ class ModelExport:
     def _tokenizer_folder(self) -> Path | None:
         name = self._source.common["tokenizer"]
         return None if name is None else local_copy(self._source.folder / name)
+
+
+class ExportedView:
+    """View of a source with the values that a Hugging Face folder of it has; implements `CheckpointSource`.
+
+    They differ from the source's values only in tensors that the folder stores with an offset, by the rounding of that
+    sum.
+    """
+
+    def __init__(self, source: CheckpointSource, family: Family, config: GPTConfig) -> None:
+        self._source, self.tensors, self.common = source, source.tensors, source.common
+        self._moved = {link.native: link for link in family.links(config) if link.foreign_offset}
+
+    @property
+    def folder(self) -> Path:
+        return self._source.folder
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it.
+
+        Raises:
+            KeyError: the source has no tensor with this name.
+            CheckpointError: the file that holds the tensor is missing or damaged.
+        """
+        values, link = self._source.read(name, box), self._moved.get(name)
+        return values if link is None else link.to_native(link.to_foreign(values))
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:

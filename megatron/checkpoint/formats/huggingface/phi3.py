@@ -52,13 +52,16 @@ class Phi3Family(RotaryDecoderFamily):
             "sliding_window": window_of_all_layers(config),
         }
 
-    def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Yield the links of the fused projections: all queries, keys and values; gate and up."""
+    def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of the fused QKV projection: all queries, keys and values."""
         width, queries, keys = config.hidden_size, config.query_projection_size, config.kv_projection_size
         starts = {"q": 0, "k": queries, "v": queries + keys}
         native, foreign = f"{ours}self_attention.linear_qkv.weight", f"{theirs}self_attn.qkv_proj.weight"
         fused = query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels)
         for part, native_start, start, count in fused:
             yield rows(native, native_start, foreign, starts[part] + start, count, (width,))
-        gated = (2 * config.ffn_hidden_size, width)
+
+    def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the link of gate and up, which are one tensor."""
+        gated = (2 * config.ffn_hidden_size, config.hidden_size)
         yield whole(f"{ours}mlp.linear_fc1.weight", f"{theirs}mlp.gate_up_proj.weight", gated)

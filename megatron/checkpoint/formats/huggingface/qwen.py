@@ -6,7 +6,8 @@ or all layers. Qwen2-MoE has Qwen2's attention, and a shared expert with a gate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
@@ -106,13 +107,59 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
         }
 
 
-class Qwen2MoEFamily(RotaryDecoderFamily):
+class GatedSharedExpertFamily(RotaryDecoderFamily):
+    """Base of the architectures whose experts are accompanied by a shared expert with a gate.
+
+    ``expert_defaults`` are those of the architecture's configuration class.
+    """
+
+    expert_defaults: Mapping[str, Any]
+
+    def experts_of(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of MoE and the shared expert."""
+        usual = self.expert_defaults
+        experts, width, shared = (
+            settings.integer(name, usual[name])
+            for name in ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+        )
+        layers = min(settings.integer("num_hidden_layers"), 100_000)
+        return {
+            "moe_layer_freq": layer_frequency(_have_experts(settings, layers)),
+            "moe_router_pre_softmax": not settings.switch("norm_topk_prob", usual["norm_topk_prob"]),
+            "moe_shared_expert_intermediate_size": shared,
+            "moe_shared_expert_gate": True,
+            **expert_fields(settings, experts, width, usual["num_experts_per_tok"]),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        shared = config.moe.moe_shared_expert_intermediate_size
+        return super().write_settings(config) | _written_experts(config) | {"shared_expert_intermediate_size": shared}
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of a layer's router, experts, shared expert and its gate."""
+        yield from super().expert_layer_links(config, ours, theirs)
+        yield from shared_expert_links(config, ours, theirs, "mlp.shared_expert")
+        gate, their_gate = f"{ours}mlp.shared_experts.gate_weight", f"{theirs}mlp.shared_expert_gate.weight"
+        yield whole(gate, their_gate, (1, config.hidden_size))
+
+
+class Qwen2MoEFamily(GatedSharedExpertFamily):
     """Qwen1.5-MoE and Qwen2-MoE (``Qwen2MoeForCausalLM``)."""
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
     default_positions = 32768
     default_groups = 16
+    expert_defaults: Mapping[str, Any] = MappingProxyType(
+        {
+            "num_experts": 60,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+        }
+    )
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of QKV biases, sliding windows, MoE and the shared expert."""
@@ -121,15 +168,10 @@ class Qwen2MoEFamily(RotaryDecoderFamily):
         has_window = read_layer_types(settings, [is_used and i % 2 == 0 and i < last for i in range(layers)])
         if any(has_window):
             settings.require("use_sliding_window", True, False, "layer_types has sliding_attention")
-        experts = settings.integer("num_experts", 60)
         return {
             "add_qkv_bias": settings.switch("qkv_bias", True),
-            "moe_layer_freq": layer_frequency(_have_experts(settings, layers)),
-            "moe_router_pre_softmax": is_unnormalized(settings),
-            "moe_shared_expert_intermediate_size": settings.integer("shared_expert_intermediate_size", 5632),
-            "moe_shared_expert_gate": True,
             **window_fields(settings, has_window, 4096),
-            **expert_fields(settings, experts, settings.integer("moe_intermediate_size", 1408), 4),
+            **self.experts_of(settings),
         }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
@@ -137,20 +179,8 @@ class Qwen2MoEFamily(RotaryDecoderFamily):
         return (
             super().write_settings(config)
             | written_layer_types(config)
-            | _written_experts(config)
-            | {
-                "qkv_bias": config.has_qkv_bias,
-                "shared_expert_intermediate_size": config.moe.moe_shared_expert_intermediate_size,
-                "use_sliding_window": any(config.layer_windows),
-            }
+            | {"qkv_bias": config.has_qkv_bias, "use_sliding_window": any(config.layer_windows)}
         )
-
-    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Yield the links of a layer's router, experts, shared expert and its gate."""
-        yield from super().expert_layer_links(config, ours, theirs)
-        yield from shared_expert_links(config, ours, theirs, "mlp.shared_expert")
-        gate, their_gate = f"{ours}mlp.shared_experts.gate_weight", f"{theirs}mlp.shared_expert_gate.weight"
-        yield whole(gate, their_gate, (1, config.hidden_size))
 
 
 def _written_experts(config: GPTConfig) -> dict[str, Any]:

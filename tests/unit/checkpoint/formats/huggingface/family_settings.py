@@ -92,6 +92,14 @@ GLM4_MOE = LLAMA | {
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
 }
+QWEN3_NEXT = LLAMA | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 5,
+    "num_experts": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}

@@ -52,6 +52,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
     SEED_OSS,
     SMOLLM3,
     STABLELM,
@@ -223,6 +224,10 @@ MODELS = [
     FALCON | {"parallel_attn": False, "multi_query": False},
     NANOCHAT,
     DEEPSEEK_V2 | {"routed_scaling_factor": 16.0, "q_lora_rank": None, "rope_scaling": YARN},
+    QWEN3_NEXT,
+    QWEN3_NEXT | {"layer_types": ["full_attention", "linear_attention"] * 2 + ["full_attention"], "head_dim": 16},
+    QWEN3_NEXT | {"full_attention_interval": 6, "norm_topk_prob": False, "mlp_only_layers": [1], "rope_scaling": YARN},
+    QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
 ]
 
 
@@ -298,6 +303,7 @@ FAMILY_SETTINGS = [
     FALCON | {"new_decoder_architecture": True},
     NANOCHAT,
     DEEPSEEK_V2,
+    QWEN3_NEXT,
 ]
 
 
@@ -432,6 +438,14 @@ REFUSED = [
     (QWEN2_MOE, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
     (QWEN2_MOE, {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers is '2'"),
     (QWEN2_MOE, {"use_sliding_window": True, "sliding_window": None}, "sliding_window is None"),
+    (QWEN3_NEXT, {"attention_bias": True}, "attention_bias is true"),
+    (
+        QWEN3_NEXT,
+        {"layer_types": ["sliding_attention"] * 5},
+        "layer_types contains sliding_attention; supported values are linear_attention and full_attention",
+    ),
+    (QWEN3_NEXT, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
+    (QWEN3_NEXT, {"linear_num_key_heads": 4}, "linear_num_value_heads 6 is not divisible by linear_num_key_heads 4"),
     (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias is true"),
     (SEED_OSS, {"mlp_bias": True}, "mlp_bias is true"),
     (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),
@@ -503,6 +517,34 @@ def test_what_is_not_supported_is_refused_by_name(
     assert message in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("interval", "number", "message"),
+    [
+        (5, 2, "num_nextn_predict_layers is 2; the architecture has one MTP module or none"),
+        (4, 1, "the MTP module has attention, but the last layer has linear attention"),
+    ],
+)
+def test_mtp_modules_that_qwen3_next_does_not_have_are_refused(interval: int, number: int, message: str) -> None:
+    values = QWEN3_NEXT | {"full_attention_interval": interval, "num_nextn_predict_layers": number}
+    with pytest.raises(ConfigurationError, match=message):
+        read_model(Settings(values, "config.json"))
+
+
+def test_qwen3_next_has_delta_nets_gates_and_zero_centered_norms(tmp_path: Path) -> None:
+    config = config_of(tmp_path, QWEN3_NEXT)
+    assert config.hybrid_layers == "GE GE GE *E GE"
+    assert (config.hybrid.linear_attention_freq, config.hybrid.linear_value_head_dim) == ("4", 128)
+    assert (config.attention_output_gate, config.apply_layernorm_1p, config.qk_layernorm) == (True, True, True)
+    assert (config.rotary_dim, config.kv_channels, config.moe.moe_router_topk) == (64, 256, 10)
+    assert not config.moe.moe_router_pre_softmax
+    same = with_fields(config, linear_attention_freq="[1]*3+[0,1]")
+    assert family_for(same).model_type == "qwen3_next"
+    with pytest.raises(
+        ConfigurationError, match=r"Qwen3NextForCausalLM, cannot represent attention_output_gate False$"
+    ):
+        family_for(with_fields(config, attention_output_gate=False))
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

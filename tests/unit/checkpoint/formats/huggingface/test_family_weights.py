@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.comparison import compare_sources
 from megatron.checkpoint.formats.huggingface.families import hugging_face_config
-from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.model_export import ExportedView, write_hugging_face
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, LoadedModelSource
 from megatron.checkpoint.inference_model import streamed_logits
 from megatron.core.errors import CheckpointError, ConfigurationError
@@ -85,6 +86,50 @@ def test_a_layer_of_further_tokens_comes_and_goes(models: tuple[Path, Any], tmp_
     write_hugging_face(without_record(copy_of(source)), tmp_path / "anew")
     assert folder_bytes(tmp_path / "anew")["model.safetensors"] == folder_bytes(folder)["model.safetensors"]
     assert json.loads((tmp_path / "anew" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_the_mtp_module_of_qwen3_next_comes_and_goes(tmp_path: Path) -> None:
+    """transformers passes over the module; its parts are those of a layer with attention."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "mlp_only_layers": []}
+    model = save_model("qwen3_next", tmp_path / "model", **kinds)
+
+    def add(values: dict[str, torch.Tensor]) -> None:
+        generator, last = torch.Generator().manual_seed(5), "model.layers.1."
+        layer = {name.replace(last, "mtp.layers.0."): value for name, value in values.items() if name.startswith(last)}
+        for name, value in layer.items():
+            values[name] = torch.randn(value.shape, generator=generator)
+        values["mtp.fc.weight"] = torch.randn(48, 96, generator=generator)
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            values[f"mtp.{name}.weight"] = torch.randn(48, generator=generator)
+
+    rewrite(tmp_path / "model", add)
+    source = HuggingFaceSource(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert source.config.mtp.mtp_num_layers == 1
+    assert torch.equal(source.read("model.mtp.layers.0.enorm.weight"), stored["mtp.pre_fc_norm_embedding.weight"])
+    tokens = tokens_of("qwen3_next", 2, 40)
+    assert differ(streamed_logits(source, tokens), their_logits(model, tokens)) <= 1e-5
+    write_hugging_face(without_record(copy_of(source)), tmp_path / "anew")
+    written = load_file(tmp_path / "anew" / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(value, stored[name]) for name, value in written.items())
+    assert HuggingFaceSource(tmp_path / "anew").config.mtp.mtp_num_layers == 1
+
+
+def test_small_weights_of_a_norm_stored_with_an_offset_keep_the_bits_that_the_sum_has(tmp_path: Path) -> None:
+    """Ours is stored minus one: differences below half a unit in the last place of one are rounded away."""
+    save_model("qwen3_next", tmp_path / "model")
+    source = copy_of(HuggingFaceSource(tmp_path / "model"))
+    name = "model.decoder.layers.0.self_attention.out_norm.weight"
+    small = torch.linspace(-1e-6, 1e-6, 14) * 0.97
+    source.values[name] = small
+    write_hugging_face(source, tmp_path / "again")
+    result = HuggingFaceSource(tmp_path / "again")
+    stored = load_file(tmp_path / "again" / "model.safetensors")["model.layers.0.linear_attn.norm.weight"]
+    assert torch.equal(stored, 1 + small)
+    assert not torch.equal(result.read(name), small)
+    view = ExportedView(source, result.family, result.config)
+    assert [each.name for each in compare_sources(view, result) if not each.is_equal] == []
 
 
 def test_copies_of_the_embeddings_may_be_missing_but_not_differ(own: Path, tmp_path: Path) -> None:

@@ -622,6 +622,29 @@ KINDS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "qwen3_next": {
+        "class": "Qwen3Next",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 14,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "mlp_only_layers": [2],
+        # Heads of random delta-nets are short; a smaller epsilon of their norm would magnify rounding errors.
+        "rms_norm_eps": 1e-3,
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
@@ -662,8 +685,8 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
         for name, parameter in (*model.named_parameters(), *router_biases):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
-            # Gemma stores the weights of norms as their difference from one.
-            mean = 0.0 if family.startswith("Gemma") else 1.0
+            # Gemma and Qwen3-Next store the weights of norms as their difference from one, but for one kind of norm.
+            mean = 0.0 if family.startswith(("Gemma", "Qwen3Next")) and "linear_attn" not in name else 1.0
             parameter.copy_(mean + 0.2 * noise if is_norm else 0.25 * noise)
     return model
 
