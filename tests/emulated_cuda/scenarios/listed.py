@@ -1612,7 +1612,9 @@ _MIXED = (
     ),
     training("gated attention", f"{_GROUPED} --attention-output-gate {_TENSOR} --sequence-parallel", 2),
 )
-_LOGITS = (
+_KERNELS = (
+    training("user buffers of NCCL", f"{_OVERLAPS} --use-nccl-ub", 2),
+    training("user buffers of NCCL, unsharded", "--use-nccl-ub --disable-symmetric-registration", 2),
     prepared("logits in chunks", "small", f"{_CHUNKS} --z-loss-coeff 0.05"),
     prepared("logits in chunks, tensor parallel", "small", f"{_CHUNKS} {_TENSOR} --sequence-parallel --bf16", 2),
     prepared(
@@ -1647,7 +1649,7 @@ SCENARIOS += (
     *_ATTENTION,
     *_MODELS,
     *_MIXED,
-    *_LOGITS,
+    *_KERNELS,
     *_OF_EXPERTS,
     *_UPDATES,
     *_HOST,
