@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import describe_machine
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_MODEL = """
+MODEL = """
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 4
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --seq-length 128 --max-position-embeddings 128 --init-method-std 0.05 --distributed-backend gloo
@@ -81,22 +81,24 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(words: Sequence[str | Path]) -> None:
+def run_script(words: Sequence[str | Path]) -> str:
+    """Run a script of the repository with one CPU thread, and return what it printed."""
     environment = dict(os.environ) | {"MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"status {done.returncode} from: {' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
-def _prepare_text(folder: Path) -> tuple[str | Path, ...]:
+def prepare_text(folder: Path) -> tuple[str | Path, ...]:
     """Make the quickstart's tokens where they are not there; return the flags that name them."""
     tokenizer: tuple[str | Path, ...] = ("--tokenizer-type", "GPT2BPETokenizer")
     tokenizer += ("--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt")
     if not (folder / "quickstart_text_document.idx").exists():
-        _run(["examples/prepare_quickstart_text.py", "--output-dir", folder])
+        run_script(["examples/prepare_quickstart_text.py", "--output-dir", folder])
         source = ("--input", folder / "quickstart.jsonl", "--output-prefix", folder / "quickstart")
-        _run(["tools/preprocess_data.py", *source, *tokenizer, "--append-eod", "--workers", "1"])
+        run_script(["tools/preprocess_data.py", *source, *tokenizer, "--append-eod", "--workers", "1"])
     return (*tokenizer, "--data-path", folder / "quickstart_text_document")
 
 
@@ -105,11 +107,11 @@ def _train(plan: Plan, folder: Path, data: Sequence[str | Path]) -> Trained:
     if not metrics.exists():
         part = metrics.with_suffix(".part")
         part.unlink(missing_ok=True)
-        words = ["pretrain_gpt.py", *_MODEL.split(), *data, *_RULES[plan.rule], "--metrics-jsonl", part]
+        words = ["pretrain_gpt.py", *MODEL.split(), *data, *_RULES[plan.rule], "--metrics-jsonl", part]
         words += ["--lr", str(plan.rate), "--min-lr", str(plan.rate / 10), "--seed", str(plan.seed)]
         size = str(plan.batch_size)
         words += ["--train-iters", str(plan.iterations), "--micro-batch-size", size, "--global-batch-size", size]
-        _run(words)
+        run_script(words)
         part.rename(metrics)
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = [line["lm_loss"] for line in lines if line.get("split") == "validation"]
@@ -142,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _build_parser().parse_args(argv)
     folder = arguments.runs.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    data, length, first = _prepare_text(folder), arguments.iterations, arguments.seeds[0]
+    data, length, first = prepare_text(folder), arguments.iterations, arguments.seeds[0]
     size = arguments.batch_size
     swept = {"adam": arguments.adam_rates, "muon": arguments.muon_rates}
     sweep = [
@@ -165,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = _table(sweep, seeds, header)
     print(table)
     if arguments.output is not None:
-        setting = {"model": " ".join(_MODEL.split()), "torch": torch.__version__, "machine": describe_machine()}
+        setting = {"model": " ".join(MODEL.split()), "torch": torch.__version__, "machine": describe_machine()}
         runs = [asdict(run) for run in (*sweep, *(run for adam, of_muon in seeds for run in (adam, *of_muon)))]
         report = json.dumps({"setting": setting, "runs": runs}, indent=1)
         arguments.output.with_suffix(".json").write_text(report + "\n", encoding="utf-8")

@@ -376,7 +376,7 @@ class Fp8Config(Config, role="run", in_args=False):
     """FP8 and NVFP4 options; linear layers are quantized with ``fp8_format`` or ``fp4_format``."""
 
     fp4_format: str | None = flag(None, choices=("e2m1",), excludes=("fp8_format",))
-    """Run linear layers in NVFP4 with --bf16: 4-bit E2M1 with a scale per 16 elements and per tensor."""
+    """Run linear layers in NVFP4, with --bf16 or --fp16: 4-bit E2M1 with a scale per 16 elements and per tensor."""
     fp8_format: str | None = flag(None, choices=("hybrid", "e4m3"))
     """Run linear layers in FP8, with --bf16 or --fp16: E4M3 only, or E5M2 for output gradients (hybrid)."""
     fp8_hybrid: bool = flag(False, excludes=("fp8_e4m3",), seen_as="fp8_format")

@@ -29,6 +29,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.transformer import (
     ACTIVATIONS,
     FeedForward,
+    GatedAttention,
     LatentAttention,
     Norm,
     ResidualNorm,
@@ -73,6 +74,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, runtime: Runtime
     start_time = time.perf_counter()
     regions = _Regions(config.model)
     for chunk in chunks:
+        regions.weight = next(chunk.parameters(), None)
         for module in chunk.modules():
             regions.replace_in(module)
     if not any_rank(bool(regions.compiled), runtime.state.world):
@@ -101,6 +103,8 @@ class _Regions:
         self.has_rotary = model.position_embedding_type == "rope"
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.left: dict[str, str] = {}
+        self.weight: nn.Parameter | None = None
+        """A weight of the chunk, with the dtype and device of its modules without parameters."""
 
     def describe_left(self) -> str:
         """List the parts that are not compiled by reason."""
@@ -114,7 +118,7 @@ class _Regions:
         if isinstance(module, Norm):
             self._replace_in_norm(module)
         adders = (TransformerLayer, ResidualSum, ResidualNorm)
-        if isinstance(module, adders) and self.has_dropout and not _on_triton(module):
+        if isinstance(module, adders) and self.has_dropout and not self._on_triton(module):
             module.add_branch = self._compile("dropout", add_branch)
         if isinstance(module, (FeedForward, GroupedExperts)):
             self._replace_activation(module)
@@ -123,9 +127,9 @@ class _Regions:
         elif isinstance(module, SelfAttention) and self.has_rotary and module.has_rotary:
             if type(module).projected is not SelfAttention.projected:
                 self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
-            elif _on_triton(module):
+            elif self._on_triton(module):
                 self.left["rotary embedding"] = _ON_TRITON
-            elif module.q_layernorm is None:
+            elif module.q_layernorm is None and not isinstance(module, GatedAttention):
                 module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
             else:
                 module.rotate = self._compile("rotary embedding", apply_rotary_to_both)
@@ -137,8 +141,9 @@ class _Regions:
         elif norm.of_engine is not None:
             self.left["norms"] = "Transformer Engine computes them"
         else:
-            is_on_triton = isinstance(norm, ResidualNorm) and runs_on_triton(norm.weight)
-            is_fast = norm.kind == "LayerNorm" and norm.weight.device.type == "cpu"
+            weight = norm.weight
+            is_on_triton = isinstance(norm, ResidualNorm) and weight is not None and runs_on_triton(weight)
+            is_fast = norm.kind == "LayerNorm" and (weight is None or weight.device.type == "cpu")
             if is_on_triton:
                 self.left["residual addition"] = _ON_TRITON
             elif isinstance(norm, ResidualNorm) and (self.has_dropout or not is_fast):
@@ -164,6 +169,10 @@ class _Regions:
             # Groups of rows have another length in each step.
             mlp.activation = self._compile(name, mlp.activation, dynamic=isinstance(mlp, GroupedExperts))
 
+    def _on_triton(self, module: nn.Module) -> bool:
+        weight = next(module.parameters(), self.weight)
+        return weight is not None and runs_on_triton(weight)
+
     def _compile(self, name: str, function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
         """Return the compiled function of a name; all layers share the first one."""
         if name not in self.compiled:
@@ -188,10 +197,6 @@ class _InTraining:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return (self.compiled if torch.is_grad_enabled() else self.function)(*args, **named)
-
-
-def _on_triton(module: nn.Module) -> bool:
-    return runs_on_triton(*list(module.parameters())[:1])
 
 
 def _run_once(module: nn.Module, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
@@ -276,10 +281,12 @@ class _Inputs:
         elif isinstance(module, LatentAttention):
             yield from self._of_latent(module)
         elif isinstance(module, SelfAttention):
-            width = (module.num_heads + 2 * module.num_groups) * module.head_dim
+            num_gates = module.num_heads if isinstance(module, GatedAttention) else 0
+            width = (module.num_heads + num_gates + 2 * module.num_groups) * module.head_dim
             angles = self.angles if module.has_rotary else None
             key = (type(module), width, module.num_groups, angles is None)
-            yield key, lambda mixed: module.split_heads(mixed, angles), lambda: [self._zeros(self.length, batch, width)]
+            split = module.split_gated if isinstance(module, GatedAttention) else module.split_heads
+            yield key, lambda mixed: split(mixed, angles), lambda: [self._zeros(self.length, batch, width)]
 
     def _of_latent(
         self, attention: LatentAttention

@@ -47,9 +47,20 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--position-embedding-type", "rope", "--rotary-percent", "0.67", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
     ),
+    "cohere": (
+        *("--swiglu", "--position-embedding-type", "rope", "--rotary-interleaved", "--disable-bias-linear"),
+        *("--use-parallel-residual", "--shared-parallel-norm", "--norm-parameters", "weight"),
+        *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
+        *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
+    ),
 }
 """Model shapes by name: the flags that each adds to the base command line."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3")
+END_PARTS = (
+    *("--untie-embeddings-and-output-weights", "--add-output-bias", "--add-embedding-norm"),
+    *("--normalization", "RMSNorm", "--norm-parameters", "none"),
+)
+"""A norm of the embeddings, a bias of the output layer, and norms without parameters."""
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {
@@ -350,6 +361,9 @@ def _families() -> Iterator[Cell]:
         for exchange in EXCHANGES:
             yield make_cell(shape, Layout(cp=2, cp_comm_type=exchange), "packed")
             yield make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type=exchange))
+    for extra in (END_PARTS, END_PARTS[:3]):
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
+        yield make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=extra)
 
 
 def _dropout() -> Iterator[Cell]:

@@ -198,7 +198,8 @@ TRAINED = ("gemma3",)
 OTHERS = (
     *("mixtral", "neox", "phi3", "qwen3", "mistral", "olmo2", "gemma2", "qwen3_moe", "olmoe", "deepseek"),
     *("gpt_oss", "olmo3", "smollm3", "gemma", "qwen2_moe", "seed_oss", "glm4", "arcee", "starcoder2", "exaone4"),
-    *("helium", "ernie4_5", "stablelm", "glm4_moe", "flex_olmo"),
+    *("helium", "ernie4_5", "stablelm", "glm4_moe", "flex_olmo", "granite", "granite_moe", "cohere"),
+    *("stablelm_parallel", "olmo", "phi", "falcon", "falcon_two_norms", "cohere2", "nanochat", "deepseek_v2"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
@@ -219,7 +220,7 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     changes: dict[str, Any] = {"num_hidden_layers": 4}
     if kind in ("gemma2", "gemma3"):
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
-    if kind in ("olmo3", "exaone4"):
+    if kind in ("olmo3", "exaone4", "cohere2"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     if kind == "smollm3":
         changes |= {"no_rope_layers": [1, 0, 1, 0]}

@@ -25,20 +25,21 @@ from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.checkpoint.config_changes import compare_configs
-plain, halved = (parse_arguments([*flags, "--residual-multiplier", value]) for value in ("1", "0.5"))
-changes = compare_configs(plain.to_dict(), halved.to_dict())
-assert [str(change) for change in changes.other] == ["model.residual_multiplier: 1.0 -> 0.5"]
+plain, doubled = (parse_arguments([*flags, "--deepnorm-alpha", value]) for value in ("1", "2"))
+changes = compare_configs(plain.to_dict(), doubled.to_dict())
+assert [str(change) for change in changes.other] == ["model.deepnorm_alpha: 1.0 -> 2.0"]
 torch.manual_seed(3)
 x = torch.randn(5, 1, plain.model.hidden_size)
-added = []
-for config in (plain, halved):
+found = []
+for config in (plain, doubled):
     layer = TransformerLayer(config.model, 0, single_rank_group(), "cpu").eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
     torch.nn.init.zeros_(layer.mlp.linear_fc2.weight)
     torch.nn.init.zeros_(layer.mlp.linear_fc2.bias)
-    added.append(layer(x, CAUSAL, None).hidden - x)
-torch.testing.assert_close(added[1], added[0] / 2)
+    found.append(layer(x, CAUSAL, None).hidden)
+# x -> 2 x + attention, then twice that, as the feed-forward adds zeros.
+torch.testing.assert_close(found[1], 2 * (found[0] + x))
 """,
     "layer_kind": """
 import pretrain_gpt

@@ -8,10 +8,22 @@ from megatron.config import RunConfig
 from megatron.config.checks.parallelism import Check, divisors
 from megatron.core.config_base import field_specs
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import GATED_DELTA_NET, MAMBA, MOE, HybridConfig, LayerParts
+from megatron.core.transformer import (
+    ATTENTION,
+    GATED_ACTIVATIONS,
+    GATED_DELTA_NET,
+    MAMBA,
+    MOE,
+    HybridConfig,
+    LayerParts,
+)
 
 _PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
 _NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
+_OF_ATTENTION = (
+    *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
+    *("attn_logit_softcapping", "no_rope_freq"),
+)
 
 
 def _given(model: GPTConfig) -> str:
@@ -57,7 +69,8 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
         elif f"{error}" not in _moe_problem(model):
             yield f"--linear-attention-freq {hybrid.linear_attention_freq}: {error}"
         return
-    if hybrid.linear_attention_freq is not None and not any(each.mixer == GATED_DELTA_NET for each in parts):
+    is_linear = hybrid.experimental_attention_variant is not None
+    if is_linear and not any(each.mixer == GATED_DELTA_NET for each in parts):
         yield (
             f"--linear-attention-freq {hybrid.linear_attention_freq} gives linear attention to none of the "
             f"{model.num_layers} layers; use a list with a 1, or omit {_given(model)}"
@@ -105,8 +118,17 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         for mixer, prefix in _PREFIXES.items():
             value = getattr(hybrid, spec.name)
             is_idle = spec.name.startswith(prefix) and value != spec.default and mixer not in used
-            if is_idle and spec.name != "linear_attention_freq":
+            # Another check reports flags of Mamba-2 without a pattern.
+            is_checked = mixer == MAMBA and hybrid.hybrid_override_pattern is None
+            if is_idle and not is_checked and spec.name != "linear_attention_freq":
                 yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]} layer; omit it"
+    absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
+    if not any(each.feed_forward for each in parts):
+        absent |= dict.fromkeys(GATED_ACTIVATIONS, "feed-forward")
+    for name, part in absent.items():
+        found = config.flag(name)
+        if found is not None and found[1] != found[0].default:
+            yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
     tensor = max(model.tensor_model_parallel_size, 1)
     if GATED_DELTA_NET in used:
         keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
@@ -171,7 +193,7 @@ HYBRID_CHECKS = (
     Check(
         (
             *(spec.name for spec in field_specs(HybridConfig)),
-            *("num_layers", "hidden_size", "tensor_model_parallel_size"),
+            *("num_layers", "hidden_size", "tensor_model_parallel_size", *_OF_ATTENTION, *GATED_ACTIVATIONS),
         ),
         _check_shapes,
     ),

@@ -128,6 +128,26 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
             f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
             "registered; omit it"
         )
+    if model.norm_parameters != "all" and is_registered("normalization", model.normalization):
+        yield (
+            f"--norm-parameters {model.norm_parameters} is not supported with --normalization {model.normalization}, "
+            "which a script registered; omit it"
+        )
+    is_whole = len(model.norm_parameter_names) == (2 if model.normalization == "LayerNorm" else 1)
+    if model.transformer_impl == "transformer_engine" and not is_whole:
+        yield (
+            f"--norm-parameters {model.norm_parameters} with --normalization {model.normalization} is not supported by "
+            "transformer-engine's norms; use --transformer-impl local"
+        )
+    if model.norm_parameters == "none" and model.apply_layernorm_1p:
+        yield "--apply-layernorm-1p changes the weight of norms, but --norm-parameters is none; omit one of them"
+    if model.norm_parameters == "none" and model.qk_layernorm_across_heads:
+        yield "--qk-layernorm-across-heads has a weight, but --norm-parameters is none; omit one of them"
+    if model.shared_parallel_norm and model.norm_placement == "post":
+        yield (
+            "--shared-parallel-norm needs a norm before attention and FFN, but --norm-placement is post; omit one of "
+            "them"
+        )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (
             "--apply-residual-connection-post-layernorm needs norms before attention and FFN, but --norm-placement is "
@@ -330,7 +350,7 @@ MODEL_CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
-    Check(("normalization", "norm_placement"), _check_norms),
+    Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl"), _check_norms),
     Check(("glu_linear_offset", "activation_func_clamp_value"), _check_gate),
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
@@ -487,6 +507,8 @@ def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
     others = {
         "--lora-rank": model.lora_rank > 0,
         "--query-pre-attn-scalar": model.query_pre_attn_scalar is not None,
+        "--softmax-scale": model.softmax_scale is not None,
+        "--clip-qkv": model.clip_qkv is not None,
         "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
         "--add-qkv-bias": model.add_qkv_bias,
         "--use-rope-scaling": model.use_rope_scaling,
@@ -520,7 +542,8 @@ MLA_CHECKS = (
     ),
     Check(
         (
-            *("multi_latent_attention", "lora_rank", "query_pre_attn_scalar", "cuda_graph_impl"),
+            *("multi_latent_attention", "lora_rank", "query_pre_attn_scalar", "softmax_scale", "cuda_graph_impl"),
+            "clip_qkv",
             *("qk_layernorm_across_heads", "add_qkv_bias", "use_rope_scaling", "rotary_base_local"),
             *("rotary_seq_len_interpolation_factor", "rotary_percent", "rotary_interleaved", "tp_comm_overlap"),
         ),

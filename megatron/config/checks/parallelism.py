@@ -178,7 +178,7 @@ def _check_sharding(config: RunConfig) -> Iterator[str]:
         yield f"--use-torch-fsdp2 shards weights, but {strategy} does not; omit one of them"
     yield from _instance_problems(config)
     if ddp.use_nccl_ub and ddp.shards_gradients:
-        yield f"--use-nccl-ub does not support {strategy}; omit it, or use optim"
+        yield f"--use-nccl-ub does not support {strategy}; omit it, or use --data-parallel-sharding-strategy optim"
     if not ddp.shards_weights:
         return
     instead = "omit it, or pass --data-parallel-sharding-strategy optim_grads"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         without_rotary,
     )
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
+    from megatron.core.transformer.gated_attention import GatedAttention
     from megatron.core.transformer.hybrid_config import (
         ATTENTION,
         GATED_DELTA_NET,
@@ -79,6 +80,7 @@ __getattr__ = lazy_exports(
         "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
+        "gated_attention": "GatedAttention",
         "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE HybridConfig LayerParts",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",

@@ -260,6 +260,7 @@ class SelfAttention(nn.Module):
         self.window = config.layer_windows[config.kind_of(layer_number)]
         self.has_rotary = not config.layers_without_rotary[config.kind_of(layer_number)]
         self.score_factor = self._factor_of_scores(config)
+        self.clip = config.clip_qkv
         self.dropout = config.attention_dropout
         self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
         self.recompute_core = "core_attn" in config.recomputed_modules
@@ -300,6 +301,9 @@ class SelfAttention(nn.Module):
         """Return the factor of the attention scores, relative to division by the square root of the head width."""
         if config.mup.mup_base_head_dim is not None:
             return float((config.kv_channels / config.mup.mup_base_head_dim) ** (0.5 - config.mup.mup_attn_scale_power))
+        if config.softmax_scale is not None:
+            factor = config.softmax_scale * config.kv_channels**0.5
+            return None if factor == 1.0 else float(factor)
         if config.score_scalar == config.kv_channels:
             return None
         return float((config.kv_channels / config.score_scalar) ** 0.5)
@@ -318,6 +322,7 @@ class SelfAttention(nn.Module):
             dtype=dtype_from_name(config.params_dtype),
             device=device,
             transformer_impl=config.transformer_impl,
+            parameters=config.norm_parameter_names,
         )
 
     def forward(
@@ -397,7 +402,7 @@ class SelfAttention(nn.Module):
         Shapes: ``x: [s, b, h] -> [s, b, n/tp, d], [s, b, groups/tp, d], [s, b, groups/tp, d]``.
         """
         is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
-        bias = None if is_rotated_first else self._bias_of_split(x)
+        bias = None if is_rotated_first or self.clip is not None else self._bias_of_split(x)
         mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)
         return self.split_heads(mixed, angles, bias)
 
@@ -410,6 +415,8 @@ class SelfAttention(nn.Module):
 
         Shapes: ``mixed: [s, b, (n + 2 groups)/tp * d]``; results as those of `projected`.
         """
+        if self.clip is not None:
+            mixed = mixed.clamp(-self.clip, self.clip)
         mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
         if angles is not None and (self.q_layernorm is None or self.k_layernorm is None):
             return self.split_and_rotate(mixed, angles)

@@ -167,7 +167,7 @@ class MupConfig(Config):
     mup_base_head_dim: float | None = flag(
         None,
         role="meaning",
-        excludes=("query_pre_attn_scalar",),
+        excludes=("query_pre_attn_scalar", "softmax_scale"),
         bounds=POSITIVE,
         where=("use_mup", True),
         needs="use_mup",
@@ -368,6 +368,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
         False, role="shape", in_args=("layernorm_zero_centered_gamma", "apply_layernorm_1p")
     )
     """Store the normalization weight minus one (zero-centered gamma)."""
+    norm_parameters: str = flag(
+        "all", choices=("all", "weight", "none"), role="weights", in_args=False, seen_as="norm_parameter_names"
+    )
+    """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
@@ -389,12 +393,22 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Use the norms' output as the residual, instead of their input."""
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
     """Add attention and feed-forward to the same hidden states, in parallel."""
+    shared_parallel_norm: bool = flag(False, role="weights", needs="use_parallel_residual", in_args=False)
+    """Use one norm for attention and feed-forward, instead of one each."""
+    residual_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, in_args=False)
+    """Multiplier of the outputs of attention and feed-forward before the residual sum."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
     """Soft-cap attention scores at this value with tanh; fused kernels: only flash-attn and FlexAttention on CUDA."""
     query_pre_attn_scalar: int | None = flag(
-        None, role="meaning", bounds=POSITIVE, seen_as="score_scalar", in_args=False
+        None, role="meaning", bounds=POSITIVE, seen_as="score_scale", in_args=False, excludes=("softmax_scale",)
     )
     """Divide attention scores by the square root of this number; by default of the head dimension."""
+    softmax_scale: float | None = flag(None, role="meaning", bounds=POSITIVE, seen_as="score_scale", in_args=False)
+    """Multiply attention scores by this number; by default by 1 / square root of the head dimension."""
+    clip_qkv: float | None = flag(
+        None, role="meaning", bounds=POSITIVE, in_args=False, excludes=("attention_output_gate",)
+    )
+    """Clip queries, keys and values to this absolute value after their projection."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
     """Sliding window: a query attends to its own position and the N before it only."""
     window_attn_skip_freq: str | None = flag(
@@ -581,8 +595,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: --hybrid-override-pattern or another pattern is invalid; the message gives the reason.
         """
-        pattern = self.hybrid.hybrid_override_pattern
-        return layer_parts(self.hybrid, self.num_layers, () if pattern else self.moe_layers)
+        has_pattern = self.hybrid.hybrid_override_pattern is not None
+        return layer_parts(self.hybrid, self.num_layers, () if has_pattern else self.moe_layers)
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
@@ -659,6 +673,17 @@ class DecoderConfig(ParallelConfig, in_args=True):
     def score_scalar(self) -> int:
         """Return the number whose square root divides the attention scores."""
         return self.kv_channels if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
+
+    @property
+    def score_scale(self) -> float:
+        """Return the number by which attention scores are multiplied."""
+        return float(self.score_scalar**-0.5) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def norm_parameter_names(self) -> tuple[str, ...]:
+        """Return the names of the parameters of each norm of hidden states."""
+        names = {"all": ("weight", "bias"), "weight": ("weight",), "none": ()}[self.norm_parameters]
+        return names if self.normalization == "LayerNorm" else names[:1]
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import NamedTuple
 
 from megatron.core.config_base import POSITIVE, Config, flag
@@ -36,7 +35,6 @@ SYMBOLS = {
 """Layers of --hybrid-override-pattern by Megatron's symbols."""
 NAMES = {parts.mixer or parts.feed_forward or "": parts for parts in SYMBOLS.values()}
 """Layers of --hybrid-override-pattern by name."""
-_NAME = re.compile("[a-z_]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,23 +120,22 @@ def parse_hybrid_pattern(text: str) -> tuple[LayerParts, ...]:
     """
     stripped = text.strip()
     if stripped[:1] not in ("[", "("):
-        unknown = sorted(set(stripped) - SYMBOLS.keys())
-        if unknown or not stripped:
-            kinds = ", ".join(f"{symbol} ({parts.mixer or parts.feed_forward})" for symbol, parts in SYMBOLS.items())
-            raise ValueError(f"{''.join(unknown) or 'nothing'} is no kind of layer; use {kinds}")
+        kinds = ", ".join(f"{symbol} ({parts.mixer or parts.feed_forward})" for symbol, parts in SYMBOLS.items())
+        if not stripped:
+            raise ValueError(f"the pattern is empty; use {kinds}")
+        if unknown := sorted(set(stripped) - SYMBOLS.keys()):
+            raise ValueError(f"{''.join(unknown)} is no kind of layer; use {kinds}")
         return tuple(SYMBOLS[symbol] for symbol in stripped)
-    names = list(dict.fromkeys(_NAME.findall(stripped)))
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
-        raise ValueError(f"{unknown[0]} is no kind of layer; use {', '.join(NAMES)}")
+    expected = "symbols such as M-M*-, or a list such as [mamba,mlp]*3+[attention,mlp], are expected"
     try:
-        numbers = evaluate_pattern(_NAME.sub(lambda found: str(names.index(found[0])), stripped))
-        assert isinstance(numbers, list), "the text begins a list"
-        return tuple(NAMES[names[number]] for number in numbers)
-    except (ValueError, IndexError) as error:
-        raise ValueError(
-            "symbols such as M-M*-, or a list such as [mamba,mlp]*3+[attention,mlp], are expected"
-        ) from error
+        found = evaluate_pattern(stripped)
+    except ValueError as error:
+        raise ValueError(expected) from error
+    if not isinstance(found, list):
+        raise ValueError(expected)
+    if others := [name for name in found if name not in NAMES]:
+        raise ValueError(f"{others[0]} is no kind of layer; use {', '.join(NAMES)}")
+    return tuple(NAMES[str(name)] for name in found)
 
 
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.

@@ -15,10 +15,13 @@ def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     Raises:
         ValueError: the text is neither a number nor such a list; the message gives the reason.
     """
+    expected = "a number or a list such as ([1]*5+[0])*4 is expected"
     try:
         found = evaluate_pattern(text)
     except ValueError as error:
-        raise ValueError("a number or a list such as ([1]*5+[0])*4 is expected") from error
+        raise ValueError(expected) from error
+    if isinstance(found, str):
+        raise ValueError(expected)
     if isinstance(found, int):
         if found < 1:
             raise ValueError("a number greater than 0 is expected")
@@ -55,8 +58,8 @@ def format_layer_pattern(kinds: Sequence[bool]) -> str:
 _MOST_LAYERS = 100_000
 
 
-def evaluate_pattern(text: str) -> int | list[int]:
-    """Evaluate a number, or an expression of lists of numbers.
+def evaluate_pattern(text: str) -> int | str | list[int | str]:
+    """Evaluate a number, a name, or an expression of lists of numbers and names.
 
     Raises:
         ValueError: the text is anything else, or the list is too long.
@@ -67,8 +70,8 @@ def evaluate_pattern(text: str) -> int | list[int]:
         raise ValueError(f"{text} is neither a number nor a list") from error
 
 
-def _value(node: ast.expr) -> int | list[int]:
-    """Evaluate an expression to a number or a list of numbers.
+def _value(node: ast.expr) -> int | str | list[int | str]:
+    """Evaluate an expression to a number, a name, or a list of numbers and names.
 
     Raises:
         TypeError: the expression contains anything else, or the list is longer than ``_MOST_LAYERS``.
@@ -76,26 +79,28 @@ def _value(node: ast.expr) -> int | list[int]:
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value
+        case ast.Name(id=name):
+            return name
         case ast.List(elts=items):
-            return [_number(item) for item in items]
+            return [_element(item) for item in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _list(left) + _list(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            part, count = _list(left), _number(right)
-            if len(part) * count <= _MOST_LAYERS:
+            part, count = _list(left), _element(right)
+            if isinstance(count, int) and len(part) * count <= _MOST_LAYERS:
                 return part * count
     raise TypeError(ast.dump(node))
 
 
-def _number(node: ast.expr) -> int:
+def _element(node: ast.expr) -> int | str:
     value = _value(node)
     if isinstance(value, list):
         raise TypeError(value)
     return value
 
 
-def _list(node: ast.expr) -> list[int]:
+def _list(node: ast.expr) -> list[int | str]:
     value = _value(node)
-    if isinstance(value, int):
+    if not isinstance(value, list):
         raise TypeError(value)
     return value

@@ -97,6 +97,7 @@ class LatentAttention(SelfAttention):
                 dtype=dtype_from_name(config.params_dtype),
                 device=device,
                 transformer_impl=config.transformer_impl,
+                parameters=config.norm_parameter_names,
             )
 
         if mla.q_lora_rank is None:

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1910.07467. The residual classes add a branch to the resid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +29,14 @@ class Norm(nn.Module):
 
     ``partial_gradient`` means that a tensor-parallel rank sees only part of the positions or heads, so that the
     weight's gradients must be summed over the ranks. With ``centered_weight`` the weight is stored as its difference
-    from one. ``transformer_impl`` selects the library that computes the norm, if that library is available. If the kind
-    was registered by a script, ``module`` computes the norm and has the parameters.
+    from one. ``parameters`` are the learned ones of ``weight`` and ``bias``. ``transformer_impl`` selects the library
+    that computes the norm, if that library is available. If the kind was registered by a script, ``module`` computes
+    the norm and has the parameters.
 
     Shapes: ``[..., n] -> [..., n]``.
     """
 
-    weight: nn.Parameter
+    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Norm(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         transformer_impl: str = "local",
+        parameters: Sequence[str] = ("weight", "bias"),
     ) -> None:
         super().__init__()
         self.kind = kind
@@ -56,6 +58,7 @@ class Norm(nn.Module):
         self.epsilon = epsilon
         self.centered_weight = centered_weight
         self.compute = normalize
+        self.weight = None
         self.bias: nn.Parameter | None = None
         self.module: nn.Module | None = None
         self.compiled_module: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -64,15 +67,17 @@ class Norm(nn.Module):
             self.module = _registered_norm(kind, width, epsilon, tp, partial_gradient, dtype, device)
             return
         mean = 0.0 if centered_weight else 1.0
-        self.weight = make_parameter(
-            self.shape, replicated_spec("weight", self.shape, tp, partial_gradient, mean=mean), dtype, device
-        )
-        if kind == "LayerNorm":
+        if "weight" in parameters:
+            self.weight = make_parameter(
+                self.shape, replicated_spec("weight", self.shape, tp, partial_gradient, mean=mean), dtype, device
+            )
+        has_all = kind != "LayerNorm" or "bias" in parameters
+        if kind == "LayerNorm" and has_all:
             self.bias = make_parameter(
                 self.shape, replicated_spec("bias", self.shape, tp, partial_gradient), dtype, device
             )
         engine = transformer_engine_for(transformer_impl, device)
-        if engine is not None:
+        if engine is not None and has_all and self.weight is not None:
             self.of_engine = engine.make_norm(kind, width, epsilon, centered_weight=centered_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,12 +87,12 @@ class Norm(nn.Module):
         if self.module is not None:
             normalized: torch.Tensor = (self.compiled_module or self.module)(x)
             return normalized.to(x.dtype)
-        if self.of_engine is not None and self.of_engine.takes(x, self.weight):
+        if self.of_engine is not None and self.weight is not None and self.of_engine.takes(x, self.weight):
             return self.of_engine(x, self.weight, self.bias)
         return self.compute(x, self._whole_weight(), self.bias, self.kind, self.epsilon)
 
-    def _whole_weight(self) -> torch.Tensor:
-        return self.weight + 1 if self.centered_weight else self.weight
+    def _whole_weight(self) -> torch.Tensor | None:
+        return self.weight + 1 if self.centered_weight and self.weight is not None else self.weight
 
 
 def _registered_norm(
@@ -123,19 +128,21 @@ def _registered_norm(
 
 
 def normalize(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str, epsilon: float
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, kind: str, epsilon: float
 ) -> torch.Tensor:
     """Normalize ``x`` and return it in its own dtype. Shapes: ``x: [..., n]``, ``weight, bias: [n] -> [..., n]``."""
+    width = x.shape[-1:]
     if kind == "LayerNorm":
         # torch's kernel accumulates low-precision inputs in float32.
-        return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+        return F.layer_norm(x, width, weight, bias, epsilon)
     assert kind == "RMSNorm", kind
     if x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, epsilon)
+        return F.rms_norm(x, width, weight, epsilon)
     # torch's CPU implementation uses the same operations; here the accumulation in float32 is explicit.
     wide = x.to(arithmetic_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (wide * scale).to(x.dtype) * weight
+    normalized = (wide * scale).to(x.dtype)
+    return normalized if weight is None else normalized * weight
 
 
 class AcrossHeadsNorm(nn.Module):
@@ -193,7 +200,7 @@ def add_and_normalize(
     branch: torch.Tensor,
     keys: RowKeys | None,
     probability: float,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     kind: str,
     epsilon: float,
@@ -262,7 +269,7 @@ class ResidualNorm(Norm):
         if self._runs_on_triton(x, branch):
             from megatron.core.ops.triton import MAX_WIDTH, add_and_normalize
 
-            if self.shape[0] <= MAX_WIDTH:
+            if self.weight is not None and self.shape[0] <= MAX_WIDTH:
                 return add_and_normalize(
                     x,
                     branch,
@@ -275,15 +282,15 @@ class ResidualNorm(Norm):
                     probability=probability,
                     sums_branch_grad=self.sums_branch_grad,
                 )
-        is_of_library = self.module is not None or (self.of_engine is not None and self.of_engine.takes(x, self.weight))
-        if branch is None or is_of_library:
+        weight = self._whole_weight()
+        is_of_engine = self.of_engine is not None and weight is not None and self.of_engine.takes(x, weight)
+        if branch is None or self.module is not None or is_of_engine:
             total = x if branch is None else self.add_branch(x, branch, keys, probability)
             return total, self._normalize(total)
-        weight = self._whole_weight()
         return self.add_and_compute(x, branch, keys, probability, weight, self.bias, self.kind, self.epsilon)
 
     def _runs_on_triton(self, x: torch.Tensor, branch: torch.Tensor | None) -> bool:
-        if self.kind not in ("LayerNorm", "RMSNorm"):
+        if self.kind not in ("LayerNorm", "RMSNorm") or self.weight is None:
             return False
         tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
         return all(tensor.dtype == x.dtype for tensor in tensors) and runs_on_triton(*tensors)

@@ -13,7 +13,7 @@ from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.hybrid_config import MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.norm import NormAhead, add_branch
+from megatron.core.transformer.norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -85,9 +85,9 @@ class SingleBranchLayer(TransformerLayer):
                 branch, losses = recompute(self._feed, normalized, dropout, padding_mask)
             else:
                 branch, losses = self._feed(normalized, dropout, padding_mask)
-        probability = self.hidden_dropout.probability
+        branch, probability = self._scaled(branch), self.hidden_dropout.probability
         if ahead is None or ahead.following is None:
-            x = add_branch(x, branch, keys, probability)
+            x = self.add_branch(x, branch, keys, probability)
         else:
             x, ahead.normalized = ahead.following(x, branch, keys, probability)
         return LayerOutput(x, losses)

@@ -44,6 +44,7 @@ def make_norm(config: DecoderConfig, tp: Group, device: torch.device | str, kind
         dtype=dtype_from_name(config.params_dtype),
         device=device,
         transformer_impl=config.transformer_impl,
+        parameters=config.norm_parameter_names,
     )
 
 
@@ -54,7 +55,8 @@ def make_stream_norm(config: DecoderConfig, tp: Group, device: torch.device | st
     carries_norm = config.apply_residual_connection_post_layernorm
     norm = make_norm(config, tp, device, PostNormResidual if carries_norm else ResidualNorm)
     assert isinstance(norm, ResidualNorm)
-    norm.sums_branch_grad = config.add_bias_linear and config.norm_placement == "pre"
+    ends_with_bias = config.add_bias_linear and config.residual_multiplier == 1.0
+    norm.sums_branch_grad = ends_with_bias and config.norm_placement == "pre"
     return norm
 
 
@@ -107,7 +109,8 @@ def make_feed_forward(
 
 
 class TransformerLayer(nn.Module):
-    """Compute ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both read the same ``x``.
+    """Compute ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both read the same ``x``,
+    through one norm or one each.
 
     With ``apply_residual_connection_post_layernorm`` the norm's output is the residual stream. ``norm_placement`` puts
     norms before, after, or both before and after attention and feed-forward. Norms before them and the feed-forward
@@ -133,6 +136,7 @@ class TransformerLayer(nn.Module):
         self.layer_number = layer_number
         self._add_parts(config, tp, device, cp, experts)
         self.is_parallel = config.use_parallel_residual
+        self.residual_multiplier = config.residual_multiplier
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
         self.recomputes_norms = "layernorm" in config.recomputed_modules
         self.recomputes_mlp = (
@@ -155,7 +159,8 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = make_stream_norm(config, tp, device)
         self.self_attention = make_attention(config, self.layer_number, tp, device, cp)
         self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
-        self.pre_mlp_layernorm = make_stream_norm(config, tp, device)
+        self.shares_norm = config.shared_parallel_norm
+        self.pre_mlp_layernorm = ResidualSum() if self.shares_norm else make_stream_norm(config, tp, device)
         self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
 
@@ -189,24 +194,28 @@ class TransformerLayer(nn.Module):
             normalized, ahead.normalized = ahead.normalized, None
         with self._recomputed(self.input_layernorm, x, normalized):
             attended, losses = self.self_attention(normalized, pattern, angles, cache, dropout)
-        branch = self.post_self_attn_layernorm(attended)
+        branch = self._scaled(self.post_self_attn_layernorm(attended))
         if self.is_parallel:
-            stream, normalized = self.pre_mlp_layernorm(x)
+            stream, normalized = (x, normalized) if self.shares_norm else self.pre_mlp_layernorm(x)
             x = self.add_branch(stream, branch, attended_keys, probability)
         else:
             x, normalized = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
             stream = x
-        with self._recomputed(self.pre_mlp_layernorm, stream, normalized):
+        norm = self.input_layernorm if self.shares_norm else self.pre_mlp_layernorm
+        with self._recomputed(norm, stream, normalized):
             if self.recomputes_mlp and self.training:
                 fed, more_losses = recompute(self._feed, normalized, dropout, padding_mask)
             else:
                 fed, more_losses = self._feed(normalized, dropout, padding_mask)
-        branch = self.post_mlp_layernorm(fed)
+        branch = self._scaled(self.post_mlp_layernorm(fed))
         if ahead is None or ahead.following is None:
             x = self.add_branch(x, branch, fed_keys, probability)
         else:
             x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)
         return LayerOutput(x, losses + more_losses)
+
+    def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
+        return branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier
 
     def _feed(
         self, normalized: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None

@@ -15,6 +15,7 @@ from megatron.core.errors import TrainingError
 from megatron.training.model_setup import ModelProvider
 from megatron.verification.cells import (
     DROPOUT,
+    END_PARTS,
     IN_PARTS,
     MAX_WORLD_SIZE,
     MODULES,
@@ -75,6 +76,7 @@ REPRESENTATIVE = (
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="all_gather"), "packed"),
     # Families least alike once; the whole matrix has all of them at all of their layouts.
     make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
+    make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.
@@ -114,6 +116,7 @@ FURTHER = (
     make_cell("gpt2", Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1), extra=DROPOUT),
     make_cell("olmo2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("gemma3", Layout(tp=2, cp=2), "packed"),
+    make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=END_PARTS),
 )
 """Cells whose parts the others have in other mixtures."""
 

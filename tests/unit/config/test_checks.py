@@ -121,6 +121,15 @@ WRONG = [
         "--apply-residual-connection-post-layernorm",
         (),
     ),
+    ("--shared-parallel-norm --use-parallel-residual --norm-placement post", 1, "--shared-parallel-norm", ()),
+    ("--norm-parameters none --apply-layernorm-1p", 1, "--apply-layernorm-1p", ()),
+    ("--norm-parameters weight --transformer-impl transformer_engine", 1, "--norm-parameters", ()),
+    (
+        "--norm-parameters none --normalization RMSNorm --qk-layernorm --qk-layernorm-across-heads",
+        1,
+        "--qk-layernorm-across-heads",
+        (),
+    ),
     (
         "--apply-residual-connection-post-layernorm --use-parallel-residual",
         1,

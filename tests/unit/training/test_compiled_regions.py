@@ -14,13 +14,16 @@ import pretrain_gpt
 from megatron.core import registry
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.core.transformer import FeedForward, Norm, SelfAttention
+from megatron.core.ops import AttentionPattern
+from megatron.core.transformer import FeedForward, Norm, SelfAttention, add_branch
+from megatron.core.transformer.single_branch_layer import SingleBranchLayer
 from megatron.training import register_activation, register_norm
 from megatron.training.compiled_regions import compile_regions
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import BASE_FLAGS, DROPOUT, SHAPES
+from megatron.verification.hybrid_cells import HYBRID_SHAPES
 from megatron.verification.run_cell import assemble, compare, gradient_floor, resolve_cell, run_cell
 
 LOADED = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp", *DROPOUT)
@@ -108,6 +111,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [
         (SHAPES["llama"], "residual addition, norms, rotary embedding, activation", ""),
         (SHAPES["qwen"], "residual addition, norms, rotary embedding, activation", ""),
+        (HYBRID_SHAPES["gated-attention"], "residual addition, norms, rotary embedding, activation", ""),
         (
             DROPOUT,
             "dropout, residual addition",
@@ -123,7 +127,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             "",
         ),
     ],
-    ids=["llama", "qwen", "gpt2 with dropout", "MLA and experts"],
+    ids=["llama", "qwen", "gated", "gpt2 with dropout", "MLA and experts"],
 )
 def test_one_line_names_the_parts(flags: tuple[str, ...], parts: str, left: str, compiled: list[Any]) -> None:
     lines: list[str] = []
@@ -136,6 +140,15 @@ def test_one_line_names_the_parts(flags: tuple[str, ...], parts: str, left: str,
     start, _, rest = line.partition(" in ")
     assert start == f" > compiled {parts}"
     assert rest.partition(" (--compile)")[2] == left
+
+
+def test_layers_of_a_pattern_call_what_is_compiled(compiled: list[Any]) -> None:
+    modules = set_up(lambda line: None, *DROPOUT, "--hybrid-override-pattern=-*-*")
+    calls = compiled[0]
+    calls.clear()
+    layer = next(module for module in modules if isinstance(module, SingleBranchLayer)).eval()
+    layer(torch.ones(8, 2, 24, requires_grad=True), AttentionPattern(), None)
+    assert add_branch in calls
 
 
 def test_functions_without_gradients_are_not_compiled(compiled: list[Any]) -> None:

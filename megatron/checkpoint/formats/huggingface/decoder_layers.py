@@ -149,8 +149,8 @@ def linear_links(config: GPTConfig, native: str, foreign: str, shape: tuple[int,
 
 
 def norm_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorLink]:
-    """Yield the links of a norm of hidden states: its weight, and the bias of a LayerNorm."""
-    for kind in ("weight", "bias")[: 2 if config.normalization == "LayerNorm" else 1]:
+    """Yield the links of a norm of hidden states: of its weight and bias, if it has them."""
+    for kind in config.norm_parameter_names:
         yield whole(f"{native}.{kind}", f"{foreign}.{kind}", (config.hidden_size,))
 
 
@@ -187,6 +187,7 @@ class RotaryDecoderFamily:
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
     names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
     up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
+    ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
     """
 
     model_type: str
@@ -202,8 +203,11 @@ class RotaryDecoderFamily:
     activation = ("hidden_act", "silu", "swiglu")
     """Setting of the activation, its only supported value, and the corresponding flag."""
     epsilon_name = "rms_norm_eps"
+    attention_output = "o_proj"
+    final_norm = "norm"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     expert_names: ExpertNames | None = ExpertNames()
+    names_in_memory: tuple[tuple[str, str], ...] = ()
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -289,9 +293,11 @@ class RotaryDecoderFamily:
         for layer in range(config.num_layers):
             ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
             yield from self.layer_links(config, ours, theirs, has_experts=config.moe_layers[layer])
-        yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}norm")
+        yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}{self.final_norm}")
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
+        if config.add_output_bias:
+            yield whole("model.output_layer.bias", "lm_head.bias", (config.vocab_size,))
 
     def is_buffer(self, name: str) -> bool:
         """Return whether the tensor is a buffer of RoPE frequencies, which older files contain."""
@@ -335,14 +341,15 @@ class RotaryDecoderFamily:
         width, ffn = config.hidden_size, config.ffn_hidden_size
         yield from (self.attention_links if has_experts else self.projection_links)(config, ours, theirs)
         projection = (width, config.context_size)
-        yield from linear_links(config, f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", projection)
+        output = f"{theirs}self_attn.{self.attention_output}"
+        yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
         if has_experts:
             yield from self.expert_layer_links(config, ours, theirs)
         else:
             yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
-        for name, their_name in self.norm_names:
+        for name, their_name in self.norm_names[: 1 if config.shared_parallel_norm else None]:
             yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:

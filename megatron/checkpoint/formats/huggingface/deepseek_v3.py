@@ -40,24 +40,28 @@ class SharedExpertFamily(RotaryDecoderFamily):
         is_divided = fields["moe_router_topk"] > 1
         reason = "scores are always normalized to sum 1" if is_divided else "the score of a single expert is its weight"
         settings.require("norm_topk_prob", is_divided, True, reason)
-        layers = settings.integer("num_hidden_layers")
-        dense = _count(settings, "first_k_dense_replace", usual["first_k_dense_replace"])
-        if dense >= layers:
-            settings.refuse(
-                f"first_k_dense_replace is {dense}: none of the {layers} layers has experts; use {layers - 1} or less"
-            )
         groups, of_token = (settings.integer(name, usual[name]) for name in ("n_group", "topk_group"))
         return {
             **fields,
             **_group_fields(settings, experts, fields["moe_router_topk"], groups, of_token),
-            "moe_layer_freq": layer_frequency([layer >= dense for layer in range(min(layers, 100_000))]),
+            "moe_layer_freq": self.layers_with_experts(settings),
             "moe_shared_expert_intermediate_size": settings.integer("n_shared_experts", 1) * width,
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", usual["routed_scaling_factor"]),
             "moe_router_enable_expert_bias": True,
             "moe_router_dtype": "fp32",
-            "mtp_num_layers": _further_layers(settings, layers) or None,
+            "mtp_num_layers": _further_layers(settings, settings.integer("num_hidden_layers")) or None,
         }
+
+    def layers_with_experts(self, settings: Settings) -> str:
+        """Return the value of ``--moe-layer-freq``; reject a model whose layers are all dense."""
+        layers = settings.integer("num_hidden_layers")
+        dense = count_of(settings, "first_k_dense_replace", self.expert_defaults["first_k_dense_replace"])
+        if dense >= layers:
+            settings.refuse(
+                f"first_k_dense_replace is {dense}: none of the {layers} layers has experts; use {layers - 1} or less"
+            )
+        return layer_frequency([layer >= dense for layer in range(min(layers, 100_000))])
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
@@ -126,15 +130,18 @@ class DeepseekV3Family(SharedExpertFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MLA, MoE and MTP; reject unsupported settings."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
         settings.require("rope_interleave", True, True, "only interleaved rotary embeddings are supported")
         settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
         settings.require("topk_method", "noaux_tc", "noaux_tc", "groups are ranked by their best experts")
         settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace determines which layers have experts")
+        return {**self.experts_of(settings), **self.latent_fields(settings)}
+
+    def latent_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of MLA; reject unsupported settings."""
+        settings.require("attention_bias", False, False, "attention biases are not supported")
         settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
         query_rank = settings.values.get("q_lora_rank", 1536)
         return {
-            **self.experts_of(settings),
             "kv_channels": 0,
             "multi_latent_attention": True,
             "qk_layernorm": True,
@@ -221,13 +228,13 @@ def _group_fields(settings: Settings, experts: int, chosen: int, groups: int, of
 def _further_layers(settings: Settings, layers: int) -> int:
     """Return the number of MTP layers after the last layer; transformers writes the number but not the layers."""
     names = settings.tensor_names
-    stated = _count(settings, "num_nextn_predict_layers", 0 if names is None else 1)
+    stated = count_of(settings, "num_nextn_predict_layers", 0 if names is None else 1)
     if names is not None and not any(f"layers.{layers}." in name for name in names()):
         return 0
     return stated
 
 
-def _count(settings: Settings, name: str, default: int) -> int:
+def count_of(settings: Settings, name: str, default: int) -> int:
     """Read an integer setting that may be 0."""
     value = settings.values.get(name, default)
     return 0 if type(value) is int and value == 0 else settings.integer(name, default)

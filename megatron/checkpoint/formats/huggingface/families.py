@@ -7,19 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
+from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
+from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
+from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
 from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
+from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
-from megatron.checkpoint.formats.huggingface.olmo import FlexOlmoFamily, Olmo2Family, Olmo3Family, OlmoeFamily
+from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
+from megatron.checkpoint.formats.huggingface.olmo import (
+    FlexOlmoFamily,
+    Olmo2Family,
+    Olmo3Family,
+    OlmoeFamily,
+    OlmoFamily,
+)
+from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
@@ -63,10 +75,19 @@ FAMILIES: tuple[Family, ...] = (
     StableLmFamily(),
     Glm4MoeFamily(),
     FlexOlmoFamily(),
+    GraniteFamily(),
+    GraniteMoeFamily(),
+    CohereFamily(),
+    OlmoFamily(),
+    PhiFamily(),
+    FalconFamily(),
+    Cohere2Family(),
+    NanoChatFamily(),
+    DeepseekV2Family(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v3",)
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 

@@ -204,7 +204,7 @@ def _unused_features(config: GPTConfig) -> set[str]:
     """Return the features without effect on a model: router precision, and fields of features that it does not use."""
     unused = {"moe_router_dtype"}
     if config.mla.multi_latent_attention:
-        unused |= {"kv_channels", "rotary_dim", "score_scalar", "rotary_interleaved"}
+        unused |= {"kv_channels", "rotary_dim", "score_scale", "rotary_interleaved"}
     # A factor of 1 leaves RoPE unchanged. MLA uses YaRN by default.
     unused |= {"rope_type"} if config.stretches_positions else _YARN
     if config.moe.num_experts is not None and all(config.moe_layers):

@@ -1,5 +1,6 @@
-"""OLMo 2, OLMo 3, OLMoE and FlexOlmo.
+"""OLMo 1, 2 and 3, OLMoE and FlexOlmo.
 
+OLMo 1 has Llama's layers with norms without parameters.
 OLMo 2 has Llama's layers with norms after attention and MLP, and a QK norm over all heads together. OLMo 3 has sliding
 windows in three of four layers, which do not use RoPE scaling. OLMoE has experts in every layer.
 """
@@ -21,6 +22,31 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
 from megatron.checkpoint.formats.huggingface.rope import read_frequencies, whole_base, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
+
+
+class OlmoFamily(RotaryDecoderFamily):
+    """OLMo 1 (``OlmoForCausalLM``), whose norms have an epsilon of 1e-5."""
+
+    model_type = "olmo"
+    architecture = "OlmoForCausalLM"
+    default_positions = 2048
+    norm_names = ()
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of norms and clipping; reject biases."""
+        settings.require("attention_bias", False, False, "attention biases are not supported")
+        return {
+            "normalization": "LayerNorm",
+            "norm_parameters": "none",
+            "norm_epsilon": 1e-5,
+            "clip_qkv": settings.positive_or_none("clip_qkv", None),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        settings = super().write_settings(config)
+        del settings[self.epsilon_name]
+        return settings | {"attention_bias": False, "clip_qkv": config.clip_qkv, "pad_token_id": None}
 
 
 class Olmo2Family(RotaryDecoderFamily):

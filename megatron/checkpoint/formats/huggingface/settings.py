@@ -98,6 +98,13 @@ class Settings:
             return 1.0
         return float(value)
 
+    def positive(self, name: str, default: float) -> float:
+        """Return a setting that must be a number above 0; null counts as absent."""
+        value = self.number(name, default)
+        if value == 0:
+            self.refuse(f"{name} is 0; a number greater than 0 is expected")
+        return value or default
+
     def positive_or_none(self, name: str, default: float | None) -> float | None:
         """Return a positive number setting, or None if it is null; if it is absent, the default."""
         value = self.values.get(name, default)

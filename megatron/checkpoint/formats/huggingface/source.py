@@ -155,6 +155,9 @@ class LoadedModelSource:
             # folder.
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}
             weights = {names.get(key, key): weight for key, weight in weights.items()}
+        if isinstance(self.family, RotaryDecoderFamily):
+            for in_memory, in_files in self.family.names_in_memory:
+                weights = {key.replace(in_memory, in_files): weight for key, weight in weights.items()}
         names_of_experts = self.family.expert_names if isinstance(self.family, RotaryDecoderFamily) else None
         if self.config.moe.num_experts is not None and names_of_experts is not None:
             weights = weights_as_in_files(weights, names_of_experts)

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTConfig
 
 
 class StableLmFamily(RotaryDecoderFamily):
-    """StableLM without parallel layers and QK norms (``StableLmForCausalLM``), as StableLM 3B and StableLM 2 1.6B."""
+    """StableLM without QK norms (``StableLmForCausalLM``), as StableLM 3B and StableLM 2 1.6B."""
 
     model_type = "stablelm"
     architecture = "StableLmForCausalLM"
@@ -26,10 +26,15 @@ class StableLmFamily(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of norms and QKV biases; reject what the layers do not have here."""
-        settings.require("use_parallel_residual", False, False, "attention and MLP with one norm are not supported")
         settings.require("qk_layernorm", False, False, "QK norms with weights of their own per head are not supported")
         settings.require("hidden_dropout", 0.0, 0.0, "dropout after the MLP alone is not supported")
-        return {"normalization": "LayerNorm", "add_qkv_bias": settings.switch("use_qkv_bias", False)}
+        is_parallel = settings.switch("use_parallel_residual", False)
+        return {
+            "normalization": "LayerNorm",
+            "add_qkv_bias": settings.switch("use_qkv_bias", False),
+            "use_parallel_residual": is_parallel,
+            "shared_parallel_norm": is_parallel,
+        }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
@@ -37,6 +42,6 @@ class StableLmFamily(RotaryDecoderFamily):
             "hidden_dropout": 0.0,
             "partial_rotary_factor": config.rotary_percent,
             "qk_layernorm": False,
-            "use_parallel_residual": False,
+            "use_parallel_residual": config.use_parallel_residual,
             "use_qkv_bias": config.has_qkv_bias,
         }

@@ -76,6 +76,12 @@ class GPTConfig(DecoderConfig, in_args=True):
     """Unscaled base of the rotary frequencies in sliding-window layers; by default that of all layers."""
     scale_embeddings: bool = flag(False, role="meaning", in_args=False)
     """Multiply word embeddings by the square root of the hidden size."""
+    add_embedding_norm: bool = flag(False, role="weights", in_args=False)
+    """Normalize the embeddings before the first layer."""
+    embedding_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, in_args=False)
+    """Multiplier of the embeddings."""
+    logit_scale: float = flag(1.0, role="meaning", bounds=POSITIVE, in_args=False)
+    """Multiplier of the output logits."""
     final_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
     """Soft-cap the output logits at this value with tanh."""
     embedding_init_method_std: float | None = flag(None, role="run", bounds=NOT_NEGATIVE, in_args=False)
@@ -91,6 +97,8 @@ class GPTConfig(DecoderConfig, in_args=True):
     once, and most logits again in the backward pass. ``te`` is the same as ``native`` here."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a separate weight."""
+    add_output_bias: bool = flag(False, role="weights", needs="untie_embeddings_and_output_weights", in_args=False)
+    """Add a bias to the output layer."""
 
     def __post_init__(self) -> None:
         """Derive the fields that depend on others."""
@@ -113,8 +121,8 @@ class GPTConfig(DecoderConfig, in_args=True):
 
     @property
     def logit_multiplier(self) -> float:
-        """Return the factor of the logits with --use-mup; 1 without it."""
-        return self.mup.mup_output_mult / self.width_multiplier
+        """Return the factor of the logits by --logit-scale and muP."""
+        return self.logit_scale * (self.mup.mup_output_mult / self.width_multiplier)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -53,6 +53,7 @@ from megatron.core.transformer import (
     further_loss_names,
     further_losses,
     keys_of_rank,
+    make_norm,
     mtp_targets,
     quantize_base,
     require_keys,
@@ -86,7 +87,7 @@ class PositionEmbedding(nn.Module):
 
 
 class GPTEmbedding(nn.Module):
-    """Embedding of tokens and of learned positions, if configured.
+    """Embedding of tokens and of learned positions, if configured, with an optional norm.
 
     Shapes: ``tokens, position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
     """
@@ -109,12 +110,13 @@ class GPTEmbedding(nn.Module):
             # step.
             dtype = dtype_from_name(config.params_dtype)
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
-        self.multiplier = config.mup.mup_embedding_mult
+        self.multiplier = config.embedding_multiplier * config.mup.mup_embedding_mult
         if self.multiplier != 1.0:
             self.scale = self.multiplier * (1.0 if self.scale is None else self.scale)
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, tp, device)
+        self.norm = make_norm(config, tp, device) if config.add_embedding_norm else None
         self.dropout = HiddenDropout(config.hidden_dropout)
 
     def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,8 @@ class GPTEmbedding(nn.Module):
             assert position_ids is not None, "learned positions are looked up"
             positions = self.position_embeddings(position_ids)
             hidden = hidden + (positions if self.multiplier == 1.0 else positions * self.multiplier)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         keys = require_keys(dropout).of_embedding if self.dropout.is_active else None
         output: torch.Tensor = self.dropout(hidden, keys)
         return output
@@ -246,7 +250,7 @@ class GPTModel(Model):
                 tp,
                 config=config,
                 init_std=config.embedding_init_std if is_tied else config.init_method_std,
-                bias=False,
+                bias=config.add_output_bias,
                 device=device,
                 padded_output_size=config.padded_vocab_size,
                 tp_comm_buffer_name="output",
@@ -272,8 +276,8 @@ class GPTModel(Model):
 
     @property
     def first_alone(self) -> nn.Module | None:
-        """Return the embedding if it is used neither as output layer nor by MTP modules."""
-        if self.embedding is None or not self.pre_process:
+        """Return the embedding if no other module uses it (output layer, MTP) and its backward pass needs no weight."""
+        if self.embedding is None or not self.pre_process or self.embedding.norm is not None:
             return None
         return self.embedding if gradient_uses_of(self.embedding.word_embeddings.weight) == 1 else None
 

@@ -17,7 +17,7 @@ _COLUMNS = 64
 
 @triton.jit
 def _seen(x, state, visible, entry, row, column, batch, num_positions, channels, inside, SHIFT, WIDTH: tl.constexpr):
-    """Return what some positions of a batch entry see at one place of their windows, 0 for other documents."""
+    """Return the inputs of some positions at one offset of their windows, 0 from other documents."""
     source = row - (WIDTH - 1 - SHIFT)
     is_input = inside & (source >= 0)[:, None]
     at = (entry * num_positions + source)[:, None] * channels + column[None, :]

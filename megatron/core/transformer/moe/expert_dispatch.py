@@ -232,7 +232,7 @@ class TokenDispatcher(ABC):
 
     @property
     def exchanges_rows(self) -> bool:
-        """Whether an all-to-all sends rows, so that weight gradients can run during that of the backward pass."""
+        """Return whether an all-to-all sends rows; weight gradients can then run during the backward all-to-all."""
         return False
 
     @abstractmethod

@@ -557,7 +557,11 @@ def keeps(first_key: int, second_key: int, channel: int, probability: float) -> 
 
 
 def reference(
-    inputs: dict[str, torch.Tensor], keys: tuple[torch.Tensor, torch.Tensor] | None, probability: float, rounded: Any
+    inputs: dict[str, torch.Tensor],
+    keys: tuple[torch.Tensor, torch.Tensor] | None,
+    probability: float,
+    rounded: Any,
+    is_layer_norm: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum and its norm in float64; the sum is ``rounded``, as the stream is."""
     branch = inputs.get("branch", torch.zeros(()))
@@ -568,19 +572,19 @@ def reference(
     total = inputs["residual"] + branch
     total = total + (total.to(rounded).double() - total).detach()
     weight = inputs["weight"] + 1
-    if "bias" in inputs:
-        return total, F.layer_norm(total, (WIDTH,), weight, inputs["bias"], EPSILON)
+    if is_layer_norm:
+        return total, F.layer_norm(total, (WIDTH,), weight, inputs.get("bias"), EPSILON)
     return total, F.rms_norm(total, (WIDTH,), weight, EPSILON)
 
 
-def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
+def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool, has_bias: bool) -> None:
     from megatron.core.ops.triton import residual
 
     torch.manual_seed(9)
     # Parts of 2, 2, 2, 2 and 1 rows.
     residual._MAX_PARTS = 5
     shapes = {"branch": (3, 3, WIDTH), "residual": (3, 3, WIDTH), "weight": (WIDTH,)}
-    if is_layer_norm:
+    if has_bias:
         shapes |= {"bias": (WIDTH,)}
     values = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     # Gradients may be transposed, too.
@@ -590,7 +594,7 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
     for has_branch, keys, probability in [(False, None, 0.0), (True, None, 0.0), (True, some_keys, 0.3)]:
         inputs = {n: value.clone().requires_grad_() for n, value in values.items() if has_branch or n != "branch"}
         wide = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
-        expected = reference(wide, keys, probability, dtype)
+        expected = reference(wide, keys, probability, dtype, is_layer_norm)
         expected_grads = torch.autograd.grad(expected, list(wide.values()), [grad.double() for grad in grads])
         runs = []
         for _ in range(2):
@@ -635,21 +639,21 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_layer_norm"),
+    ("dtype", "is_layer_norm", "has_bias"),
     [
-        (torch.float32, True),
-        (torch.bfloat16, False),
+        (torch.float32, True, True),
+        (torch.bfloat16, False, False),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
-                *((torch.float32, False), (torch.bfloat16, True)),
-                *((torch.float16, False), (torch.float16, True)),
+                *((torch.float32, False, False), (torch.bfloat16, True, True), (torch.bfloat16, True, False)),
+                *((torch.float16, False, False), (torch.float16, True, True)),
             )
         ),
     ],
 )
-def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bool) -> None:
-    interpret(check_sum_and_norm, dtype, is_layer_norm)
+def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bool, has_bias: bool) -> None:
+    interpret(check_sum_and_norm, dtype, is_layer_norm, has_bias)
 
 
 def check_dropout(dtype: torch.dtype) -> None:
@@ -694,6 +698,7 @@ LLAMA = {
 }
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.4, "apply_layernorm_1p": True, "geglu": True}
 PARALLEL = {"use_parallel_residual": True}
+SHARED = PARALLEL | {"shared_parallel_norm": True, "norm_parameters": "weight", "residual_multiplier": 0.6}
 GPT2 = {"openai_gelu": True}
 THROUGH = {"apply_residual_connection_post_layernorm": True}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
@@ -737,6 +742,8 @@ def check_model(settings: dict[str, Any]) -> None:
     has_bias = settings.get("add_bias_linear", True)
     # Branches with a bias that meet a norm; several ranks of a CPU add it to their sum.
     num_branches = (1 if settings.get("use_parallel_residual", False) else 3) if has_bias and tp.size == 1 else 0
+    num_branches = num_branches if settings.get("residual_multiplier") is None else 0
+    num_norms = 2 if settings.get("shared_parallel_norm", False) else 4
     num_joins = 2 if settings.get("position_embedding_type") is None else 0
     num_activations = 0 if is_gated or not has_bias else 2
     assert launches == {
@@ -744,9 +751,9 @@ def check_model(settings: dict[str, Any]) -> None:
         **({"gate": 2, "gate gradient": 2} if is_gated else {}),
         **({"activation gradient": num_activations} if num_activations else {}),
         **({"join": num_joins} if num_joins else {}),
-        "sums": 4 + num_branches + num_activations + num_joins,
-        "norm": 4,
-        "norm gradient": 4,
+        "sums": num_norms + num_branches + num_activations + num_joins,
+        "norm": num_norms,
+        "norm gradient": num_norms,
         **({"dropout": num_drops} if num_drops else {}),
         "normalizer": 1,
         "loss gradient": 1,
@@ -775,6 +782,7 @@ class Counted:
         pytest.param(NEOX, 1, marks=pytest.mark.long),
         pytest.param(NEOX | DROPOUT, 1, marks=pytest.mark.long),
         (NEOX | DROPOUT | PARALLEL, 2),
+        (NEOX | SHARED, 1),
         pytest.param(GPT2, 1, marks=pytest.mark.long),
         pytest.param(GPT2 | DROPOUT, 2, marks=pytest.mark.long),
         (GPT2 | THROUGH, 1),
@@ -785,6 +793,7 @@ class Counted:
         "neox",
         "neox, dropout",
         "neox, parallel, dropout, 2 ranks",
+        "neox, one norm without bias for parallel layers",
         "gpt2",
         "gpt2, dropout, 2 ranks",
         "gpt2, stream through the norms",

@@ -93,6 +93,21 @@ GLM4_MOE = LLAMA | {
     "num_experts_per_tok": 4,
 }
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
+GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+COHERE = LLAMA | {"architectures": ["CohereForCausalLM"], "model_type": "cohere"}
+COHERE2 = LLAMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "num_hidden_layers": 5}
+OLMO = LLAMA | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
+PHI = LLAMA | {"architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new"}
+FALCON = LLAMA | {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "num_kv_heads": 2}
+NANOCHAT = LLAMA | {"architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_act": "relu2"}
+DEEPSEEK_V2 = LLAMA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 6,
+    "num_experts_per_tok": 6,
+    "rms_norm_eps": 1e-6,
+}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
