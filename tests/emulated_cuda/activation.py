@@ -31,7 +31,7 @@ def activate() -> None:
         raise RuntimeError("torch is imported already: activate the emulator in a new process")
     # Inductor has no compiler for these devices: a function that torch.compile is given stays as it is.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # torch.distributed._symmetric_memory.empty would use a memory pool, which is not emulated.
+    # torch.distributed._symmetric_memory.empty would use a memory pool of symmetric memory, which is not emulated.
     os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     if os.environ.get("EMULATED_CUDA_TRITON") == "absent":
         # Python's way to say that there is no such package.
@@ -70,6 +70,9 @@ def _before_torch_distributed() -> None:
     bindings = load_bindings()
     bindings.bind_nccl(bindings)
     bindings.install_symmetric_memory()
+    from tests.emulated_cuda.nccl_rules import add_user_buffers
+
+    add_user_buffers(bindings.ProcessGroupNCCL)
     c10d.ProcessGroupNCCL = bindings.ProcessGroupNCCL
 
 

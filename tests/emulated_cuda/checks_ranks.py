@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from megatron.core.distributed.user_buffers import make_user_buffers
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, twin_group
 from megatron.core.process_group import NcclOptions
@@ -82,6 +83,31 @@ def test_a_group_has_the_options_of_the_configuration_file() -> None:
     x = ones()
     dist.all_reduce(x, group=state.dp_cp.handle)
     assert x.eq(2).all()
+    assert_no_reports()
+
+
+def test_user_buffers_are_in_a_registered_pool_of_their_own() -> None:
+    state = create_parallel_state(ParallelSizes(), SHORT)
+    buffers = make_user_buffers(state.dp, torch.device("cuda", RANK), is_symmetric=True)
+    assert buffers is not None
+    with buffers.allocating():
+        x = ones()
+    apart = ones()
+    pools = [
+        segment["segment_pool_id"]
+        for y in (x, apart)
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == RANK and 0 <= y.data_ptr() - segment["address"] < segment["total_size"]
+    ]
+    assert pools == [buffers._pool.id, (0, 0)]
+    dist.all_reduce(x, group=state.dp.handle)
+    assert x.eq(2).all()
+    with pytest.raises(RuntimeError, match="already registered"):
+        buffers._backend.register_mem_pool(buffers._pool, True)
+    backend, pool = buffers._backend, buffers._pool
+    del buffers
+    with pytest.raises(RuntimeError, match="not registered"):
+        backend.deregister_mem_pool(pool)
     assert_no_reports()
 
 

@@ -1,4 +1,4 @@
-"""Rules of NCCL that collectives through shared memory do not need: in-place collectives, and aborts."""
+"""Rules of NCCL that collectives through shared memory do not need: in place, after aborts, and for user buffers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _COLLECTIVES = {
     "all_to_all_single": "",
 }
 """The functions of torch.distributed, and which of their tensors has the parts of all ranks."""
+_NCCL_MEMORY = object()
+"""The allocator that calls ``ncclMemAlloc``."""
 _ENDS_PROCESS = ("1", "3")
 """Values of `TORCH_NCCL_ASYNC_ERROR_HANDLING` with which the watchdog ends the process after an abort."""
 
@@ -66,6 +68,31 @@ def check_error_handling(distributed: Any) -> None:
         return abort(*arguments, **named)
 
     distributed.init_process_group, distributed._abort_process_group = init_process_group, abort_process_group
+
+
+def add_user_buffers(process_group: Any) -> None:
+    """Add to ``ProcessGroupNCCL`` NCCL's allocator, and the registration of pools of its memory.
+
+    As in torch, a pool can be registered once, and only registered ones can be deregistered. NCCL takes symmetric
+    memory and multicast objects only from its own allocator (``ncclMemAlloc``).
+    """
+    registered = dict[int, set[tuple[int, int]]]()
+
+    def register(self: Any, pool: Any, symm: bool = False) -> None:
+        pools = registered.setdefault(id(self), set())
+        if pool.allocator is not _NCCL_MEMORY:
+            raise RuntimeError("emulated CUDA: the memory of this pool is not from ncclMemAlloc")
+        if pool.id in pools:
+            raise RuntimeError("emulated CUDA: this pool is already registered with the communicator")
+        pools.add(pool.id)
+
+    def deregister(self: Any, pool: Any) -> None:
+        if pool.id not in registered.get(id(self), ()):
+            raise RuntimeError("emulated CUDA: this pool is not registered with the communicator")
+        registered[id(self)].remove(pool.id)
+
+    process_group.mem_allocator = property(lambda self: _NCCL_MEMORY)
+    process_group.register_mem_pool, process_group.deregister_mem_pool = register, deregister
 
 
 def _checked(distributed: Any, collective: Callable[..., Any], name: str, whole: str) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ _COUNTS = (
     *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
 )
 _EXIT_STATUS_OF_REPORTS = 86
+_DEFAULT_POOL = (0, 0)
 
 
 def properties() -> DeviceProperties:
@@ -173,7 +174,7 @@ def _memory_snapshot(_: Any = None) -> dict[str, Any]:
             block.segment,
             {"device": block.device, "address": block.segment, "stream": block.stream, "total_size": 0}
             | {"allocated_size": 0, "active_size": 0, "requested_size": 0, "segment_type": "large"}
-            | {"segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": []},
+            | {"segment_pool_id": block.pool, "is_expandable": False, "frames": [], "blocks": []},
         )
         segment["total_size"] += block.size
         used = block.size if block.is_allocated else 0
@@ -198,6 +199,29 @@ def _initialize() -> None:
     """Be ``torch._C._cuda_init``, which puts into torch.cuda what only a device knows."""
     torch.cuda._get_device_properties = lambda device: properties()
     torch.cuda.default_generators = tuple(core.default_generator(index) for index in range(core.device_count()))
+
+
+class MemPoolBase:
+    """Be ``torch._C._MemPool``: memory that only allocations inside of ``torch.cuda.use_mem_pool`` are given."""
+
+    def __init__(self, allocator: Any = None, is_user_created: bool = True, *_: bool) -> None:
+        self.allocator = allocator
+        self._id = core.new_user_pool()
+        core.retain_pool(self._id)
+
+    def __del__(self) -> None:
+        core.release_pool(self._id)
+
+    @property
+    def id(self) -> tuple[int, int]:
+        return self._id  # type: ignore[no-any-return]
+
+
+def _begin_allocate_to_pool(device: int, pool: tuple[int, int]) -> None:
+    if tuple(core.chosen_pool(device)) != _DEFAULT_POOL:
+        raise RuntimeError("beginAllocateToPool: already recording to a pool")
+    core.retain_pool(pool)
+    core.choose_pool(device, pool)
 
 
 def _sleep(cycles: int) -> None:
@@ -252,6 +276,12 @@ def add_cuda_functions() -> None:
         "_cuda_resetPeakMemoryStats": core.reset_peaks,
         "_cuda_resetAccumulatedMemoryStats": core.reset_peaks,
         "_cuda_emptyCache": core.empty_cache,
+        "_cuda_CUDAAllocator": object,
+        "_MemPool": MemPoolBase,
+        "_cuda_beginAllocateToPool": _begin_allocate_to_pool,
+        "_cuda_beginAllocateCurrentThreadToPool": _begin_allocate_to_pool,
+        "_cuda_endAllocateToPool": lambda device, pool: core.choose_pool(device, _DEFAULT_POOL),
+        "_cuda_releasePool": lambda device, pool: core.release_pool(pool),
         "_host_emptyCache": core.empty_host_cache,
         "_cuda_memorySnapshot": _memory_snapshot,
         "_cuda_record_memory_history": lambda *settings, **named: None,

@@ -219,6 +219,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("reset", &Graph::reset, Unlocked())
       .def("pool", &Graph::pool);
   module.def("new_pool", &new_pool, Unlocked());
+  module.def("new_user_pool", &new_user_pool, Unlocked());
+  module.def("retain_pool", &retain_pool, Unlocked());
+  module.def("release_pool", &release_pool, Unlocked());
+  module.def("chosen_pool", &chosen_pool);
+  module.def("choose_pool", &choose_pool);
   module.def("forbid_in_capture", [](const std::string& call) { forbid_in_capture(call, nullptr); }, Unlocked());
 
   py::class_<MemoryCount>(module, "MemoryCount")
@@ -241,7 +246,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("size", &BlockSummary::size)
       .def_readonly("requested", &BlockSummary::requested)
       .def_readonly("is_allocated", &BlockSummary::is_allocated)
-      .def_readonly("stream", &BlockSummary::stream);
+      .def_readonly("stream", &BlockSummary::stream)
+      .def_readonly("pool", &BlockSummary::pool);
   module.def("list_blocks", &list_blocks, Unlocked());
 
   module.def("default_generator", [](c10::DeviceIndex device) {

@@ -108,7 +108,7 @@ void forbid_foreign_allocation(const Stream& stream) {
 }
 
 PoolId allocation_pool(const Stream& stream) {
-  return stream.capture == nullptr ? kDefaultPool : stream.capture->pool;
+  return stream.capture == nullptr ? chosen_pool(stream.device) : stream.capture->pool;
 }
 
 void order_in_capture(Stream& stream, const Event& event) {

@@ -91,6 +91,12 @@ struct Memory {
   uint64_t num_allocations = 0;
 };
 
+thread_local std::map<c10::DeviceIndex, PoolId> chosen_pools;
+
+bool is_of_graph(PoolId pool) {
+  return pool != kDefaultPool && pool.first == 0;
+}
+
 Memory& memory() {
   static auto* instance = new Memory;
   return *instance;
@@ -618,7 +624,7 @@ std::vector<BlockSummary> list_blocks() {
   std::vector<BlockSummary> found;
   for (const auto& [address, block] : memory().blocks) {
     found.push_back({block->segment->device, block->segment->address, address, block->size, block->requested,
-                     block->is_allocated, block->segment->stream->id});
+                     block->is_allocated, block->segment->stream->id, block->segment->pool});
   }
   return found;
 }
@@ -642,7 +648,7 @@ uint64_t lasting_allocation(uintptr_t address) {
   }
   const Block* block = std::prev(after)->second;
   const bool is_used = address < block->address + block->size && block->is_allocated;
-  return is_used && block->segment->pool == kDefaultPool ? block->number : 0;
+  return is_used && !is_of_graph(block->segment->pool) ? block->number : 0;
 }
 
 PoolId new_pool() {
@@ -658,6 +664,20 @@ void retain_pool(PoolId pool) {
 void release_pool(PoolId pool) {
   StateGuard guard(state_lock());
   --memory().pool_users[pool];
+}
+
+PoolId new_user_pool() {
+  StateGuard guard(state_lock());
+  return {1, memory().next_pool++};
+}
+
+PoolId chosen_pool(c10::DeviceIndex device) {
+  const auto chosen = chosen_pools.find(device);
+  return chosen == chosen_pools.end() ? kDefaultPool : chosen->second;
+}
+
+void choose_pool(c10::DeviceIndex device, PoolId pool) {
+  chosen_pools[device] = pool;
 }
 
 uint64_t allocation_count() {

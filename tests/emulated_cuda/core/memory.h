@@ -62,6 +62,7 @@ struct BlockSummary {
   size_t requested;
   bool is_allocated;
   int64_t stream;
+  PoolId pool;
 };
 std::vector<BlockSummary> list_blocks();
 
@@ -69,6 +70,10 @@ std::vector<BlockSummary> list_blocks();
 PoolId new_pool();
 void retain_pool(PoolId pool);
 void release_pool(PoolId pool);
+// torch.cuda.MemPool: this thread's allocations on a device come from a chosen pool, or from the default one.
+PoolId new_user_pool();
+PoolId chosen_pool(c10::DeviceIndex device);
+void choose_pool(c10::DeviceIndex device, PoolId pool);
 // Overwrite the tensors of a pool that were allocated since a moment; their values do not exist before a replay.
 uint64_t allocation_count();
 void poison_allocated_since(PoolId pool, uint64_t count);

@@ -42,6 +42,13 @@ _LATENT = (
     "--num-query-groups 4 --v-head-dim 16 --q-lora-rank 12 --qk-layernorm --swiglu --normalization RMSNorm "
     "--disable-bias-linear"
 )
+_MIXERS = (
+    "--normalization RMSNorm --disable-bias-linear --no-position-embedding --mamba-state-dim 6 --mamba-head-dim 8 "
+    "--mamba-num-groups 2 --linear-key-head-dim 4 --linear-value-head-dim 8 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4"
+)
+_HYBRID = f"{_MIXERS} --hybrid-override-pattern M*G- --num-layers 4"
+_CHUNKS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 _SENT = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 _NARROW = (
     "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype bf16 "
@@ -1585,6 +1592,55 @@ _PAIRS = (
         "--fim-middle-token 61 --fim-suffix-token 62 --bf16",
     ),
 )
+_MIXED = (
+    training("hybrid", _HYBRID),
+    training("hybrid, tensor parallel", f"{_HYBRID} {_TENSOR} --sequence-parallel", 2),
+    training(
+        "hybrid, stages, parts recomputed",
+        f"{_HYBRID} {_STAGES} --recompute-granularity selective --recompute-modules core_attn layernorm mlp --bf16",
+        2,
+    ),
+    training(
+        "hybrid, weight offload", f"{_HYBRID} --cpu-offloading --cpu-offloading-num-layers 2 --cpu-offloading-weights"
+    ),
+    prepared("hybrid, documents in small parts", "small", f"{_HYBRID} --reset-attention-mask --bf16"),
+    prepared(
+        "Triton: small parts, hybrid",
+        "small-programs",
+        f"{_SHORT} {_MIXERS} --hybrid-override-pattern MG --num-layers 2 --reset-attention-mask",
+        triton=True,
+    ),
+    training("gated attention", f"{_GROUPED} --attention-output-gate {_TENSOR} --sequence-parallel", 2),
+)
+_KERNELS = (
+    training("user buffers of NCCL", f"{_OVERLAPS} --use-nccl-ub", 2),
+    training("user buffers of NCCL, unsharded", "--use-nccl-ub --disable-symmetric-registration", 2),
+    prepared("logits in chunks", "small", f"{_CHUNKS} --z-loss-coeff 0.05"),
+    prepared("logits in chunks, tensor parallel", "small", f"{_CHUNKS} {_TENSOR} --sequence-parallel --bf16", 2),
+    prepared(
+        "Triton: logits in chunks, tensor parallel",
+        "small-programs,small",
+        f"{_SHORT} {_CHUNKS} --z-loss-coeff 0.05 {_TENSOR} --sequence-parallel --bf16",
+        2,
+        triton=True,
+    ),
+    training("graphs, logits in chunks", f"{_GRAPHS} {_CHUNKS}"),
+    training("nvfp4 on a B200", f"--bf16 --fp4-format e2m1 {_WIDE}", gpu="b200"),
+    training(
+        "Triton: nvfp4 on a B200",
+        f"{_SHORT} --bf16 --fp4-format e2m1 --hidden-size 128 --seq-length 32 --max-position-embeddings 32",
+        triton=True,
+        gpu="b200",
+    ),
+    prepared("Triton: small parts, fp8 by rows", "small-programs", f"{_SHORT} {_FP8} rowwise", triton=True),
+    prepared(
+        "Triton: small parts, experts exchanged",
+        "small-programs",
+        f"{_SHORT} {_EXPERTS} --num-layers 1 --bf16 --moe-grouped-gemm {_SENT} --global-batch-size 2",
+        2,
+        triton=True,
+    ),
+)
 SCENARIOS += (
     *_REPLICAS,
     *_GRAPHED,
@@ -1592,6 +1648,8 @@ SCENARIOS += (
     *_BY_TRITON,
     *_ATTENTION,
     *_MODELS,
+    *_MIXED,
+    *_KERNELS,
     *_OF_EXPERTS,
     *_UPDATES,
     *_HOST,

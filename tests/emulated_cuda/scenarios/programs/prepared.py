@@ -45,18 +45,25 @@ SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.inference.prompt_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
     "megatron.core.ops.cross_entropy": {"_CUDA_SLAB_ELEMENTS": 500},
     "megatron.core.ops.dropout": {"_BLOCK": 300},
+    "megatron.core.ops.linear_attention.chunks": {"_CUDA_SLAB_ELEMENTS": 3000},
+    "megatron.core.ops.linear_attention.convolution": {"_CUDA_PART_ELEMENTS": 500},
     "megatron.core.optimizer.inner_optimizer": {"_PIECE": 700},
     "megatron.core.tensor_parallel.initialization": {"_GATHERED_ELEMENTS": 4000},
+    "megatron.core.tensor_parallel.loss_chunks": {"_CHUNK_ELEMENTS": 1000, "_ROW_MULTIPLE": 6},
     "megatron.training.callbacks.layer_statistics": {"_BLOCK_ELEMENTS": 600},
 }
 """Sizes of what is worked on at once, with which a small model takes several turns."""
 SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
     "activation": {"_BLOCK": 32, "_MAX_PARTS": 3},
+    "adamw": {"_BLOCK": 128},
+    "causal_convolution": {"_ROWS": 4, "_COLUMNS": 16},
     "column_sums": {"_ROWS": 2, "_COLUMNS": 16},
     "cross_entropy": {"_FORWARD_BLOCK": 32, "_BACKWARD_BLOCK": 16},
     "fp8_cast": {"_BLOCK": 16},
+    "fp8_scaled_cast": {"_AMAX_BLOCK": 16, "_ROWS_BLOCK": 32},
     "residual": {"_BLOCK": 64, "_MAX_PARTS": 3},
     "query_key_value": {"_TILE": 32, "_MAX_PARTS": 3},
+    "token_rows": {"_BLOCK": 16},
 }
 """Sizes of the blocks and parts of Triton programs."""
 
