@@ -120,7 +120,7 @@ def test_adapters_go_to_pefts_format_and_back(run: ForkedRun, folder: Path) -> N
     settings = json.loads((folder / "peft" / "adapter_config.json").read_text())
     expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 5.0, "lora_dropout": 0.1}
     expected |= {"bias": "none", "fan_in_fan_out": False, "base_model_name_or_path": str(base)}
-    expected |= {"target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]}
+    expected |= {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"]}
     assert {name: settings[name] for name in expected} == expected
     tensors = load_file(folder / "peft" / "adapter_model.safetensors")
     shapes = {name.split("layers.1.")[1]: list(t.shape) for name, t in tensors.items() if ".layers.1." in name}

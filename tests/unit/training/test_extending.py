@@ -173,7 +173,9 @@ def test_formats_reject_registered_parts_by_name() -> None:
     flags = {"--activation-func mish", "--normalization scale", "--attention gated", "--loss focal"}
     assert set(flags_without_argument(own)) == flags
     mine, plain = (model_features(config) for config in (own, MODEL))
-    assert {name for name in plain if plain[name] != mine[name]} == {"activation", "normalization", "attention"}
+    assert {name for name in plain if plain[name] != mine[name]} == {
+        *("activation", "normalization", "norm_parameter_names", "attention")
+    }
     saved = ("--save", "x", "--ckpt-format", "torch", "--normalization", "scale")
     assert problems_of(*saved) == (
         "--ckpt-format torch cannot store a model with --normalization scale, for which Megatron has no arguments; use "

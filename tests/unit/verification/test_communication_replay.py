@@ -317,7 +317,7 @@ def test_a_recorder_is_told_of_groups_rings_reductions_and_threads() -> None:
 def test_the_command_replays_cells_and_refuses_what_cannot_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for others in ("expert", "prediction", "latent", "attention", "sharding", "recipe", "odd"):
+    for others in ("expert", "prediction", "latent", "attention", "sharding", "recipe", "odd", "hybrid"):
         monkeypatch.setattr(verify_parallelism, f"{others}_matrix", list)
     command = ["--communication", "--filter", "pp2 zero-bubble offload", "--shape", "gpt2", "--max-world-size", "2"]
     kept = "gpt2 plain tp1 pp2 zero-bubble cp1 dp1 recompute-selective-core_attn-layernorm-mlp offload-2"

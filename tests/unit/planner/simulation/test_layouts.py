@@ -210,7 +210,7 @@ WHOLE = DryRunCase("8B", (*EIGHT_BILLION, *HALVED), 8)
 
 CAUSAL = {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
 LARGE_NAMES = [case.name for case in LARGE]
-BUDGETS = {"345M": (776, 12.79), "all is kept": (226, 11.41), "8B": (1178, 51.89)}
+BUDGETS = {"345M": (776, 12.79), "all is kept": (227, 11.41), "8B": (1178, 51.89)}
 """The operations of a step, and the GiB of its peak; "all is kept" has four layers of the 8B model."""
 
 CASES = {case.name: case for case in layouts()}
@@ -419,6 +419,7 @@ def test_a_program_of_triton_is_one_kernel(results: Results) -> None:
         "activation.gated_backward_program": 4,
         "cross_entropy.normalizer_program": 1,
         "cross_entropy.gradient_program": 1,
+        "adamw.adamw_program": 9,
     }
 
 
@@ -487,7 +488,7 @@ def test_half_of_the_state_leaves_the_device_and_its_bytes_cross(reports: dict[s
     on_host = -(-parameters // 256) * 128
     assert plain["peak_holders"]["optimizer"] == pytest.approx(12 * parameters, rel=1e-5)
     assert half["peak_holders"]["optimizer"] == pytest.approx(12 * (parameters - on_host), rel=1e-5)
-    assert plain["peak_bytes"] - half["peak_bytes"] == pytest.approx(12 * on_host, rel=1e-5)
+    assert plain["peak_bytes"] - half["peak_bytes"] == pytest.approx(12 * on_host, rel=1e-3)
     file = "megatron/core/optimizer/cpu_offloading.py"
     # The first gradients come while the device updates its own part, and parameters go while gradients come.
     for copy in half["host_copies"]:
