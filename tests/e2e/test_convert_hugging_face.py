@@ -199,7 +199,16 @@ OTHERS = (
     *("mixtral", "neox", "phi3", "qwen3", "mistral", "olmo2", "gemma2", "qwen3_moe", "olmoe", "deepseek"),
     *("gpt_oss", "olmo3", "smollm3", "gemma", "qwen2_moe", "seed_oss", "glm4", "arcee", "starcoder2", "exaone4"),
     *("helium", "ernie4_5", "stablelm", "glm4_moe", "flex_olmo", "granite", "granite_moe", "cohere"),
-    *("stablelm_parallel", "olmo", "phi", "falcon", "falcon_two_norms", "cohere2", "nanochat", "deepseek_v2"),
+    *(
+        "stablelm_parallel",
+        "olmo",
+        "phi",
+        "falcon_multi_query",
+        "falcon_two_norms",
+        "cohere2",
+        "nanochat",
+        "deepseek_v2",
+    ),
     "qwen3_next",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import library
 
 CALLS: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
 
@@ -132,16 +133,16 @@ class Registered:
     dispatch_key = "CPU"
 
     def __init__(self) -> None:
-        self.library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self.registrations: Any = library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name, function in (
             ("_flash_attention_forward", flash_forward),
             ("_flash_attention_backward", flash_backward),
             ("_scaled_dot_product_flash_attention", sdpa_forward),
             ("_scaled_dot_product_flash_attention_backward", sdpa_backward),
         ):
-            self.library.impl(name, function, self.dispatch_key)
+            self.registrations.impl(name, function, self.dispatch_key)
 
     def remove(self) -> None:
-        assert self.library is not None
-        self.library._destroy()
-        self.library = None
+        assert self.registrations is not None
+        self.registrations._destroy()
+        self.registrations = None

@@ -488,7 +488,8 @@ def test_half_of_the_state_leaves_the_device_and_its_bytes_cross(reports: dict[s
     on_host = -(-parameters // 256) * 128
     assert plain["peak_holders"]["optimizer"] == pytest.approx(12 * parameters, rel=1e-5)
     assert half["peak_holders"]["optimizer"] == pytest.approx(12 * (parameters - on_host), rel=1e-5)
-    assert plain["peak_bytes"] - half["peak_bytes"] == pytest.approx(12 * on_host, rel=1e-3)
+    # AdamW's kernel reads one byte, whether to decay, of each 128 elements on the device.
+    assert plain["peak_bytes"] - half["peak_bytes"] == pytest.approx(12 * on_host + on_host // 128, rel=1e-5)
     file = "megatron/core/optimizer/cpu_offloading.py"
     # The first gradients come while the device updates its own part, and parameters go while gradients come.
     for copy in half["host_copies"]:

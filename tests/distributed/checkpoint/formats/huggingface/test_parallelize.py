@@ -47,14 +47,12 @@ TOLERANCE = 1e-5
 """How far logits may be off, relative to the largest."""
 # Of so many tokens at least so many are different.
 GREEDY_TOKENS, LEAST_DISTINCT = 16, 6
-REPETITIVE = ("granite", "falcon", "falcon_serial")
-"""Models of tied embeddings whose random layers change the last token's logits little."""
 LONG_GREEDY_TOKENS, LEAST_DISTINCT_OF_LONG = 64, 10
 # Of two key-value heads four ranks share each.
 SIZES = {kind: (1, 2, 4) if kind in ("llama_tied", "qwen_tied", "gpt2_untied") else (1, 2) for kind in KINDS}
 LENGTHS = {"gpt2": 300, "neo": 300, "ernie4_5": 200} | dict.fromkeys(("gpt2_untied", "llama_tied", "qwen_tied"), 80)
-"""Where other than 400, which is long enough for the slow rotary frequencies to turn far. At 400 positions of ERNIE the
-angles, which transformers computes in float32, differ too much."""
+"""Where other than 400, which is long enough for the slow rotary frequencies to turn far. At 400 positions
+transformers' logits of ERNIE differ by 2.2e-5 from those in float64, and ours by 4e-6: it computes angles in float32."""
 
 
 def prompt_of(kind: str) -> list[int]:
@@ -70,8 +68,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         model = save_model(kind, folder)
         logits = their_logits(model, tokens_of(kind, 2, LENGTHS.get(kind, 400)))
         tokens = their_greedy_tokens(model, prompt_of(kind), GREEDY_TOKENS)
-        least = 3 if kind in REPETITIVE else LEAST_DISTINCT
-        assert len(set(tokens)) >= least, f"{kind} repeats itself: agreeing with it would mean little"
+        assert len(set(tokens)) >= LEAST_DISTINCT, f"{kind} repeats itself: agreeing with it would mean little"
         results[kind] = (folder, logits, tokens)
     return results
 

@@ -482,7 +482,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "attention_multiplier": 0.7,
         "logits_scaling": 49.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     "granite_moe": {
         "class": "GraniteMoe",
@@ -540,13 +540,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": False,
     },
-    "falcon": {
+    "falcon_multi_query": {
         "class": "Falcon",
         **_DECODER,
         "ffn_hidden_size": 88,
         "num_attention_heads": 6,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     "falcon_two_norms": {
         "class": "Falcon",
@@ -567,7 +567,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "multi_query": False,
         "parallel_attn": False,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     "cohere2": {
         "class": "Cohere2",
