@@ -152,7 +152,19 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 f"{heads} Mamba-2 heads are not divisible by --mamba-num-groups {groups}; numbers of groups that work: "
                 f"{divisors(heads, heads)}"
             )
-        yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        elif heads % tensor:
+            yield (
+                f"{heads} Mamba-2 heads are not divisible by --tensor-model-parallel-size {tensor}; sizes that work: "
+                f"{divisors(heads, heads)}"
+            )
+        elif tensor % groups == 0:
+            # Several ranks share a group, and shard its state dimensions.
+            yield from _check_sharding("--mamba-num-groups x --mamba-state-dim", groups * hybrid.mamba_state_dim, tensor)
+        else:
+            yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        lower, upper = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
+        if upper is not None and lower > upper:
+            yield f"--mamba-dt-lower-limit {lower} is above --mamba-dt-upper-limit {upper}; use a smaller lower limit"
 
 
 def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
 
 ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
@@ -85,6 +85,16 @@ class HybridConfig(Config, in_args=False):
     """Groups of Mamba-2 heads that share B and C."""
     mamba_num_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """Number of Mamba-2 heads; by default 2 x hidden size / --mamba-head-dim."""
+    mamba_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE, needs=_PATTERN)
+    """Positions that the convolution of Mamba-2 covers, its own included."""
+    mamba_conv_bias: bool = flag(True, negative="--disable-mamba-conv-bias", role="weights", needs=_PATTERN)
+    """Add a bias to the convolution of Mamba-2. Off: use a convolution of Mamba-2 without bias."""
+    mamba_proj_bias: bool = flag(False, role="weights", needs=_PATTERN)
+    """Add biases to the input and output projections of Mamba-2."""
+    mamba_dt_lower_limit: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE, needs=_PATTERN)
+    """Clamp the step sizes dt of Mamba-2 to this value or more."""
+    mamba_dt_upper_limit: float | None = flag(None, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Clamp the step sizes dt of Mamba-2 to this value or less; by default they have no upper limit."""
 
     @property
     def is_hybrid(self) -> bool:

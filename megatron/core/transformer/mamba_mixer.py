@@ -12,15 +12,20 @@ from megatron.core.ops.linear_attention import selective_scan
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_shards
-from megatron.core.tensor_parallel import make_parameter
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    make_parameter,
+    sum_over_tensor_model_parallel_region,
+)
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution
-
-_CONVOLUTION_WIDTH = 4
+from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 
 
 class GroupNorm(torch.nn.Module):
     """RMSNorm over the channels of each group of heads, after the gate. Groups are sharded over tensor parallelism.
+
+    If there are fewer groups than tensor-parallel ranks, several ranks share a group. Forward and backward: an
+    all-reduce of one number per token and group.
 
     Shapes: ``x, gate: [..., inner/tp] -> [..., inner/tp]``.
     """
@@ -35,21 +40,33 @@ class GroupNorm(torch.nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.epsilon, self.group_width = config.norm_epsilon, inner // num_groups
+        self.tp, self.epsilon, self.num_groups = tp, config.norm_epsilon, num_groups
+        self.ranks_per_group = max(tp.size // num_groups, 1)
+        self.own_width = inner // num_groups // self.ranks_per_group
         spec = ParamSpec("weight", (inner,), even_shards((inner,), 0, tp.rank, tp.size), init_mean=1.0)
         self.weight = make_parameter((inner // tp.size,), spec, dtype, device)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         wide = arithmetic_dtype(x.dtype)
-        gated = (x.to(wide) * F.silu(gate.to(wide))).reshape(*x.shape[:-1], -1, self.group_width)
-        scale = torch.rsqrt(gated.square().mean(dim=-1, keepdim=True) + self.epsilon)
-        return (gated * scale).view(x.shape).to(x.dtype) * self.weight
+        gated = (x.to(wide) * F.silu(gate.to(wide))).reshape(*x.shape[:-1], -1, self.own_width)
+        mean = gated.square().mean(dim=-1, keepdim=True)
+        if self.ranks_per_group > 1:
+            mean = self._mean_of_group(mean)
+        return (gated * torch.rsqrt(mean + self.epsilon)).view(x.shape).to(x.dtype) * self.weight
+
+    def _mean_of_group(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the ranks that share this rank's group. Shapes: ``[..., 1, 1] -> [..., 1, 1]``."""
+        group = self.tp.rank // self.ranks_per_group
+        by_group = F.pad(own, (group, self.num_groups - 1 - group))
+        sums = sum_over_tensor_model_parallel_region(by_group, self.tp)
+        return sums[..., group : group + 1] / self.ranks_per_group
 
 
 class MambaMixer(RecurrentMixer):
     """Mamba-2 with a convolution over x, B and C, and a gated norm of its output.
 
-    The rows of the input projection are the gate z, x, B, C and the step sizes dt.
+    The rows of the input projection are the gate z, x, B, C and the step sizes dt. If there are fewer groups of heads
+    than tensor-parallel ranks, the state dimensions of B and C are sharded, and all-gathered before the scan.
     """
 
     def __init__(self, config: DecoderConfig, layer_number: int, tp: Group, device: torch.device | str) -> None:
@@ -60,12 +77,19 @@ class MambaMixer(RecurrentMixer):
         states = hybrid.mamba_num_groups * self.state_dim
         self.rows = (inner, inner, states, states, num_heads)
         self.conv1d = StackedConvolution(
-            (inner, states, states), _CONVOLUTION_WIDTH, tp, has_bias=True, dtype=self.dtype, device=device
+            (inner, states, states),
+            hybrid.mamba_conv_kernel_dim,
+            tp,
+            has_bias=hybrid.mamba_conv_bias,
+            dtype=self.dtype,
+            device=device,
         )
+        self.ranks_per_group = max(tp.size // hybrid.mamba_num_groups, 1)
+        self.dt_limits = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
         self._add_decay(num_heads)
         self.D = self._per_head("D", num_heads, init_mean=1.0)
         self.norm = GroupNorm(config, inner, hybrid.mamba_num_groups, tp, self.dtype, device)
-        self._add_projections(config, inner)
+        self._add_projections(config, inner, has_bias=hybrid.mamba_proj_bias)
 
     def mix(
         self,
@@ -80,7 +104,8 @@ class MambaMixer(RecurrentMixer):
         z, xbc, dt = mixed.transpose(0, 1).split_with_sizes((inner, inner + 2 * width, heads), dim=-1)
         of_conv, of_scan = (None, None) if states is None else states
         xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)
-        x, to_state, from_state = xbc.split_with_sizes((inner, width, width), dim=-1)
+        x, of_states = xbc.split_with_sizes((inner, 2 * width), dim=-1)
+        to_state, from_state = self._own_groups(of_states)
         y, scan_state = selective_scan(
             x.unflatten(-1, (-1, self.head_dim)),
             self.steps(dt, padding),
@@ -96,3 +121,25 @@ class MambaMixer(RecurrentMixer):
         if conv_state is None or scan_state is None:
             return output, ()
         return output, (conv_state, scan_state)
+
+    def _own_groups(self, of_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return B and C of the groups of this rank's heads.
+
+        Shapes: ``[b, s, 2 * rows/tp] -> [b, s, groups/tp * d_state]`` twice; of one group if several ranks share it.
+        """
+        if self.ranks_per_group == 1:
+            to_state, from_state = of_states.chunk(2, dim=-1)
+            return to_state, from_state
+        gathered = all_gather_last_dim_from_tensor_parallel_region(of_states, self.tp)
+        both = gathered.unflatten(-1, (self.tp.size, 2, -1)).movedim(-2, 0).flatten(-2)
+        first = self.tp.rank // self.ranks_per_group * self.state_dim
+        to_state, from_state = both[..., first : first + self.state_dim].unbind()
+        return to_state, from_state
+
+    def steps(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Return the step sizes as `RecurrentMixer` does, within their limits."""
+        steps = super().steps(x, None)
+        lower, upper = self.dt_limits
+        if lower > 0 or upper is not None:
+            steps = steps.clamp(lower, upper)
+        return without_padding(steps, padding)

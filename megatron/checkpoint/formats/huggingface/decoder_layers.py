@@ -186,7 +186,8 @@ class RotaryDecoderFamily:
     those of the architecture's configuration class, since its files may omit them. By default each head has its own
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
     names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
-    up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
+    up, and down, within ``mlp_name``. ``native_layers`` is the number of our layers per layer of theirs: 2 if ours have
+    one part each, a mixer or a feed-forward. ``expert_names`` is None if the files stack the experts as a model in memory does.
     ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
     """
 
@@ -205,6 +206,8 @@ class RotaryDecoderFamily:
     epsilon_name = "rms_norm_eps"
     attention_output = "o_proj"
     final_norm = "norm"
+    native_layers = 1
+    mlp_name = "mlp"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     expert_names: ExpertNames | None = ExpertNames()
     names_in_memory: tuple[tuple[str, str], ...] = ()
@@ -274,7 +277,7 @@ class RotaryDecoderFamily:
             "intermediate_size": config.ffn_hidden_size,
             "max_position_embeddings": config.max_position_embeddings,
             "num_attention_heads": config.num_attention_heads,
-            "num_hidden_layers": config.num_layers,
+            "num_hidden_layers": config.num_layers // self.native_layers,
             "num_key_value_heads": config.num_query_groups,
             self.epsilon_name: config.norm_epsilon,
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
@@ -291,7 +294,7 @@ class RotaryDecoderFamily:
             "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
         )
         for layer in range(config.num_layers):
-            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
+            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer // self.native_layers}."
             yield from self.layer_links(config, ours, theirs, config.layer_parts[layer])
         yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}{self.final_norm}")
         if config.untie_embeddings_and_output_weights:
@@ -308,7 +311,7 @@ class RotaryDecoderFamily:
         width, ffn = config.hidden_size, config.ffn_hidden_size
         for number, name in enumerate(self.mlp_names[:-1]):
             for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.add_bias_linear else 1]:
-                native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}mlp.{name}.{kind}"
+                native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}{self.mlp_name}.{name}.{kind}"
                 yield rows(native, number * ffn, foreign, 0, ffn, trailing)
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -347,13 +350,19 @@ class RotaryDecoderFamily:
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
         """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
-        yield from self.mixer_links(config, ours, theirs, parts)
+        if parts.mixer is not None:
+            yield from self.mixer_links(config, ours, theirs, parts)
         if parts.feed_forward == MOE:
             yield from self.expert_layer_links(config, ours, theirs)
-        else:
+        elif parts.feed_forward is not None:
+            down = f"{theirs}{self.mlp_name}.{self.mlp_names[-1]}"
             yield from self.fc1_links(config, ours, theirs)
-            yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
-        for name, their_name in self.norm_names[: 1 if config.shared_parallel_norm else None]:
+            yield from linear_links(config, f"{ours}mlp.linear_fc2", down, (width, ffn))
+        names = self.norm_names[: 1 if config.shared_parallel_norm else None]
+        if not all(parts):
+            # A layer with one part has one norm, under the name of the first.
+            names = ((names[0][0], names[0 if parts.mixer else -1][1]),)
+        for name, their_name in names:
             yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:

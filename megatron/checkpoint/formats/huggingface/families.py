@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
+from megatron.checkpoint.formats.huggingface.bamba import BambaFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
@@ -20,6 +21,7 @@ from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
+from megatron.checkpoint.formats.huggingface.granite_hybrid import GraniteMoeHybridFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
@@ -86,6 +88,8 @@ FAMILIES: tuple[Family, ...] = (
     NanoChatFamily(),
     DeepseekV2Family(),
     Qwen3NextFamily(),
+    BambaFamily(),
+    GraniteMoeHybridFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -116,6 +116,20 @@ DEEPSEEK_V2 = LLAMA | {
     "num_experts_per_tok": 6,
     "rms_norm_eps": 1e-6,
 }
+BAMBA = LLAMA | {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+GRANITE_HYBRID = LLAMA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from tests.unit.checkpoint.formats.huggingface.family_settings import (
     ARCEE,
+    BAMBA,
     COHERE,
     COHERE2,
     DEEPSEEK,
@@ -33,6 +35,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GPT2,
     GPT_OSS,
     GRANITE,
+    GRANITE_HYBRID,
     GRANITE_MOE,
     HELIUM,
     LLAMA,
@@ -228,6 +231,12 @@ MODELS = [
     QWEN3_NEXT | {"layer_types": ["full_attention", "linear_attention"] * 2 + ["full_attention"], "head_dim": 16},
     QWEN3_NEXT | {"full_attention_interval": 6, "norm_topk_prob": False, "mlp_only_layers": [1], "rope_scaling": YARN},
     QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
+    BAMBA | {"mamba_d_conv": 2, "mamba_conv_bias": False, "mamba_proj_bias": True, "z_loss_coefficient": 0.01},
+    BAMBA | {"attn_layer_indices": [0, 1, 2], "rope_parameters": {"partial_rotary_factor": 0.25} | YARN},
+    BAMBA | {"time_step_limit": [0.01, 2], "attention_bias": True, "mlp_bias": True, "mamba_n_groups": 4},
+    GRANITE_HYBRID | {"logits_scaling": 6.0, "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+    GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "time_step_limit": [0.1, math.inf]},
+    GRANITE_HYBRID | {"num_local_experts": 0, "layer_types": ["full_attention"] * 3},
 ]
 
 
@@ -304,6 +313,8 @@ FAMILY_SETTINGS = [
     NANOCHAT,
     DEEPSEEK_V2,
     QWEN3_NEXT,
+    BAMBA | {"mamba_proj_bias": True},
+    GRANITE_HYBRID,
 ]
 
 
@@ -446,6 +457,16 @@ REFUSED = [
     ),
     (QWEN3_NEXT, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
     (QWEN3_NEXT, {"linear_num_key_heads": 4}, "linear_num_value_heads 6 is not divisible by linear_num_key_heads 4"),
+    (BAMBA, {"mamba_d_head": 8}, "mamba_n_heads 8 x mamba_d_head 8 is not mamba_expand x hidden_size 96"),
+    (BAMBA, {"mamba_n_groups": 3}, "mamba_n_heads 8 is not divisible by mamba_n_groups 3"),
+    (BAMBA, {"time_step_limit": [0.1]}, "time_step_limit is [0.1]; two numbers"),
+    (BAMBA, {"time_step_limit": [1.0, 0.1]}, "time_step_limit is [1.0, 0.1]; two numbers"),
+    (BAMBA, {"attn_layer_indices": ["1"]}, "attn_layer_indices is ['1']; a list of layer numbers"),
+    (BAMBA, {"mlp_bias": True}, "mlp_bias is true, but only false is supported: it must be equal to attention_bias"),
+    (BAMBA, {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, but only 0.5 is supported"),
+    (GRANITE_HYBRID, {"attention_bias": True}, "attention_bias is true"),
+    (GRANITE_HYBRID, {"layer_types": ["mamba"] * 2}, "layer_types has 2 entries, but the model has 3 layers"),
+    (GRANITE_HYBRID, {"layer_types": ["moe"] * 3}, "layer_types contains moe; supported values are linear_attention"),
     (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias is true"),
     (SEED_OSS, {"mlp_bias": True}, "mlp_bias is true"),
     (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),
