@@ -210,7 +210,7 @@ OTHERS = (
         "deepseek_v2",
     ),
     "qwen3_next",
-    *("bamba", "granite_hybrid", "granite_hybrid_dense"),
+    *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

@@ -123,9 +123,9 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
     yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
     for expert in range(count):
         of_expert = f"{theirs}{names.experts}.{expert}."
-        gated = f"{ours}mlp.experts.linear_fc1.weight"
-        yield one_of(gated, expert, 0, f"{of_expert}{names.gate}.weight", (ffn, width))
-        yield one_of(gated, expert, ffn, f"{of_expert}{names.up}.weight", (ffn, width))
+        for number, name in enumerate((names.gate, names.up)[0 if config.is_gated else 1 :]):
+            first = f"{ours}mlp.experts.linear_fc1.weight"
+            yield one_of(first, expert, number * ffn, f"{of_expert}{name}.weight", (ffn, width))
         yield one_of(f"{ours}mlp.experts.linear_fc2.weight", expert, 0, f"{of_expert}{names.down}.weight", (width, ffn))
 
 
@@ -135,9 +135,9 @@ def shared_expert_links(
     """Yield the links of a layer's shared expert, which has the given name in the files."""
     width, ffn = config.hidden_size, config.moe.moe_shared_expert_intermediate_size
     assert ffn is not None
-    gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}{name}."
-    yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))
-    yield rows(gated, ffn, f"{of_shared}up_proj.weight", 0, ffn, (width,))
+    first, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}{name}."
+    for number, part in enumerate(("gate_proj", "up_proj")[0 if config.is_gated else 1 :]):
+        yield rows(first, number * ffn, f"{of_shared}{part}.weight", 0, ffn, (width,))
     yield whole(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{of_shared}down_proj.weight", (width, ffn))
 
 
@@ -165,8 +165,10 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
         if of_router:
             found[f"{layer}.{names.router}.{kind}"] = weight
             continue
-        layer, of_experts, kind = name.partition(f".{_IN_MEMORY.experts}.")
-        parts = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}.get(kind)
+        place = names.experts if f".{names.experts}." in name else _IN_MEMORY.experts
+        layer, of_experts, kind = name.partition(f".{place}.")
+        stacked = {"gate_up_proj": (names.gate, names.up), "up_proj": (names.up,), "down_proj": (names.down,)}
+        parts = stacked.get(kind)
         if not of_experts or parts is None:
             found[name] = weight
             continue
@@ -187,8 +189,8 @@ class RotaryDecoderFamily:
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
     names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
     up, and down, within ``mlp_name``. ``native_layers`` is the number of our layers per layer of theirs: 2 if ours have
-    one part each, a mixer or a feed-forward. ``expert_names`` is None if the files stack the experts as a model in memory does.
-    ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
+    one part each, a mixer or a feed-forward. ``expert_names`` is None if the files stack the experts as a model in
+    memory does. ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
     """
 
     model_type: str
@@ -204,6 +206,8 @@ class RotaryDecoderFamily:
     activation = ("hidden_act", "silu", "swiglu")
     """Setting of the activation, its only supported value, and the corresponding flag."""
     epsilon_name = "rms_norm_eps"
+    embedding_name = "embed_tokens"
+    attention_name = "self_attn"
     attention_output = "o_proj"
     final_norm = "norm"
     native_layers = 1
@@ -290,9 +294,8 @@ class RotaryDecoderFamily:
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
         """Yield every link, in the order of the tensors in their model."""
         width, prefix = config.hidden_size, self.base_prefix
-        yield whole(
-            "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
-        )
+        embedding = f"{prefix}{self.embedding_name}.weight"
+        yield whole("model.embedding.word_embeddings.weight", embedding, (config.vocab_size, width))
         for layer in range(config.num_layers):
             ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer // self.native_layers}."
             yield from self.layer_links(config, ours, theirs, config.layer_parts[layer])
@@ -323,7 +326,7 @@ class RotaryDecoderFamily:
                 for part, native_start, foreign_start, count in fused:
                     if part == name:
                         native = f"{ours}self_attention.linear_qkv.{kind}"
-                        foreign = f"{theirs}self_attn.{name}_proj.{kind}"
+                        foreign = f"{theirs}{self.attention_name}.{name}_proj.{kind}"
                         yield rows(native, native_start, foreign, foreign_start, count, trailing)
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -342,7 +345,7 @@ class RotaryDecoderFamily:
         """Yield the links of a layer's attention."""
         yield from self.attention_links(config, ours, theirs)
         projection = (config.hidden_size, config.context_size)
-        output = f"{theirs}self_attn.{self.attention_output}"
+        output = f"{theirs}{self.attention_name}.{self.attention_output}"
         yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)

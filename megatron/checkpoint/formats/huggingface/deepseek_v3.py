@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ExpertNames,
     RotaryDecoderFamily,
     expert_fields,
     layer_frequency,
@@ -30,6 +31,8 @@ class SharedExpertFamily(RotaryDecoderFamily):
     """
 
     expert_defaults: Mapping[str, Any]
+    expert_names: ExpertNames = ExpertNames()
+    shared_name = "mlp.shared_experts"
 
     def experts_of(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MoE and MTP; reject unsupported settings."""
@@ -102,10 +105,10 @@ class SharedExpertFamily(RotaryDecoderFamily):
         """Yield the links of router, experts, shared expert and the router's expert bias."""
         yield from super().expert_layer_links(config, ours, theirs)
         if config.moe.moe_router_enable_expert_bias:
-            bias = f"{theirs}mlp.gate.e_score_correction_bias"
+            bias = f"{theirs}{self.expert_names.router}.e_score_correction_bias"
             yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
         if config.moe.moe_shared_expert_intermediate_size is not None:
-            yield from shared_expert_links(config, ours, theirs)
+            yield from shared_expert_links(config, ours, theirs, self.shared_name)
 
 
 class DeepseekV3Family(SharedExpertFamily):

@@ -26,6 +26,7 @@ from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
+from megatron.checkpoint.formats.huggingface.nemotron_h import NemotronHFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
     Olmo2Family,
@@ -90,6 +91,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3NextFamily(),
     BambaFamily(),
     GraniteMoeHybridFamily(),
+    NemotronHFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

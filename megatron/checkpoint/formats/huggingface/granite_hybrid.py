@@ -9,12 +9,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import expert_fields
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import count_of
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.granite import GraniteMoeFamily
-from megatron.checkpoint.formats.huggingface.mamba_layers import (
-    LINEAR,
-    MambaDecoderFamily,
-    read_mixers,
-    written_mixers,
-)
+from megatron.checkpoint.formats.huggingface.mamba_layers import MambaDecoderFamily, read_mixers, written_mixers
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -32,8 +27,7 @@ class GraniteMoeHybridFamily(MambaDecoderFamily, GraniteMoeFamily):
         """Return the fields of multipliers, layers, positions and MoE; reject biases."""
         settings.require("attention_bias", False, False, "attention biases are not supported")
         experts, shared = count_of(settings, "num_local_experts", 8), settings.integer("shared_intermediate_size", 1024)
-        mixers = read_mixers(settings, [LINEAR] * min(settings.integer("num_hidden_layers"), 100_000))
-        fields = self.multipliers(settings) | self.layers_of(settings, mixers, "E" if experts else "-")
+        fields = self.multipliers(settings) | self.layers_of(settings, read_mixers(settings), "E" if experts else "-")
         if settings.text("position_embedding_type", "") != "rope":
             fields["position_embedding_type"] = "none"
         if not experts:

@@ -16,22 +16,34 @@ from megatron.core.transformer import ATTENTION, MAMBA, LayerParts
 LINEAR = "linear_attention"
 _INFINITY = {"__float__": "Infinity"}
 """Infinity as transformers 5 writes it."""
-_KINDS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*"}
-"""Symbols of kinds of layers, by their names in transformers 5 and 4."""
+_OLDER_NAMES = {"mamba": LINEAR, "attention": FULL}
+"""Names of kinds of layers in transformers 5, by their names in transformers 4."""
 
 
-def read_mixers(settings: Settings, default: Sequence[str]) -> str:
-    """Return the symbols of the layers' mixers according to ``layer_types`` or its other name, or else the default."""
-    name = next((name for name in ("layer_types", "layers_block_type") if settings.values.get(name) is not None), None)
-    kinds = default if name is None else settings.values[name]
-    kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
-    unknown = sorted({str(kind) for kind in kinds if kind not in _KINDS})
+def read_kinds(settings: Settings, name: str, kinds: Any, symbols: Mapping[str, str]) -> str:
+    """Return the symbols of the layers of a list of their kinds, which a string may already contain.
+
+    ``name`` is the name of the setting.
+    """
+    if isinstance(kinds, str) and set(kinds) <= set(symbols.values()):
+        return kinds
+    listed = [_OLDER_NAMES.get(kind, kind) for kind in map(str, kinds if isinstance(kinds, list) else [kinds])]
+    unknown = sorted({kind for kind in listed if kind not in symbols})
     if unknown:
-        settings.refuse(f"{name} contains {', '.join(unknown)}; supported values are {LINEAR} and {FULL}")
-    elif len(kinds) != settings.integer("num_hidden_layers"):
-        layers = settings.integer("num_hidden_layers")
-        settings.refuse(f"{name} has {len(kinds)} entries, but the model has {layers} layers")
-    return "".join(_KINDS.get(kind, "M") for kind in kinds)
+        settings.refuse(f"{name} contains {', '.join(unknown)}; supported values are {', '.join(symbols)}")
+    return "".join(symbols.get(kind, "*") for kind in listed)
+
+
+def read_mixers(settings: Settings) -> str:
+    """Return the symbols of the layers' mixers according to ``layer_types`` or its other name; Mamba-2 by default."""
+    layers, name = min(settings.integer("num_hidden_layers"), 100_000), "layer_types"
+    if settings.values.get(name) is None:
+        name = "layers_block_type"
+    kinds = settings.values.get(name)
+    mixers = read_kinds(settings, name, [LINEAR] * layers if kinds is None else kinds, {LINEAR: "M", FULL: "*"})
+    if len(mixers) != layers:
+        settings.refuse(f"{name} has {len(mixers)} entries, but the model has {layers} layers")
+    return mixers
 
 
 def written_mixers(config: GPTConfig) -> list[str]:

@@ -130,6 +130,13 @@ GRANITE_HYBRID = LLAMA | {
     "mamba_n_heads": 8,
     "mamba_d_state": 10,
 }
+NEMOTRON_H = LLAMA | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M*",
+    "n_groups": 2,
+    "mamba_num_heads": 8,
+}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

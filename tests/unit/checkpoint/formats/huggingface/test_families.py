@@ -43,6 +43,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     MISTRAL,
     MIXTRAL,
     NANOCHAT,
+    NEMOTRON_H,
     NEO,
     NEOX,
     OLMO,
@@ -237,6 +238,9 @@ MODELS = [
     GRANITE_HYBRID | {"logits_scaling": 6.0, "time_step_limit": [0.0, {"__float__": "Infinity"}]},
     GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "time_step_limit": [0.1, math.inf]},
     GRANITE_HYBRID | {"num_local_experts": 0, "layer_types": ["full_attention"] * 3},
+    NEMOTRON_H | {"use_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_min": 0.02},
+    NEMOTRON_H | {"layers_block_type": ["attention", "moe", "mamba"], "routed_scaling_factor": 2.5, "head_dim": 16},
+    NEMOTRON_H | {"hybrid_override_pattern": "*-*-"},
 ]
 
 
@@ -315,6 +319,7 @@ FAMILY_SETTINGS = [
     QWEN3_NEXT,
     BAMBA | {"mamba_proj_bias": True},
     GRANITE_HYBRID,
+    NEMOTRON_H | {"hybrid_override_pattern": "M-*E"},
 ]
 
 
@@ -467,6 +472,11 @@ REFUSED = [
     (GRANITE_HYBRID, {"attention_bias": True}, "attention_bias is true"),
     (GRANITE_HYBRID, {"layer_types": ["mamba"] * 2}, "layer_types has 2 entries, but the model has 3 layers"),
     (GRANITE_HYBRID, {"layer_types": ["moe"] * 3}, "layer_types contains moe; supported values are linear_attention"),
+    (NEMOTRON_H, {"mlp_bias": True}, "mlp_bias is true"),
+    (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    (NEMOTRON_H, {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"'),
+    (NEMOTRON_H, {"hybrid_override_pattern": "MX"}, "layers_block_type contains MX; supported values are linear_att"),
+    (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads is not divisible by n_groups 3"),
     (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias is true"),
     (SEED_OSS, {"mlp_bias": True}, "mlp_bias is true"),
     (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),

@@ -702,7 +702,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "class": "NemotronH",
         **_DECODER,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "head_dim": 12,
@@ -712,7 +712,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 10,
         "conv_kernel": 3,
-        "time_step_min": 0.04,
         "n_routed_experts": 8,
         "n_group": 2,
         "topk_group": 1,

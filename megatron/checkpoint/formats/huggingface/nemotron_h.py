@@ -1,0 +1,112 @@
+"""Nemotron-H: layers of one part each, Mamba-2, attention without positions, MLP or experts, by a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, ExpertNames, RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.deepseek_v3 import SharedExpertFamily
+from megatron.checkpoint.formats.huggingface.family import TensorLink
+from megatron.checkpoint.formats.huggingface.mamba_layers import LINEAR, mamba_links, read_kinds
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.config_base import field_value
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import MAMBA, LayerParts
+
+_KINDS = {LINEAR: "M", "moe": "E", FULL: "*", "mlp": "-"}
+_OTHER_NAMES = {
+    **{"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups"},
+    **{"mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias"},
+}
+_MAMBA = {
+    **{"mamba_num_heads": ("mamba_num_heads", 128), "mamba_head_dim": ("mamba_head_dim", 64)},
+    **{"n_groups": ("mamba_num_groups", 8), "ssm_state_size": ("mamba_state_dim", 128)},
+    **{"conv_kernel": ("mamba_conv_kernel_dim", 4)},
+}
+"""Our names of the sizes of Mamba-2, and their defaults, by their names."""
+
+
+class NemotronHFamily(SharedExpertFamily):
+    """Nemotron-H and Nemotron 3 (``NemotronHForCausalLM``)."""
+
+    model_type = "nemotron_h"
+    architecture = "NemotronHForCausalLM"
+    base_prefix = "backbone."
+    names_in_memory = (("model.", "backbone."),)
+    default_positions, default_groups, default_head_dim = 4096, 8, 128
+    default_epsilon, epsilon_name = 1e-5, "layer_norm_epsilon"
+    activation = ("mlp_hidden_act", "relu2", "squared_relu")
+    embedding_name, final_norm, attention_name, mlp_name = "embeddings", "norm_f", "mixer", "mixer"
+    mlp_names = ("up_proj", "down_proj")
+    norm_names = (("input_layernorm", "norm"),)
+    expert_names = ExpertNames("mixer.gate", "mixer.experts")
+    shared_name = "mixer.shared_experts"
+    expert_defaults: Mapping[str, Any] = MappingProxyType(
+        {"moe_intermediate_size": 7688, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+        | {"routed_scaling_factor": 1.0}
+    )
+
+    def read_config(self, settings: Settings) -> GPTConfig:
+        """Return the model configuration; the number of layers is the number of their kinds."""
+        values = dict(settings.values)
+        values |= {name: values[other] for other, name in _OTHER_NAMES.items() if other in values}
+        kinds = values.get("layers_block_type") or values.get("hybrid_override_pattern") or list(_KINDS)
+        symbols = read_kinds(settings, "layers_block_type", kinds, _KINDS)
+        values |= {"hybrid_override_pattern": symbols, "num_hidden_layers": len(symbols)}
+        return super().read_config(Settings(values, settings.place, settings.problems, settings.tensor_names))
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return no fields: attention has no positions."""
+        return {}
+
+    def layers_with_experts(self, settings: Settings) -> str:
+        """Return the default of ``--moe-layer-freq``: the pattern says which layers have experts."""
+        return "1"
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of layers, Mamba-2 and MoE; reject biases, experts of latent vectors and tied weights."""
+        for name in ("attention_bias", "mlp_bias"):
+            settings.require(name, False, False, "biases of attention and MLP are not supported")
+        settings.require("tie_word_embeddings", False, False, "the architecture has an output layer of its own")
+        settings.require("mamba_hidden_act", "silu", "silu", "it is the activation of the convolution")
+        settings.require("moe_latent_size", None, None, "experts of latent vectors are not supported")
+        pattern = settings.text("hybrid_override_pattern", "")
+        fields: dict[str, Any] = {"hybrid_override_pattern": pattern, "position_embedding_type": "none"}
+        if "M" in pattern:
+            fields |= {ours: settings.integer(name, usual) for name, (ours, usual) in _MAMBA.items()}
+            fields["mamba_conv_bias"] = settings.switch("use_conv_bias", True)
+            fields["mamba_proj_bias"] = settings.switch("use_bias", False)
+            # transformers limits the step size in the scan by the least initial one.
+            fields["mamba_dt_lower_limit"] = settings.number("time_step_min", 0.001)
+            if fields["mamba_num_heads"] % fields["mamba_num_groups"]:
+                settings.refuse(f"mamba_num_heads is not divisible by n_groups {fields['mamba_num_groups']}")
+        if "E" in pattern:
+            shared = settings.integer("moe_shared_expert_intermediate_size", 7688)
+            fields |= self.experts_of(settings) | {"moe_shared_expert_intermediate_size": shared}
+            fields["mtp_num_layers"] = None
+        return fields
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        parent = RotaryDecoderFamily if config.moe.num_experts is None else SharedExpertFamily
+        names = {symbol: kind for kind, symbol in _KINDS.items()}
+        settings = parent.write_settings(self, config) | {
+            **{name: field_value(config, ours) for name, (ours, _) in _MAMBA.items()},
+            "layers_block_type": [names.get(symbol, "mlp") for symbol in config.hybrid_layers.replace(" ", "")],
+            "mamba_num_heads": config.hybrid.mamba_heads(config.hidden_size),
+            "time_step_min": config.hybrid.mamba_dt_lower_limit,
+            "use_bias": config.hybrid.mamba_proj_bias,
+            "use_conv_bias": config.hybrid.mamba_conv_bias,
+        }
+        if config.moe.num_experts is not None:
+            settings["moe_shared_expert_intermediate_size"] = config.moe.moe_shared_expert_intermediate_size or 1
+        return {name: value for name, value in settings.items() if not name.startswith("rope_")}
+
+    def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
+        """Yield the links of a layer's attention or Mamba-2."""
+        if parts.mixer == MAMBA:
+            yield from mamba_links(config, f"{ours}mixer.", f"{theirs}mixer.")
+        else:
+            yield from super().mixer_links(config, ours, theirs, parts)
