@@ -210,7 +210,7 @@ OTHERS = (
         "deepseek_v2",
     ),
     "qwen3_next",
-    *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h"),
+    *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

@@ -10,6 +10,7 @@ from megatron.core.config_base import field_specs
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,
+    ATTENTION_AND_MAMBA,
     GATED_ACTIVATIONS,
     GATED_DELTA_NET,
     MAMBA,
@@ -18,8 +19,8 @@ from megatron.core.transformer import (
     LayerParts,
 )
 
-_PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
-_NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
+_PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_", ATTENTION_AND_MAMBA: "parallel_"}
+_NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2", ATTENTION_AND_MAMBA: "attention and Mamba-2 in one"}
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq"),
@@ -114,12 +115,14 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     if not parts:
         return
     used = {each.mixer for each in parts}
+    if ATTENTION_AND_MAMBA in used:
+        used |= {ATTENTION, MAMBA}
     for spec in field_specs(HybridConfig):
         for mixer, prefix in _PREFIXES.items():
             value = getattr(hybrid, spec.name)
             is_idle = spec.name.startswith(prefix) and value != spec.default and mixer not in used
             # Another check reports flags of Mamba-2 without a pattern.
-            is_checked = mixer == MAMBA and hybrid.hybrid_override_pattern is None
+            is_checked = mixer in (MAMBA, ATTENTION_AND_MAMBA) and hybrid.hybrid_override_pattern is None
             if is_idle and not is_checked and spec.name != "linear_attention_freq":
                 yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]} layer; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
@@ -158,10 +161,17 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 f"{divisors(heads, heads)}"
             )
         elif tensor % groups == 0:
-            # Several ranks share a group, and shard its state dimensions.
-            yield from _check_sharding("--mamba-num-groups x --mamba-state-dim", groups * hybrid.mamba_state_dim, tensor)
+            if groups * hybrid.mamba_state_dim % tensor:
+                yield (
+                    f"--mamba-num-groups {groups} x --mamba-state-dim {hybrid.mamba_state_dim} is not divisible by "
+                    f"--tensor-model-parallel-size {tensor}, whose ranks share a group; use another size"
+                )
         else:
             yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        multipliers = hybrid.mamba_multipliers
+        if len(multipliers) != 5 or min(multipliers) <= 0:
+            given = " ".join(map(str, multipliers))
+            yield f"--mamba-multipliers {given}: five numbers greater than 0 are expected, of z, x, B, C and dt"
         lower, upper = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
         if upper is not None and lower > upper:
             yield f"--mamba-dt-lower-limit {lower} is above --mamba-dt-upper-limit {upper}; use a smaller lower limit"

@@ -14,6 +14,7 @@ from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
 
 ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
+ATTENTION_AND_MAMBA = "attention_and_mamba"
 MLP, MOE = "mlp", "moe"
 
 _VARIANT, _PATTERN = "experimental_attention_variant", "hybrid_override_pattern"
@@ -25,11 +26,16 @@ class LayerParts(NamedTuple):
     mixer: str | None
     feed_forward: str | None
 
+    @property
+    def has_attention(self) -> bool:
+        return self.mixer in (ATTENTION, ATTENTION_AND_MAMBA)
+
 
 SYMBOLS = {
     "M": LayerParts(MAMBA, None),
     "*": LayerParts(ATTENTION, None),
     "G": LayerParts(GATED_DELTA_NET, None),
+    "P": LayerParts(ATTENTION_AND_MAMBA, None),
     "-": LayerParts(None, MLP),
     "E": LayerParts(None, MOE),
 }
@@ -75,8 +81,8 @@ class HybridConfig(Config, in_args=False):
     """Number of value heads of linear attention, a multiple of the key heads."""
 
     hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
-    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, - MLP, E
-    experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
+    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, P attention
+    and Mamba-2 in parallel, - MLP, E experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
     mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """State dimension of Mamba-2."""
     mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)
@@ -95,6 +101,18 @@ class HybridConfig(Config, in_args=False):
     """Clamp the step sizes dt of Mamba-2 to this value or more."""
     mamba_dt_upper_limit: float | None = flag(None, role="meaning", bounds=POSITIVE, needs=_PATTERN)
     """Clamp the step sizes dt of Mamba-2 to this value or less; by default they have no upper limit."""
+    mamba_norm: str = flag(
+        "after-gate", choices=("after-gate", "before-gate", "none"), role="shape", needs=_PATTERN
+    )
+    """Normalize the output of Mamba-2 after its gate, before its gate, or not at all."""
+    mamba_multipliers: tuple[float, ...] = flag(
+        (1.0,) * 5, nargs="+", metavar="X", role="meaning", bounds=None, needs=_PATTERN
+    )
+    """Multipliers of the gate z, x, B, C and the step sizes dt of Mamba-2 after the input projection: five numbers."""
+    parallel_attention_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Multiplier of the output of attention in parallel with Mamba-2."""
+    parallel_mamba_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Multiplier of the output of Mamba-2 in parallel with attention."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -114,7 +132,7 @@ class HybridConfig(Config, in_args=False):
         return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
 
     def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
-        """Return the multiply-adds per token of a gated delta-net or Mamba-2: of its GEMMs, and of the recurrence.
+        """Return the multiply-adds per token of the recurrent part of a mixer: of its GEMMs, and of the recurrence.
 
         The recurrence is counted with its convolution as Megatron-LM does.
         """
@@ -123,6 +141,8 @@ class HybridConfig(Config, in_args=False):
             convolution = self.linear_conv_kernel_dim * (2 * keys + values)
             gemms = hidden_size * (2 * keys + 2 * values + 2 * heads) + values * hidden_size
             return gemms, convolution + 4 * values * self.linear_key_head_dim
+        if mixer == ATTENTION:
+            return 0, 0.0
         heads = self.mamba_heads(hidden_size)
         inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
         return hidden_size * (3 * inner + 2 * states + heads), 3.5 * inner * self.mamba_state_dim

@@ -21,38 +21,41 @@ from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 
 
-class GroupNorm(torch.nn.Module):
-    """RMSNorm over the channels of each group of heads, after the gate. Groups are sharded over tensor parallelism.
+class GatedNorm(torch.nn.Module):
+    """RMSNorm over the channels of each group of heads after or before the gate, or the gate alone.
 
-    If there are fewer groups than tensor-parallel ranks, several ranks share a group. Forward and backward: an
-    all-reduce of one number per token and group.
+    Groups are sharded over tensor parallelism. If there are fewer groups than tensor-parallel ranks, several ranks
+    share a group. Forward and backward: an all-reduce of one number per token and group.
 
     Shapes: ``x, gate: [..., inner/tp] -> [..., inner/tp]``.
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        inner: int,
-        num_groups: int,
-        tp: Group,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: DecoderConfig, inner: int, tp: Group, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.tp, self.epsilon, self.num_groups = tp, config.norm_epsilon, num_groups
-        self.ranks_per_group = max(tp.size // num_groups, 1)
-        self.own_width = inner // num_groups // self.ranks_per_group
-        spec = ParamSpec("weight", (inner,), even_shards((inner,), 0, tp.rank, tp.size), init_mean=1.0)
-        self.weight = make_parameter((inner // tp.size,), spec, dtype, device)
+        self.kind, self.num_groups = config.hybrid.mamba_norm, config.hybrid.mamba_num_groups
+        self.tp, self.epsilon = tp, config.norm_epsilon
+        self.ranks_per_group = max(tp.size // self.num_groups, 1)
+        self.own_width = inner // self.num_groups // self.ranks_per_group
+        self.weight: torch.nn.Parameter | None = None
+        if self.kind != "none":
+            spec = ParamSpec("weight", (inner,), even_shards((inner,), 0, tp.rank, tp.size), init_mean=1.0)
+            self.weight = make_parameter((inner // tp.size,), spec, dtype, device)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         wide = arithmetic_dtype(x.dtype)
-        gated = (x.to(wide) * F.silu(gate.to(wide))).reshape(*x.shape[:-1], -1, self.own_width)
+        opened, gated = F.silu(gate.to(wide)), x.to(wide)
+        if self.kind != "before-gate":
+            gated = gated * opened
+        if self.weight is None:
+            return gated.to(x.dtype)
+        gated = gated.reshape(*x.shape[:-1], -1, self.own_width)
         mean = gated.square().mean(dim=-1, keepdim=True)
         if self.ranks_per_group > 1:
             mean = self._mean_of_group(mean)
-        return (gated * torch.rsqrt(mean + self.epsilon)).view(x.shape).to(x.dtype) * self.weight
+        normalized = (gated * torch.rsqrt(mean + self.epsilon)).view(x.shape).to(x.dtype) * self.weight
+        return normalized if self.kind == "after-gate" else (normalized * opened).to(x.dtype)
 
     def _mean_of_group(self, own: torch.Tensor) -> torch.Tensor:
         """Return the mean over the ranks that share this rank's group. Shapes: ``[..., 1, 1] -> [..., 1, 1]``."""
@@ -85,10 +88,11 @@ class MambaMixer(RecurrentMixer):
             device=device,
         )
         self.ranks_per_group = max(tp.size // hybrid.mamba_num_groups, 1)
+        self.multipliers = hybrid.mamba_multipliers
         self.dt_limits = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
         self._add_decay(num_heads)
         self.D = self._per_head("D", num_heads, init_mean=1.0)
-        self.norm = GroupNorm(config, inner, hybrid.mamba_num_groups, tp, self.dtype, device)
+        self.norm = GatedNorm(config, inner, tp, self.dtype, device)
         self._add_projections(config, inner, has_bias=hybrid.mamba_proj_bias)
 
     def mix(
@@ -100,7 +104,10 @@ class MambaMixer(RecurrentMixer):
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        inner, _, width, _, heads = (rows // self.tp.size for rows in self.rows)
+        rows = [count // self.tp.size for count in self.rows]
+        inner, _, width, _, heads = rows
+        if set(self.multipliers) != {1.0}:
+            mixed = mixed * torch.cat([mixed.new_full((count,), x) for count, x in zip(rows, self.multipliers)])
         z, xbc, dt = mixed.transpose(0, 1).split_with_sizes((inner, inner + 2 * width, heads), dim=-1)
         of_conv, of_scan = (None, None) if states is None else states
         xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)

@@ -14,6 +14,7 @@ from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
+from megatron.checkpoint.formats.huggingface.falcon_h1 import FalconH1Family
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
@@ -92,6 +93,7 @@ FAMILIES: tuple[Family, ...] = (
     BambaFamily(),
     GraniteMoeHybridFamily(),
     NemotronHFamily(),
+    FalconH1Family(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

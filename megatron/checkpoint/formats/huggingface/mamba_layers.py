@@ -82,7 +82,7 @@ def mamba_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLin
         "conv1d.weight": (channels, 1, hybrid.mamba_conv_kernel_dim),
         **({"conv1d.bias": (channels,)} if hybrid.mamba_conv_bias else {}),
         "in_proj.weight": (rows, width),
-        "norm.weight": (inner,),
+        **({} if hybrid.mamba_norm == "none" else {"norm.weight": (inner,)}),
         "out_proj.weight": (width, inner),
         **({"in_proj.bias": (rows,), "out_proj.bias": (width,)} if hybrid.mamba_proj_bias else {}),
     }
@@ -99,22 +99,26 @@ class MambaDecoderFamily(RotaryDecoderFamily):
     native_layers = 2
     norm_names = (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "pre_ff_layernorm"))
     mamba_defaults: Mapping[str, int] = MappingProxyType(
-        {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
+        {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
     )
 
     def layers_of(self, settings: Settings, mixers: str, feed_forward: str) -> dict[str, Any]:
         """Return the fields of layers with the given symbols, and of Mamba-2 if there are such layers."""
         pattern = "".join(f"{mixer}{feed_forward}" for mixer in mixers)
         fields = {"num_layers": len(pattern), "hybrid_override_pattern": pattern}
-        return fields | (self.mamba_fields(settings) if "M" in mixers else {})
+        return fields | (self.mamba_fields(settings) if set(mixers) != {"*"} else {})
+
+    def inner_width(self, settings: Settings) -> int:
+        """Return the width of all heads of Mamba-2 together."""
+        return settings.integer("mamba_expand", 2) * settings.integer("hidden_size")
 
     def mamba_fields(self, settings: Settings) -> dict[str, Any]:
         sizes = {name: settings.integer(name, usual) for name, usual in self.mamba_defaults.items()}
-        heads, inner = sizes["mamba_n_heads"], sizes["mamba_expand"] * settings.integer("hidden_size")
+        heads, inner = sizes["mamba_n_heads"], self.inner_width(settings)
         head_dim = settings.values.get("mamba_d_head", "auto")
         head_dim = inner // heads if head_dim == "auto" else settings.integer("mamba_d_head", inner // heads)
         if heads * head_dim != inner:
-            settings.refuse(f"mamba_n_heads {heads} x mamba_d_head {head_dim} is not mamba_expand x hidden_size {inner}")
+            settings.refuse(f"mamba_n_heads {heads} x mamba_d_head {head_dim} is not the width {inner} of Mamba-2")
         groups = sizes["mamba_n_groups"]
         if heads % groups:
             settings.refuse(f"mamba_n_heads {heads} is not divisible by mamba_n_groups {groups}")

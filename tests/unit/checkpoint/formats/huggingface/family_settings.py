@@ -137,6 +137,13 @@ NEMOTRON_H = LLAMA | {
     "n_groups": 2,
     "mamba_num_heads": 8,
 }
+FALCON_H1 = LLAMA | {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

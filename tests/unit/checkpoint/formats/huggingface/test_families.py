@@ -26,6 +26,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     ERNIE,
     EXAONE4,
     FALCON,
+    FALCON_H1,
     FLEX_OLMO,
     GEMMA,
     GEMMA2,
@@ -241,6 +242,9 @@ MODELS = [
     NEMOTRON_H | {"use_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_min": 0.02},
     NEMOTRON_H | {"layers_block_type": ["attention", "moe", "mamba"], "routed_scaling_factor": 2.5, "head_dim": 16},
     NEMOTRON_H | {"hybrid_override_pattern": "*-*-"},
+    FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_multipliers": [0.7, 0.3]},
+    FALCON_H1 | {"mamba_rms_norm": True, "mamba_d_ssm": None, "key_multiplier": 0.39, "attention_in_multiplier": 0.9},
+    FALCON_H1 | {"ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.3, 0.5, 0.36], "ssm_out_multiplier": 0.2},
 ]
 
 
@@ -320,6 +324,7 @@ FAMILY_SETTINGS = [
     BAMBA | {"mamba_proj_bias": True},
     GRANITE_HYBRID,
     NEMOTRON_H | {"hybrid_override_pattern": "M-*E"},
+    FALCON_H1 | {"mamba_rms_norm": True},
 ]
 
 
@@ -462,7 +467,7 @@ REFUSED = [
     ),
     (QWEN3_NEXT, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
     (QWEN3_NEXT, {"linear_num_key_heads": 4}, "linear_num_value_heads 6 is not divisible by linear_num_key_heads 4"),
-    (BAMBA, {"mamba_d_head": 8}, "mamba_n_heads 8 x mamba_d_head 8 is not mamba_expand x hidden_size 96"),
+    (BAMBA, {"mamba_d_head": 8}, "mamba_n_heads 8 x mamba_d_head 8 is not the width 96 of Mamba-2"),
     (BAMBA, {"mamba_n_groups": 3}, "mamba_n_heads 8 is not divisible by mamba_n_groups 3"),
     (BAMBA, {"time_step_limit": [0.1]}, "time_step_limit is [0.1]; two numbers"),
     (BAMBA, {"time_step_limit": [1.0, 0.1]}, "time_step_limit is [1.0, 0.1]; two numbers"),
@@ -477,6 +482,10 @@ REFUSED = [
     (NEMOTRON_H, {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"'),
     (NEMOTRON_H, {"hybrid_override_pattern": "MX"}, "layers_block_type contains MX; supported values are linear_att"),
     (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads is not divisible by n_groups 3"),
+    (FALCON_H1, {"projectors_bias": True}, "projectors_bias is true"),
+    (FALCON_H1, {"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0]; a list of 2 numbers greater than 0"),
+    (FALCON_H1, {"ssm_multipliers": [1.0, 1.0, 0, 1.0, 1.0]}, "a list of 5 numbers greater than 0"),
+    (FALCON_H1, {"mamba_d_ssm": 100}, "mamba_n_heads 8 x mamba_d_head 12 is not the width 100 of Mamba-2"),
     (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias is true"),
     (SEED_OSS, {"mlp_bias": True}, "mlp_bias is true"),
     (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),
