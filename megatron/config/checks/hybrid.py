@@ -20,7 +20,11 @@ from megatron.core.transformer import (
 )
 
 _PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_", ATTENTION_AND_MAMBA: "parallel_"}
-_NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2", ATTENTION_AND_MAMBA: "attention and Mamba-2 in one"}
+_NAMES = {
+    GATED_DELTA_NET: "gated delta-net layer",
+    MAMBA: "Mamba-2 layer",
+    ATTENTION_AND_MAMBA: "layer of attention and Mamba-2",
+}
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq"),
@@ -124,7 +128,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
             # Another check reports flags of Mamba-2 without a pattern.
             is_checked = mixer in (MAMBA, ATTENTION_AND_MAMBA) and hybrid.hybrid_override_pattern is None
             if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]} layer; omit it"
+                yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]}; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
         absent |= dict.fromkeys(GATED_ACTIVATIONS, "feed-forward")
