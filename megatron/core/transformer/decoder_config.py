@@ -438,13 +438,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Offset added to the linear part of a gated activation."""
     activation_func_clamp_value: float | None = flag(None, role="meaning", bounds=POSITIVE)
     """Clamp a gated activation's gate input from above, and its linear part on both sides, at this value."""
-    mlp_gate_multiplier: float = flag(
-        1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False
-    )
+    mlp_gate_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
     """Multiplier of the gate of a gated FFN layer before its activation."""
-    mlp_output_multiplier: float = flag(
-        1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False
-    )
+    mlp_output_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
     """Multiplier of the output of FFN layers."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU activation."""

@@ -101,9 +101,7 @@ class HybridConfig(Config, in_args=False):
     """Clamp the step sizes dt of Mamba-2 to this value or more."""
     mamba_dt_upper_limit: float | None = flag(None, role="meaning", bounds=POSITIVE, needs=_PATTERN)
     """Clamp the step sizes dt of Mamba-2 to this value or less; by default they have no upper limit."""
-    mamba_norm: str = flag(
-        "after-gate", choices=("after-gate", "before-gate", "none"), role="shape", needs=_PATTERN
-    )
+    mamba_norm: str = flag("after-gate", choices=("after-gate", "before-gate", "none"), role="shape", needs=_PATTERN)
     """Normalize the output of Mamba-2 after its gate, before its gate, or not at all."""
     mamba_multipliers: tuple[float, ...] = flag(
         (1.0,) * 5, nargs="+", metavar="X", role="meaning", bounds=None, needs=_PATTERN

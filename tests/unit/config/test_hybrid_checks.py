@@ -58,7 +58,10 @@ WRONG = [
         f"{MIXED} --parallel-mamba-multiplier 2",
         "--parallel-mamba-multiplier 2.0 has no effect: the model has no layer of attention and Mamba-2; omit it",
     ),
-    ("--parallel-mamba-multiplier 2", "--parallel-mamba-multiplier 2.0 has no effect without --hybrid-override-pattern"),
+    (
+        "--parallel-mamba-multiplier 2",
+        "--parallel-mamba-multiplier 2.0 has no effect without --hybrid-override-pattern",
+    ),
     ("--mlp-gate-multiplier 2", "--mlp-gate-multiplier 2.0 applies only to gated FFN layers; add --swiglu"),
     (f"{FOUR} --bf16 --fp8-format hybrid", "is not supported with --fp8-format hybrid yet; omit"),
     (f"{FOUR} --bf16 --fp4-format e2m1", "is not supported with --fp4-format e2m1 yet; omit"),
@@ -92,7 +95,7 @@ def test_a_problem_is_one_line_that_says_what_works(words: str, message: str) ->
         (f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 5", "5 Mamba-2 heads are not divisible by --tensor-model"),
         (
             f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 4 --mamba-state-dim 5",
-            "--mamba-num-groups 1 x --mamba-state-dim 5 is not divisible by --tensor-model-parallel-size 2, whose ranks",
+            "--mamba-num-groups 1 x --mamba-state-dim 5 is not divisible by --tensor-model-parallel-size 2, whose",
         ),
     ],
 )

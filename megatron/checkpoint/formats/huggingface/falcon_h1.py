@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.family import TensorLink
-from megatron.checkpoint.formats.huggingface.mamba_layers import MambaDecoderFamily, mamba_links
+from megatron.checkpoint.formats.huggingface.mamba_layers import MambaDecoderFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import LayerParts
 
 _BIASES = ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
 
@@ -36,7 +33,9 @@ class FalconH1Family(MambaDecoderFamily):
         norm = "before-gate" if settings.switch("mamba_norm_before_gate", True) else "after-gate"
         has_norm = settings.switch("mamba_rms_norm", False)
         read = settings.positive
-        head_dim = settings.integer("head_dim", settings.integer("hidden_size") // settings.integer("num_attention_heads"))
+        head_dim = settings.integer(
+            "head_dim", settings.integer("hidden_size") // settings.integer("num_attention_heads")
+        )
         into_attention, into_mamba = read("attention_in_multiplier", 1.0), read("ssm_in_multiplier", 1.0)
         of_scores = read("key_multiplier", 1.0) * into_attention * into_attention
         gate, down = settings.positive_numbers("mlp_multipliers", (1.0, 1.0))
@@ -81,8 +80,3 @@ class FalconH1Family(MambaDecoderFamily):
         }
         del settings["mamba_expand"]
         return settings
-
-    def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
-        """Yield the links of a layer's attention and Mamba-2."""
-        yield from super().mixer_links(config, f"{ours}mixer.", theirs, parts)
-        yield from mamba_links(config, f"{ours}mixer.mamba.", f"{theirs}mamba.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, RotaryD
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import ATTENTION, MAMBA, LayerParts
+from megatron.core.transformer import ATTENTION, ATTENTION_AND_MAMBA, LayerParts
 
 LINEAR = "linear_attention"
 _INFINITY = {"__float__": "Infinity"}
@@ -78,7 +79,7 @@ def mamba_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLin
     inner = heads * hybrid.mamba_head_dim
     rows, channels = 2 * inner + 2 * states + heads, inner + 2 * states
     shapes = {
-        **{name: (heads,) for name in ("A_log", "D", "dt_bias")},
+        **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
         "conv1d.weight": (channels, 1, hybrid.mamba_conv_kernel_dim),
         **({"conv1d.bias": (channels,)} if hybrid.mamba_conv_bias else {}),
         "in_proj.weight": (rows, width),
@@ -90,17 +91,65 @@ def mamba_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLin
         yield whole(f"{ours}{name}", f"{theirs}{name}", shape)
 
 
-class MambaDecoderFamily(RotaryDecoderFamily):
-    """Base of architectures whose layers have Mamba-2 or attention, and then a feed-forward: two layers of ours.
+class MambaFamily(RotaryDecoderFamily):
+    """Base of architectures with Mamba-2 layers.
 
-    ``mamba_defaults`` are the defaults of the architecture's configuration class.
+    ``mamba_name`` is the name of such a layer's Mamba-2. ``mamba_sizes`` are the names of our sizes and their defaults,
+    by their names. ``mamba_biases`` are the names of the switches for biases of the convolution and the projections.
+    """
+
+    mamba_name = "mamba"
+    mamba_sizes: Mapping[str, tuple[str, int]] = MappingProxyType(
+        {
+            "mamba_n_heads": ("mamba_num_heads", 128),
+            "mamba_n_groups": ("mamba_num_groups", 1),
+            "mamba_d_state": ("mamba_state_dim", 256),
+            "mamba_d_conv": ("mamba_conv_kernel_dim", 4),
+        }
+    )
+    mamba_biases = ("mamba_conv_bias", "mamba_proj_bias")
+
+    def mamba_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of Mamba-2; reject a number of groups that does not divide the heads."""
+        fields: dict[str, Any] = {
+            ours: settings.integer(name, usual) for name, (ours, usual) in self.mamba_sizes.items()
+        }
+        heads, groups = fields["mamba_num_heads"], fields["mamba_num_groups"]
+        if heads % groups:
+            names = {ours: name for name, (ours, _) in self.mamba_sizes.items()}
+            dividend, divisor = names["mamba_num_heads"], names["mamba_num_groups"]
+            settings.refuse(f"{dividend} {heads} is not divisible by {divisor} {groups}")
+        of_convolution, of_projections = self.mamba_biases
+        return fields | {
+            "mamba_conv_bias": settings.switch(of_convolution, True),
+            "mamba_proj_bias": settings.switch(of_projections, False),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        hybrid = replace(config.hybrid, mamba_num_heads=config.hybrid.mamba_heads(config.hidden_size))
+        sizes = {name: getattr(hybrid, ours) for name, (ours, _) in self.mamba_sizes.items()}
+        biases = dict(zip(self.mamba_biases, (hybrid.mamba_conv_bias, hybrid.mamba_proj_bias), strict=True))
+        return super().write_settings(config) | sizes | biases
+
+    def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
+        """Yield the links of a layer's attention, Mamba-2, or both in parallel."""
+        has_both = parts.mixer == ATTENTION_AND_MAMBA
+        if parts.has_attention:
+            yield from super().mixer_links(config, f"{ours}mixer." if has_both else ours, theirs, parts)
+        if parts.mixer != ATTENTION:
+            within = f"{ours}mixer.mamba." if has_both else f"{ours}mixer."
+            yield from mamba_links(config, within, f"{theirs}{self.mamba_name}.")
+
+
+class MambaDecoderFamily(MambaFamily):
+    """Base of architectures whose layers have Mamba-2 or attention, or both, and then a feed-forward.
+
+    Such a layer is two layers of ours.
     """
 
     native_layers = 2
     norm_names = (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "pre_ff_layernorm"))
-    mamba_defaults: Mapping[str, int] = MappingProxyType(
-        {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
-    )
 
     def layers_of(self, settings: Settings, mixers: str, feed_forward: str) -> dict[str, Any]:
         """Return the fields of layers with the given symbols, and of Mamba-2 if there are such layers."""
@@ -113,45 +162,17 @@ class MambaDecoderFamily(RotaryDecoderFamily):
         return settings.integer("mamba_expand", 2) * settings.integer("hidden_size")
 
     def mamba_fields(self, settings: Settings) -> dict[str, Any]:
-        sizes = {name: settings.integer(name, usual) for name, usual in self.mamba_defaults.items()}
-        heads, inner = sizes["mamba_n_heads"], self.inner_width(settings)
-        head_dim = settings.values.get("mamba_d_head", "auto")
-        head_dim = inner // heads if head_dim == "auto" else settings.integer("mamba_d_head", inner // heads)
+        """Return the fields of Mamba-2; reject heads that do not have the width of the layer together."""
+        fields, inner = super().mamba_fields(settings), self.inner_width(settings)
+        heads, head_dim = fields["mamba_num_heads"], settings.values.get("mamba_d_head", "auto")
+        usual = max(inner // heads, 1)
+        head_dim = usual if head_dim == "auto" else settings.integer("mamba_d_head", usual)
         if heads * head_dim != inner:
             settings.refuse(f"mamba_n_heads {heads} x mamba_d_head {head_dim} is not the width {inner} of Mamba-2")
-        groups = sizes["mamba_n_groups"]
-        if heads % groups:
-            settings.refuse(f"mamba_n_heads {heads} is not divisible by mamba_n_groups {groups}")
-        return {
-            "mamba_num_heads": heads,
-            "mamba_head_dim": max(head_dim, 1),
-            "mamba_num_groups": groups,
-            "mamba_state_dim": sizes["mamba_d_state"],
-            "mamba_conv_kernel_dim": sizes["mamba_d_conv"],
-            "mamba_conv_bias": settings.switch("mamba_conv_bias", True),
-            "mamba_proj_bias": settings.switch("mamba_proj_bias", False),
-            **read_step_limits(settings),
-        }
+        return fields | {"mamba_head_dim": head_dim, **read_step_limits(settings)}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        hybrid = config.hybrid
-        heads = hybrid.mamba_heads(config.hidden_size)
-        return super().write_settings(config) | {
-            "mamba_conv_bias": hybrid.mamba_conv_bias,
-            "mamba_d_conv": hybrid.mamba_conv_kernel_dim,
-            "mamba_d_head": hybrid.mamba_head_dim,
-            "mamba_d_state": hybrid.mamba_state_dim,
-            "mamba_expand": heads * hybrid.mamba_head_dim // config.hidden_size,
-            "mamba_n_groups": hybrid.mamba_num_groups,
-            "mamba_n_heads": heads,
-            "mamba_proj_bias": hybrid.mamba_proj_bias,
-            **written_step_limits(config),
-        }
-
-    def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
-        """Yield the links of a layer's attention or Mamba-2."""
-        if parts.mixer == MAMBA:
-            yield from mamba_links(config, f"{ours}mixer.", f"{theirs}mamba.")
-        else:
-            yield from super().mixer_links(config, ours, theirs, parts)
+        inner = config.hybrid.mamba_heads(config.hidden_size) * config.hybrid.mamba_head_dim
+        sizes = {"mamba_d_head": config.hybrid.mamba_head_dim, "mamba_expand": inner // config.hidden_size}
+        return super().write_settings(config) | sizes | written_step_limits(config)

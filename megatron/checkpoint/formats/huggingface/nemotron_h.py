@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, ExpertNames, RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, ExpertNames
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import SharedExpertFamily
-from megatron.checkpoint.formats.huggingface.family import TensorLink
-from megatron.checkpoint.formats.huggingface.mamba_layers import LINEAR, mamba_links, read_kinds
+from megatron.checkpoint.formats.huggingface.mamba_layers import LINEAR, MambaFamily, read_kinds
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.config_base import field_value
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import MAMBA, LayerParts
 
 _KINDS = {LINEAR: "M", "moe": "E", FULL: "*", "mlp": "-"}
 _OTHER_NAMES = {
-    **{"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups"},
-    **{"mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias"},
+    "layer_types": "layers_block_type",
+    "num_local_experts": "n_routed_experts",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
 }
-_MAMBA = {
-    **{"mamba_num_heads": ("mamba_num_heads", 128), "mamba_head_dim": ("mamba_head_dim", 64)},
-    **{"n_groups": ("mamba_num_groups", 8), "ssm_state_size": ("mamba_state_dim", 128)},
-    **{"conv_kernel": ("mamba_conv_kernel_dim", 4)},
-}
-"""Our names of the sizes of Mamba-2, and their defaults, by their names."""
 
 
-class NemotronHFamily(SharedExpertFamily):
+class NemotronHFamily(MambaFamily, SharedExpertFamily):
     """Nemotron-H and Nemotron 3 (``NemotronHForCausalLM``)."""
 
     model_type = "nemotron_h"
@@ -40,12 +35,28 @@ class NemotronHFamily(SharedExpertFamily):
     activation = ("mlp_hidden_act", "relu2", "squared_relu")
     embedding_name, final_norm, attention_name, mlp_name = "embeddings", "norm_f", "mixer", "mixer"
     mlp_names = ("up_proj", "down_proj")
+    mamba_name = "mixer"
+    mamba_sizes: Mapping[str, tuple[str, int]] = MappingProxyType(
+        {
+            "mamba_num_heads": ("mamba_num_heads", 128),
+            "mamba_head_dim": ("mamba_head_dim", 64),
+            "n_groups": ("mamba_num_groups", 8),
+            "ssm_state_size": ("mamba_state_dim", 128),
+            "conv_kernel": ("mamba_conv_kernel_dim", 4),
+        }
+    )
+    mamba_biases = ("use_conv_bias", "use_bias")
     norm_names = (("input_layernorm", "norm"),)
     expert_names = ExpertNames("mixer.gate", "mixer.experts")
     shared_name = "mixer.shared_experts"
     expert_defaults: Mapping[str, Any] = MappingProxyType(
-        {"moe_intermediate_size": 7688, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
-        | {"routed_scaling_factor": 1.0}
+        {
+            "moe_intermediate_size": 7688,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        }
     )
 
     def read_config(self, settings: Settings) -> GPTConfig:
@@ -75,13 +86,8 @@ class NemotronHFamily(SharedExpertFamily):
         pattern = settings.text("hybrid_override_pattern", "")
         fields: dict[str, Any] = {"hybrid_override_pattern": pattern, "position_embedding_type": "none"}
         if "M" in pattern:
-            fields |= {ours: settings.integer(name, usual) for name, (ours, usual) in _MAMBA.items()}
-            fields["mamba_conv_bias"] = settings.switch("use_conv_bias", True)
-            fields["mamba_proj_bias"] = settings.switch("use_bias", False)
             # transformers limits the step size in the scan by the least initial one.
-            fields["mamba_dt_lower_limit"] = settings.number("time_step_min", 0.001)
-            if fields["mamba_num_heads"] % fields["mamba_num_groups"]:
-                settings.refuse(f"mamba_num_heads is not divisible by n_groups {fields['mamba_num_groups']}")
+            fields |= {"mamba_dt_lower_limit": settings.number("time_step_min", 0.001), **self.mamba_fields(settings)}
         if "E" in pattern:
             shared = settings.integer("moe_shared_expert_intermediate_size", 7688)
             fields |= self.experts_of(settings) | {"moe_shared_expert_intermediate_size": shared}
@@ -90,23 +96,11 @@ class NemotronHFamily(SharedExpertFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        parent = RotaryDecoderFamily if config.moe.num_experts is None else SharedExpertFamily
         names = {symbol: kind for kind, symbol in _KINDS.items()}
-        settings = parent.write_settings(self, config) | {
-            **{name: field_value(config, ours) for name, (ours, _) in _MAMBA.items()},
+        settings = super().write_settings(config) | {
             "layers_block_type": [names.get(symbol, "mlp") for symbol in config.hybrid_layers.replace(" ", "")],
-            "mamba_num_heads": config.hybrid.mamba_heads(config.hidden_size),
+            "moe_shared_expert_intermediate_size": config.moe.moe_shared_expert_intermediate_size or 1,
             "time_step_min": config.hybrid.mamba_dt_lower_limit,
-            "use_bias": config.hybrid.mamba_proj_bias,
-            "use_conv_bias": config.hybrid.mamba_conv_bias,
         }
-        if config.moe.num_experts is not None:
-            settings["moe_shared_expert_intermediate_size"] = config.moe.moe_shared_expert_intermediate_size or 1
-        return {name: value for name, value in settings.items() if not name.startswith("rope_")}
-
-    def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
-        """Yield the links of a layer's attention or Mamba-2."""
-        if parts.mixer == MAMBA:
-            yield from mamba_links(config, f"{ours}mixer.", f"{theirs}mixer.")
-        else:
-            yield from super().mixer_links(config, ours, theirs, parts)
+        # Without experts, their number is absent; the other settings of experts have no effect.
+        return {name: value for name, value in settings.items() if value is not None and not name.startswith("rope_")}

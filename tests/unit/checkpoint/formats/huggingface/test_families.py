@@ -481,7 +481,7 @@ REFUSED = [
     (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
     (NEMOTRON_H, {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"'),
     (NEMOTRON_H, {"hybrid_override_pattern": "MX"}, "layers_block_type contains MX; supported values are linear_att"),
-    (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads is not divisible by n_groups 3"),
+    (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads 8 is not divisible by n_groups 3"),
     (FALCON_H1, {"projectors_bias": True}, "projectors_bias is true"),
     (FALCON_H1, {"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0]; a list of 2 numbers greater than 0"),
     (FALCON_H1, {"ssm_multipliers": [1.0, 1.0, 0, 1.0, 1.0]}, "a list of 5 numbers greater than 0"),
