@@ -117,8 +117,8 @@ class MambaMixer(RecurrentMixer):
             x.unflatten(-1, (-1, self.head_dim)),
             self.steps(dt, padding),
             self.decay_rates(),
-            to_state.unflatten(-1, (-1, self.state_dim)),
-            from_state.unflatten(-1, (-1, self.state_dim)),
+            torch.unflatten(to_state, -1, (-1, self.state_dim)),
+            torch.unflatten(from_state, -1, (-1, self.state_dim)),
             self.D,
             of_scan,
             starts,
@@ -138,7 +138,7 @@ class MambaMixer(RecurrentMixer):
             to_state, from_state = of_states.chunk(2, dim=-1)
             return to_state, from_state
         gathered = all_gather_last_dim_from_tensor_parallel_region(of_states, self.tp)
-        both = gathered.unflatten(-1, (self.tp.size, 2, -1)).movedim(-2, 0).flatten(-2)
+        both = torch.unflatten(gathered, -1, (self.tp.size, 2, -1)).movedim(-2, 0).flatten(-2)
         first = self.tp.rank // self.ranks_per_group * self.state_dim
         to_state, from_state = both[..., first : first + self.state_dim].unbind()
         return to_state, from_state

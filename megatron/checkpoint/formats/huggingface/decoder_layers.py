@@ -187,10 +187,11 @@ class RotaryDecoderFamily:
     ``has_qkv_bias`` states whether the QKV projections have biases, unless ``own_fields`` decides. The defaults are
     those of the architecture's configuration class, since its files may omit them. By default each head has its own
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
-    names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
-    up, and down, within ``mlp_name``. ``native_layers`` is the number of our layers per layer of theirs: 2 if ours have
-    one part each, a mixer or a feed-forward. ``expert_names`` is None if the files stack the experts as a model in
-    memory does. ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
+    names of a layer's norms with theirs. ``embedding_name``, ``attention_name`` and ``mlp_name`` are their names of
+    these parts, and ``mlp_names`` of the MLP's projections: gate if it has one, up, and down. ``native_layers`` is the
+    number of our layers per layer of theirs: 2 if ours have one part each, a mixer or a feed-forward. ``expert_names``
+    is None if the files stack the experts as a model in memory does. ``names_in_memory`` pairs parts of tensor names
+    that differ in memory with those in the files.
     """
 
     model_type: str

@@ -149,7 +149,10 @@ class MambaDecoderFamily(MambaFamily):
     """
 
     native_layers = 2
-    norm_names = (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "pre_ff_layernorm"))
+    norm_names: tuple[tuple[str, str], ...] = (
+        ("input_layernorm", "input_layernorm"),
+        ("pre_mlp_layernorm", "pre_ff_layernorm"),
+    )
 
     def layers_of(self, settings: Settings, mixers: str, feed_forward: str) -> dict[str, Any]:
         """Return the fields of layers with the given symbols, and of Mamba-2 if there are such layers."""

@@ -735,10 +735,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "lm_head_multiplier": 0.4,
         "mlp_multipliers": [0.7, 1.3],
         "key_multiplier": 0.6,
-        "attention_in_multiplier": 0.8,
+        # Ours multiply those of inputs by others, which is exact with powers of 2.
+        "attention_in_multiplier": 0.5,
         "attention_out_multiplier": 0.9,
         "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
-        "ssm_in_multiplier": 1.25,
+        "ssm_in_multiplier": 2.0,
         "ssm_out_multiplier": 0.6,
         "tie_word_embeddings": False,
     },
