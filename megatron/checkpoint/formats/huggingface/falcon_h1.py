@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.mamba_layers import MambaDecoderFamily
@@ -20,9 +21,7 @@ class FalconH1Family(MambaDecoderFamily):
 
     model_type = "falcon_h1"
     architecture = "FalconH1ForCausalLM"
-    default_positions = 8192
-    default_groups = 8
-    default_epsilon = 1e-5
+    default_positions, default_groups, default_epsilon = 8192, 8, 1e-5
     final_norm = "final_layernorm"
     mlp_name = "feed_forward"
 
@@ -30,20 +29,17 @@ class FalconH1Family(MambaDecoderFamily):
         """Return the fields of layers, multipliers and the norm of Mamba-2; reject biases of linear layers."""
         for name in _BIASES:
             settings.require(name, False, False, "biases of linear layers are not supported")
-        norm = "before-gate" if settings.switch("mamba_norm_before_gate", True) else "after-gate"
-        has_norm = settings.switch("mamba_rms_norm", False)
-        read = settings.positive
-        head_dim = settings.integer(
-            "head_dim", settings.integer("hidden_size") // settings.integer("num_attention_heads")
-        )
+        is_before = settings.switch("mamba_norm_before_gate", True)
+        norm = ("before-gate" if is_before else "after-gate") if settings.switch("mamba_rms_norm", False) else "none"
+        read, heads = settings.positive, settings.integer("num_attention_heads")
+        head_dim = settings.integer("head_dim", settings.integer("hidden_size") // heads)
         into_attention, into_mamba = read("attention_in_multiplier", 1.0), read("ssm_in_multiplier", 1.0)
         of_scores = read("key_multiplier", 1.0) * into_attention * into_attention
         gate, down = settings.positive_numbers("mlp_multipliers", (1.0, 1.0))
         of_mamba = settings.positive_numbers("ssm_multipliers", (1.0,) * 5)
-        layers = "P" * min(settings.integer("num_hidden_layers"), 100_000)
         return {
-            **self.layers_of(settings, layers, "-"),
-            "mamba_norm": norm if has_norm else "none",
+            **self.layers_of(settings, "P" * min(settings.integer("num_hidden_layers"), 100_000), "-"),
+            "mamba_norm": norm,
             "softmax_scale": head_dim**-0.5 * of_scores,
             "mamba_multipliers": tuple(into_mamba * each for each in of_mamba),
             "parallel_attention_multiplier": into_attention * read("attention_out_multiplier", 1.0),
@@ -62,9 +58,10 @@ class FalconH1Family(MambaDecoderFamily):
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model; multipliers of inputs are 1."""
         hybrid, root = config.hybrid, config.kv_channels**-0.5
-        # Reading multiplies the quotient by the divisor again, which rounding could change.
+        # Reading multiplies by the root again, which rounding may change.
         exact = config.score_scale / root
-        keys = next((value for value in (round(exact, 12), exact) if root * value == config.score_scale), exact)
+        near = (round(exact, 12), exact, math.nextafter(exact, 0.0), math.nextafter(exact, math.inf))
+        keys = next((value for value in near if root * value == config.score_scale), exact)
         settings = super().write_settings(config) | {
             **dict.fromkeys(_BIASES, False),
             "attention_out_multiplier": hybrid.parallel_attention_multiplier,
