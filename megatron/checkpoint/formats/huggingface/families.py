@@ -18,7 +18,9 @@ from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Fa
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
 from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
+from megatron.checkpoint.formats.huggingface.gpt_bigcode import GPTBigCodeFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
+from megatron.checkpoint.formats.huggingface.gptj import CodeGenFamily, GPTJFamily
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
@@ -31,6 +33,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
     OlmoeFamily,
     OlmoFamily,
 )
+from megatron.checkpoint.formats.huggingface.persimmon import PersimmonFamily
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
@@ -55,6 +58,10 @@ FAMILIES: tuple[Family, ...] = (
     MixtralFamily(),
     GPTNeoFamily(),
     GPTNeoXFamily(),
+    GPTJFamily(),
+    CodeGenFamily(),
+    GPTBigCodeFamily(),
+    PersimmonFamily(),
     DeepseekV3Family(),
     GptOssFamily(),
     Olmo2Family(),
@@ -121,8 +128,8 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
     return family, config
 
 
-def family_for(config: GPTConfig) -> Family:
-    """Return an architecture that can express a model completely.
+def family_for(config: GPTConfig, preferred: Family | None = None) -> Family:
+    """Return an architecture that can express a model completely: the preferred one if it can.
 
     Raises:
         ConfigurationError: no architecture can; the message lists what the nearest one cannot express.
@@ -130,7 +137,7 @@ def family_for(config: GPTConfig) -> Family:
     wanted = model_features(config)
     # By architecture: whether it lacks experts that the model has, and what else it cannot express.
     missing: dict[str, tuple[bool, list[str]]] = {}
-    for family in FAMILIES:
+    for family in (*([] if preferred is None else [preferred]), *FAMILIES):
         settings = Settings(family.write_settings(config), family.model_type)
         found = model_features(family.read_config(settings))
         changed = [f"{name} {wanted[name]!r}" for name in wanted if found.get(name, wanted[name]) != wanted[name]]
