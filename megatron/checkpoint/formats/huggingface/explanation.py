@@ -33,7 +33,7 @@ _MISSING = " is missing"
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a family makes of a folder's settings: the configuration, the problems, and the names that it looks up."""
+    """Result of reading a folder's settings as a family: configuration, problems, and names that were looked up."""
 
     family: Family
     config: GPTConfig

@@ -64,7 +64,7 @@ class ObservedValues(Mapping[str, Any]):
         return len(self._values)
 
     def replaced(self, values: Mapping[str, Any]) -> ObservedValues:
-        """Return the values with others in place of some, with the same memory of what was looked up."""
+        """Return the values with some replaced, and the same memory of what was looked up."""
         return ObservedValues({**self._values, **values}, self.read)
 
 
