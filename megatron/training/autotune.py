@@ -186,12 +186,12 @@ def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
     is_small = num_operations < _MIN_OPERATIONS
     if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
         return AUTO
-    sizes = [(width, inner), (inner, width)]
+    layers = [(width, inner), (inner, width)]
     if groups is None and not model.mla.multi_latent_attention:
         heads = model.query_projection_size + model.gate_projection_size + 2 * model.kv_projection_size
         shards = model.tensor_model_parallel_size
-        sizes += [(width, heads // shards), (model.context_size // shards, width)]
-    capped = [(min(fan_in, _MAX_SIZE), min(fan_out, _MAX_SIZE)) for fan_in, fan_out in sizes]
+        layers += [(width, heads // shards), (model.context_size // shards, width)]
+    capped = [(min(fan_in, _MAX_SIZE), min(fan_out, _MAX_SIZE)) for fan_in, fan_out in layers]
     times = measure_libraries(min(rows, _MAX_SIZE), capped, dtype, groups)
     default, other = _LIBRARIES if dtype is torch.float32 else _LIBRARIES[::-1]
     quicker = min((other, _MIXED), key=lambda choice: _shortest(times[choice]))

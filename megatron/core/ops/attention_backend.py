@@ -127,7 +127,7 @@ _BLACKWELL = (10, 0)
 _NARROWEST_FLEX_HEAD = 16
 _WIDEST_ENGINE_HEAD = 128
 _ENGINE_LENGTHS = 128
-_MAX_LENGTH_PER_WIDTH = 4
+_MAX_LENGTH_PER_WIDTH = 2
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def select_attention_core(
 
 
 def _is_short(call: AttentionCall) -> bool:
-    """Return whether the weights of a plain call take at most the memory of queries, keys, values and output."""
+    """Return whether the weights of a plain call take at most the memory of queries and keys."""
     has_rule = call.is_common and not (call.has_dropout or call.has_softcap or call.has_groups)
     has_lengths = 1 < call.num_queries == call.num_keys <= _MAX_LENGTH_PER_WIDTH * call.head_dim
     return has_rule and has_lengths and call.dtype in (torch.float32, torch.float64)

@@ -152,7 +152,7 @@ def _batched(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unbatched(tensor: torch.Tensor, batch: tuple[int, int]) -> torch.Tensor:
     """Shapes: ``[b n, s, d] -> [s, b, n, d]``."""
-    return tensor.unflatten(0, batch).permute(2, 0, 1, 3)
+    return tensor.view(*batch, *tensor.shape[1:]).permute(2, 0, 1, 3)
 
 
 def batched_attention(inputs: AttentionInputs) -> torch.Tensor:

@@ -87,8 +87,8 @@ def test_batched_gemms_equal_unfused_attention_with_their_gradients(is_causal: b
 @pytest.mark.parametrize(
     ("length", "options", "expected"),
     [
-        (256, {}, "batched GEMMs"),
-        (257, {}, SDPA),
+        (128, {}, "batched GEMMs"),
+        (129, {}, SDPA),
         (1, {}, SDPA),
         (64, {"num_queries": 8}, SDPA),
         (64, {"has_groups": True}, SDPA),
