@@ -209,6 +209,7 @@ OTHERS = (
         "nanochat",
         "deepseek_v2",
     ),
+    *("gptj", "codegen", "gpt_bigcode", "persimmon"),
     "qwen3_next",
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm"),
 )
