@@ -61,12 +61,13 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration; the number of layers is the number of their kinds."""
-        values = dict(settings.values)
-        values |= {name: values[other] for other, name in _OTHER_NAMES.items() if other in values}
-        kinds = values.get("layers_block_type") or values.get("hybrid_override_pattern") or list(_KINDS)
-        symbols = read_kinds(settings, "layers_block_type", kinds, _KINDS)
-        values |= {"hybrid_override_pattern": symbols, "num_hidden_layers": len(symbols)}
-        return super().read_config(Settings(values, settings.place, settings.problems, settings.tensor_names))
+        found = {name: settings.values.get(other) for other, name in _OTHER_NAMES.items()}
+        settings = settings.replaced({name: value for name, value in found.items() if value is not None})
+        kinds = settings.values.get("layers_block_type") or settings.values.get("hybrid_override_pattern")
+        symbols = read_kinds(settings, "layers_block_type", kinds or list(_KINDS), _KINDS)
+        return super().read_config(
+            settings.replaced({"hybrid_override_pattern": symbols, "num_hidden_layers": len(symbols)})
+        )
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return no fields: attention has no positions."""
