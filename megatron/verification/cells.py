@@ -53,6 +53,10 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
         *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
     ),
+    "bloom": (
+        *("--position-embedding-type", "alibi", "--add-embedding-norm", "--apply-residual-connection-post-layernorm"),
+        *("--group-query-attention", "--num-query-groups", "2"),
+    ),
 }
 """Model shapes by name: the flags that each adds to the base command line."""
 END_PARTS = (
@@ -60,7 +64,7 @@ END_PARTS = (
     *("--normalization", "RMSNorm", "--norm-parameters", "none"),
 )
 """A norm of the embeddings, a bias of the output layer, and norms without parameters."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {

@@ -210,6 +210,7 @@ OTHERS = (
         "deepseek_v2",
     ),
     "qwen3_next",
+    *("bloomz", "mpt_1b"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

@@ -402,6 +402,18 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
+def _check_linear_biases(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "alibi":
+        return
+    others = {"--softmax-type": model.has_sinks, "--attn-logit-softcapping": model.attn_logit_softcapping is not None}
+    for name in (name for name, is_given in others.items() if is_given):
+        yield (
+            f"--position-embedding-type alibi is not supported with {name}: biases are exact up to a constant per "
+            "query, which only a plain softmax ignores; omit one of them"
+        )
+
+
 def _check_flash_version(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.attention_backend not in ("fa3", "fa4"):
@@ -435,6 +447,7 @@ def _check_flash_version(config: RunConfig) -> Iterator[str]:
 
 
 ATTENTION_CHECKS = (
+    Check(("position_embedding_type", "softmax_type", "attn_logit_softcapping"), _check_linear_biases),
     Check(
         (
             *("attention_backend", "attention_dropout", "attn_logit_softcapping", "reset_attention_mask", "seq_length"),

@@ -45,6 +45,7 @@ from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.linear_biases import LinearBiases
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -253,7 +254,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.head_dim = config.head_width
+        self.head_dim = config.value_width if config.alibi_slopes is not None else config.head_width
         self.num_heads = config.num_attention_heads // tp.size
         self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
@@ -265,6 +266,8 @@ class SelfAttention(nn.Module):
         self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
+        slopes = config.alibi_slopes
+        self.biases = None if slopes is None else LinearBiases([slopes[head] for head in self.heads], self.cp)
         _activate_flash(config, device)
         self.core = with_context_parallel(
             select_attention_core(
@@ -435,5 +438,5 @@ class SelfAttention(nn.Module):
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        context = self.core(inputs)
+        context = self.core(inputs if self.biases is None else self.biases.extend(inputs))[..., : self.head_dim]
         return context.reshape(*context.shape[:2], -1)

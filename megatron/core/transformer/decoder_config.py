@@ -13,6 +13,7 @@ import math
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
+from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
@@ -725,7 +726,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def head_width(self) -> int:
         """Return the head width of queries, keys and values that attention kernels see."""
+        if self.alibi_slopes is not None:
+            return extended_head_width(self.kv_channels, self.params_dtype)
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return None
 
     @property
     def value_width(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
+from megatron.checkpoint.formats.huggingface.bloom import BloomFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
@@ -23,6 +24,7 @@ from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, Grani
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
+from megatron.checkpoint.formats.huggingface.mpt import MptFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
@@ -86,10 +88,12 @@ FAMILIES: tuple[Family, ...] = (
     NanoChatFamily(),
     DeepseekV2Family(),
     Qwen3NextFamily(),
+    BloomFamily(),
+    MptFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3")
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "mpt")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 
@@ -157,8 +161,9 @@ def describe_missing_family(config: GPTConfig) -> str | None:
 def _family_of(settings: Settings) -> Family:
     architectures = settings.values.get("architectures")
     if isinstance(architectures, list) and architectures:
-        names, wanted = ", ".join(map(str, architectures)), [str(name) for name in architectures]
-        found = [family for family in FAMILIES if wanted == [family.architecture]]
+        names, wanted = ", ".join(map(str, architectures)), [str(name).lower() for name in architectures]
+        # MPT's own code spells the name differently from transformers.
+        found = [family for family in FAMILIES if wanted == [family.architecture.lower()]]
     else:
         names = f"model_type {settings.values.get('model_type')!r}"
         found = [family for family in FAMILIES if family.model_type == settings.values.get("model_type")]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig
+from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig, alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,12 @@ class GPTConfig(DecoderConfig, in_args=True):
     """Positions of the model; by default the sequence length."""
     position_embedding_type: str = flag(
         "learned_absolute",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "alibi", "none"),
         not_built=("relative", "mrope"),
         role="shape",
     )
-    """Type of position embedding."""
+    """Type of position embedding; alibi adds a bias to attention scores, linear in the distance, with a slope per
+    head."""
     use_rotary_position_embeddings: bool = flag(
         False,
         aliases=("--use-llama2-rotary-position-embeddings",),
@@ -128,6 +129,11 @@ class GPTConfig(DecoderConfig, in_args=True):
     def padded_vocab_size(self) -> int:
         """Return the number of embedding rows, including padding."""
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return alibi_slopes(self.num_attention_heads) if self.position_embedding_type == "alibi" else None
 
     @property
     def rotary_dim(self) -> int:

@@ -116,6 +116,8 @@ DEEPSEEK_V2 = LLAMA | {
     "num_experts_per_tok": 6,
     "rms_norm_eps": 1e-6,
 }
+BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 48, "n_head": 6, "n_layer": 3}
+MPT = {"architectures": ["MptForCausalLM"], "model_type": "mpt", "d_model": 48, "n_heads": 6, "n_layers": 3}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

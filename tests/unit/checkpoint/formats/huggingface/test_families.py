@@ -17,6 +17,7 @@ from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from tests.unit.checkpoint.formats.huggingface.family_settings import (
     ARCEE,
+    BLOOM,
     COHERE,
     COHERE2,
     DEEPSEEK,
@@ -39,6 +40,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     LLAMA31_SCALING,
     MISTRAL,
     MIXTRAL,
+    MPT,
     NANOCHAT,
     NEO,
     NEOX,
@@ -228,6 +230,8 @@ MODELS = [
     QWEN3_NEXT | {"layer_types": ["full_attention", "linear_attention"] * 2 + ["full_attention"], "head_dim": 16},
     QWEN3_NEXT | {"full_attention_interval": 6, "norm_topk_prob": False, "mlp_only_layers": [1], "rope_scaling": YARN},
     QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
+    BLOOM | {"apply_residual_connection_post_layernorm": True, "seq_length": 64},
+    MPT | {"max_seq_len": 64, "attn_config": {"clip_qkv": 8.0, "softmax_scale": 0.3}},
 ]
 
 
@@ -304,6 +308,8 @@ FAMILY_SETTINGS = [
     NANOCHAT,
     DEEPSEEK_V2,
     QWEN3_NEXT,
+    BLOOM,
+    MPT,
 ]
 
 
@@ -496,6 +502,20 @@ REFUSED = [
     ),
     (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
+    (BLOOM, {"slow_but_exact": True}, "slow_but_exact is true"),
+    (BLOOM, {"hidden_dropout": 0.1}, "hidden_dropout is 0.1, but only 0 is supported"),
+    (BLOOM, {"n_embed": 64}, "hidden_size is 48, but n_embed, another name of it, is 64"),
+    (BLOOM, {"n_head": 7}, "hidden size 48 is not divisible by 7 attention heads"),
+    (MPT, {"expansion_ratio": 3}, "expansion_ratio is 3"),
+    (MPT, {"no_bias": False}, "no_bias is false"),
+    (MPT, {"logit_scale": "inv_sqrt_d_model"}, 'logit_scale is "inv_sqrt_d_model"'),
+    (MPT, {"attn_config": {"attn_type": "multiquery_attention"}}, 'attn_type is "multiquery_attention"'),
+    (MPT, {"attn_config": {"alibi": False}}, "alibi is false"),
+    (MPT, {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max is 16"),
+    (MPT, {"attn_config": {"prefix_lm": True}}, "prefix_lm is true"),
+    (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln is true"),
+    (MPT, {"attn_config": {"attn_pdrop": 0.1}}, "attn_pdrop is 0.1"),
+    (MPT, {"emb_pdrop": 0.1}, "emb_pdrop is 0.1"),
     (LLAMA, {"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported; docs/huggingface.md"),
     (LLAMA, {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; docs/huggingface.md"),
     (

@@ -656,6 +656,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "tie_word_embeddings": True,
     },
+    "bloomz": {
+        "class": "Bloom",
+        "hidden_size": 48,
+        "n_head": 6,
+        "n_layer": 3,
+        "vocab_size": 101,
+        "seq_length": 512,
+        "tie_word_embeddings": False,
+    },
+    "mpt_1b": {
+        "class": "Mpt",
+        "d_model": 48,
+        "n_heads": 6,
+        "n_layers": 3,
+        "vocab_size": 101,
+        "max_seq_len": 512,
+        "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.5},
+        "tie_word_embeddings": True,
+    },
 }
 
 
