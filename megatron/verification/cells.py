@@ -64,6 +64,11 @@ END_PARTS = (
     *("--normalization", "RMSNorm", "--norm-parameters", "none"),
 )
 """A norm of the embeddings, a bias of the output layer, and norms without parameters."""
+POSITION_PARTS = (
+    *("--position-embedding-type", "sinusoidal", "--position-embedding-offset", "2", "--scale-embeddings"),
+    *("--activation-func", "relu"),
+)
+"""Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
 FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom")
 """Shapes of further model families, each with the features of its family."""
 
@@ -368,6 +373,9 @@ def _families() -> Iterator[Cell]:
     for extra in (END_PARTS, END_PARTS[:3]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
         yield make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=extra)
+    for extra in (POSITION_PARTS, POSITION_PARTS[2:4]):
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=extra)
 
 
 def _dropout() -> Iterator[Cell]:

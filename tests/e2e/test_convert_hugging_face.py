@@ -210,7 +210,7 @@ OTHERS = (
         "deepseek_v2",
     ),
     "qwen3_next",
-    *("bloomz", "mpt_1b"),
+    *("bloomz", "mpt_1b", "opt_125m", "xglm_7b"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

@@ -72,6 +72,14 @@ def _check_positions(config: RunConfig) -> Iterator[str]:
             f"--seq-length {length} is greater than --max-position-embeddings {positions}, but position embeddings are "
             f"learned; use --max-position-embeddings {length}, or a shorter --seq-length"
         )
+    kind, offset = config.model.position_embedding_type, config.model.position_embedding_offset
+    if offset and kind not in ("learned_absolute", "sinusoidal"):
+        yield (
+            f"--position-embedding-offset {offset} has no effect with --position-embedding-type {kind}; omit it, or "
+            "use learned_absolute or sinusoidal"
+        )
+    if kind == "sinusoidal" and config.model.hidden_size < 4:
+        yield "--position-embedding-type sinusoidal needs two frequencies; use --hidden-size 4 or more"
 
 
 def _check_sequence_length(config: RunConfig) -> Iterator[str]:
@@ -309,7 +317,7 @@ def _check_parameters(config: RunConfig) -> Iterator[str]:
     feed_forward = model.hidden_size * model.ffn_hidden_size * (3 if model.is_gated else 2)
     rows = model.vocab_size or config.tokenizer.vocab_size or 0
     if model.position_embedding_type == "learned_absolute":
-        rows += model.max_position_embeddings
+        rows += model.num_position_embeddings
     total = model.num_layers * (attention + feed_forward) + rows * model.hidden_size
     if total > _MOST_VALUES * ranks:
         yield (
@@ -344,7 +352,13 @@ MODEL_CHECKS = (
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
     Check(("num_attention_heads", "num_query_groups"), _check_query_groups),
-    Check(("seq_length", "max_position_embeddings", "position_embedding_type"), _check_positions),
+    Check(
+        (
+            *("seq_length", "max_position_embeddings", "position_embedding_type", "position_embedding_offset"),
+            "hidden_size",
+        ),
+        _check_positions,
+    ),
     Check(("seq_length",), _check_sequence_length),
     Check(
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
@@ -572,10 +586,10 @@ def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
     given = f"--mtp-num-layers {model.mtp.mtp_num_layers}"
     if model.mtp.mtp_num_layers >= length > 1:
         yield f"{given} predicts tokens beyond the end of --seq-length {length}; values from 1 to {length - 1} work"
-    if model.position_embedding_type == "learned_absolute":
+    if model.position_embedding_type in ("learned_absolute", "sinusoidal"):
         yield (
-            f"{given} does not support learned position embeddings; use --position-embedding-type rope or "
-            "--no-position-embedding"
+            f"{given} does not support learned or sinusoidal position embeddings; use --position-embedding-type rope "
+            "or --no-position-embedding"
         )
     tensor = model.tensor_model_parallel_size
     if tensor > 0 and model.hidden_size % tensor:

@@ -419,14 +419,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     activation_func: str | None = flag(
         None,
-        choices=tuple(_FLAG_OF_ACTIVATION),
+        choices=(*_FLAG_OF_ACTIVATION, "relu"),
         registry="activation",
         role="shape",
         excludes=_ACTIVATION_SWITCHES,
         in_args=False,
         seen_as="activation",
     )
-    """Activation by name: one that a script registered, or a built-in one, for which this is the same as its flag."""
+    """Activation by name: one that a script registered, relu, or another built-in one, for which this is the same as
+    its flag."""
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU activation."""
     geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)

@@ -19,6 +19,7 @@ from megatron.verification.cells import (
     IN_PARTS,
     MAX_WORLD_SIZE,
     MODULES,
+    POSITION_PARTS,
     PP_OVERLAP,
     TP_OVERLAP,
     Cell,
@@ -118,6 +119,7 @@ FURTHER = (
     make_cell("olmo2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("gemma3", Layout(tp=2, cp=2), "packed"),
     make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=END_PARTS),
+    make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=POSITION_PARTS),
 )
 """Cells whose parts the others have in other mixtures."""
 

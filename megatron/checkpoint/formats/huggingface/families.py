@@ -33,6 +33,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
     OlmoeFamily,
     OlmoFamily,
 )
+from megatron.checkpoint.formats.huggingface.opt import OptFamily
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
@@ -43,6 +44,7 @@ from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
 from megatron.checkpoint.formats.huggingface.stablelm import StableLmFamily
 from megatron.checkpoint.formats.huggingface.starcoder2 import Starcoder2Family
 from megatron.checkpoint.formats.huggingface.tokenizer_files import tokenizer_settings
+from megatron.checkpoint.formats.huggingface.xglm import XglmFamily
 from megatron.core.config_base import config_to_dict, excesses
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import GPTConfig
@@ -90,6 +92,8 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3NextFamily(),
     BloomFamily(),
     MptFamily(),
+    OptFamily(),
+    XglmFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -91,7 +91,7 @@ class NamedDecoderFamily:
         """Yield every link, in the order of the tensors in their model."""
         width, prefix = config.hidden_size, self.base_prefix
         vocabulary = (config.vocab_size, width)
-        rows = {"word_embeddings": vocabulary, "position_embeddings": (config.max_position_embeddings, width)}
+        rows = {"word_embeddings": vocabulary, "position_embeddings": (config.num_position_embeddings, width)}
         for native, foreign in self.embeddings:
             if native in rows:
                 yield whole(f"model.embedding.{native}.weight", f"{prefix}{foreign}.weight", rows[native])

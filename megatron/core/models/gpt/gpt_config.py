@@ -24,14 +24,16 @@ class GPTConfig(DecoderConfig, in_args=True):
         0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, where=("position_embedding_type", "learned_absolute")
     )
     """Positions of the model; by default the sequence length."""
+    position_embedding_offset: int = flag(0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=False)
+    """Row of the first position in the table of learned or sinusoidal positions."""
     position_embedding_type: str = flag(
         "learned_absolute",
-        choices=("learned_absolute", "rope", "alibi", "none"),
+        choices=("learned_absolute", "rope", "alibi", "sinusoidal", "none"),
         not_built=("relative", "mrope"),
         role="shape",
     )
-    """Type of position embedding; alibi adds a bias to attention scores, linear in the distance, with a slope per
-    head."""
+    """Type of position embedding; alibi adds a bias to attention scores, linear in the distance, with a slope per head;
+    sinusoidal adds sines and cosines to the embeddings."""
     use_rotary_position_embeddings: bool = flag(
         False,
         aliases=("--use-llama2-rotary-position-embeddings",),
@@ -129,6 +131,11 @@ class GPTConfig(DecoderConfig, in_args=True):
     def padded_vocab_size(self) -> int:
         """Return the number of embedding rows, including padding."""
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
+
+    @property
+    def num_position_embeddings(self) -> int:
+        """Return the number of rows of a table of learned positions."""
+        return self.max_position_embeddings + self.position_embedding_offset
 
     @property
     def alibi_slopes(self) -> tuple[float, ...] | None:

@@ -117,6 +117,14 @@ DEEPSEEK_V2 = LLAMA | {
     "rms_norm_eps": 1e-6,
 }
 BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 48, "n_head": 6, "n_layer": 3}
+OPT = LLAMA | {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 88}
+XGLM = {
+    "architectures": ["XGLMForCausalLM"],
+    "model_type": "xglm",
+    "d_model": 48,
+    "attention_heads": 6,
+    "num_layers": 3,
+}
 MPT = {"architectures": ["MptForCausalLM"], "model_type": "mpt", "d_model": 48, "n_heads": 6, "n_layers": 3}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 

@@ -48,6 +48,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     OLMO2,
     OLMO3,
     OLMOE,
+    OPT,
     PHI,
     PHI3,
     QWEN,
@@ -59,6 +60,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     SMOLLM3,
     STABLELM,
     STARCODER2,
+    XGLM,
     YARN,
     config_of,
 )
@@ -232,6 +234,9 @@ MODELS = [
     QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
     BLOOM | {"apply_residual_connection_post_layernorm": True, "seq_length": 64},
     MPT | {"max_seq_len": 64, "attn_config": {"clip_qkv": 8.0, "softmax_scale": 0.3}},
+    OPT | {"activation_function": "gelu", "dropout": 0.0},
+    OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False},
+    XGLM | {"scale_embedding": False, "activation_function": "relu", "ffn_dim": 88},
 ]
 
 
@@ -310,6 +315,8 @@ FAMILY_SETTINGS = [
     QWEN3_NEXT,
     BLOOM,
     MPT,
+    OPT,
+    XGLM,
 ]
 
 
@@ -516,7 +523,15 @@ REFUSED = [
     (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln is true"),
     (MPT, {"attn_config": {"attn_pdrop": 0.1}}, "attn_pdrop is 0.1"),
     (MPT, {"emb_pdrop": 0.1}, "emb_pdrop is 0.1"),
-    (LLAMA, {"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported; docs/huggingface.md"),
+    (OPT, {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
+    (OPT, {"do_layer_norm_before": False}, "do_layer_norm_before is false"),
+    (OPT, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is true"),
+    (OPT, {"layerdrop": 0.1}, "layerdrop is 0.1"),
+    (OPT, {"activation_function": "silu"}, "activation_function 'silu' is not supported"),
+    (XGLM, {"add_cross_attention": True}, "add_cross_attention is true"),
+    (XGLM, {"activation_dropout": 0.1}, "activation_dropout is 0.1"),
+    (XGLM, {"pad_token_id": 5}, "pad_token_id is 5; 0, 1 or null is expected"),
+    (LLAMA, {"architectures": ["TrOCRForCausalLM"]}, "TrOCRForCausalLM is not supported; docs/huggingface.md"),
     (LLAMA, {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; docs/huggingface.md"),
     (
         LLAMA,

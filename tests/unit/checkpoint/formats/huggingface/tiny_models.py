@@ -675,6 +675,26 @@ KINDS: dict[str, dict[str, Any]] = {
         "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.5},
         "tie_word_embeddings": True,
     },
+    "opt_125m": {
+        "class": "OPT",
+        "hidden_size": 48,
+        "ffn_dim": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "vocab_size": 101,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    },
+    "xglm_7b": {
+        "class": "XGLM",
+        "d_model": 48,
+        "ffn_dim": 88,
+        "num_layers": 3,
+        "attention_heads": 6,
+        "vocab_size": 101,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
 }
 
 
