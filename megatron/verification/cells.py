@@ -373,9 +373,9 @@ def _families() -> Iterator[Cell]:
     for extra in (END_PARTS, END_PARTS[:3]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
         yield make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=extra)
-    for extra in (POSITION_PARTS, POSITION_PARTS[2:4]):
-        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
-        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=extra)
+    for parts in (POSITION_PARTS, POSITION_PARTS[2:4]):
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=parts)
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=parts)
 
 
 def _dropout() -> Iterator[Cell]:

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "squared_relu": lambda x: F.relu(x).square(),
     "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
 }
 
 
