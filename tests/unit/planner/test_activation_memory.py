@@ -111,7 +111,8 @@ def test_a_layer_keeps_what_the_closed_form_says(config: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("more", [{}, again("core_attn")], ids=str)
 def test_a_layer_with_alibi_keeps_wider_queries_keys_and_values(more: dict[str, Any]) -> None:
-    plain, biased = ({"position_embedding_type": kind} | more for kind in ("none", "alibi"))
+    common = {"attention_backend": "fused"} | more
+    plain, biased = ({"position_embedding_type": kind} | common for kind in ("none", "alibi"))
     models = [make(3, **config).config for config in (plain, biased)]
     expected = [saved_layer_bytes(model, LENGTH * BATCH, 2, model.recomputed_modules) for model in models]
     assert kept_by_a_layer(**biased) - kept_by_a_layer(**plain) == expected[1] - expected[0]
