@@ -617,3 +617,30 @@ def test_seed_oss_has_optional_biases_and_the_dropout_of_its_configuration_class
     assert config.has_qkv_bias
     assert (config.hidden_dropout, config.attention_dropout, config.kv_channels) == (0.1, 0.1, 128)
     assert not config_of(tmp_path, SEED_OSS | {"attention_bias": False}).has_qkv_bias
+
+
+def test_bloom_and_mpt_have_linear_biases_and_the_names_of_published_folders(tmp_path: Path) -> None:
+    published = {
+        "architectures": ["MPTForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
+    }
+    config = config_of(tmp_path, MPT | published | {"emb_pdrop": 0, "resid_pdrop": 0, "learned_pos_emb": True})
+    assert config == config_of(tmp_path, MPT)
+    assert (config.activation, config.norm_parameter_names, config.ffn_hidden_size) == ("gelu", ("weight",), 192)
+    older = {name: value for name, value in BLOOM.items() if name not in ("hidden_size", "n_head")}
+    bloom = config_of(tmp_path, older | {"n_embed": 48, "num_attention_heads": 6})
+    assert bloom == config_of(tmp_path, BLOOM)
+    assert config.alibi_slopes == bloom.alibi_slopes == (0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125)
+    assert (bloom.add_embedding_norm, bloom.activation, bloom.add_bias_linear) == (True, "gelu_tanh", True)
+
+
+def test_opt_and_xglm_have_positions_from_row_2_on(tmp_path: Path) -> None:
+    opt, xglm = config_of(tmp_path, OPT), config_of(tmp_path, XGLM)
+    assert (opt.position_embedding_type, opt.num_position_embeddings, opt.activation) == (
+        "learned_absolute",
+        514,
+        "relu",
+    )
+    assert (xglm.position_embedding_type, xglm.position_embedding_offset, xglm.activation) == ("sinusoidal", 2, "gelu")
+    assert xglm.scale_embeddings
+    assert opt.hidden_dropout == xglm.hidden_dropout == 0.1
