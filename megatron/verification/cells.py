@@ -61,9 +61,9 @@ SHAPES: dict[str, tuple[str, ...]] = {
 """Model shapes by name: the flags that each adds to the base command line."""
 END_PARTS = (
     *("--untie-embeddings-and-output-weights", "--add-output-bias", "--add-embedding-norm"),
-    *("--normalization", "RMSNorm", "--norm-parameters", "none"),
+    *("--disable-proj-bias", "--normalization", "RMSNorm", "--norm-parameters", "none"),
 )
-"""A norm of the embeddings, a bias of the output layer, and norms without parameters."""
+"""A norm of the embeddings, a bias of the output layer, none of attention's output, and norms without parameters."""
 POSITION_PARTS = (
     *("--position-embedding-type", "sinusoidal", "--position-embedding-offset", "2", "--scale-embeddings"),
     *("--activation-func", "relu"),

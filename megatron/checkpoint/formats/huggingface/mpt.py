@@ -50,6 +50,11 @@ class MptFamily(NamedDecoderFamily):
         settings.require("expansion_ratio", 4, 4, "transformers ignores it")
         settings.require("no_bias", True, True, "transformers ignores it")
         settings.require("logit_scale", None, None, "transformers ignores it")
+        if settings.number("embedding_fraction", 1.0) != 1.0:
+            settings.refuse("embedding_fraction is not 1; transformers ignores it")
+        norm = settings.text("norm_type", "layernorm")
+        if norm not in ("layernorm", "low_precision_layernorm"):
+            settings.refuse(f"norm_type is {norm!r}, but transformers ignores it and uses layernorm")
         for name in ("emb_pdrop", "resid_pdrop"):
             settings.require_zero(name, "transformers ignores it")
         attention = settings.inner("attn_config") or Settings({}, settings.place, settings.problems)
