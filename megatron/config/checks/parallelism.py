@@ -336,9 +336,13 @@ def _has_levels(config: RunConfig) -> bool:
 def _check_heads_of_context_ranks(config: RunConfig) -> Iterator[str]:
     model = config.model
     context = model.context_parallel_size
-    if context > 1 and "a2a" in model.cp_comm_type:
+    try:
+        exchanges = model.attention_exchanges
+    except ValueError:
+        return  # The check of the pattern reports it.
+    if context > 1 and "a2a" in exchanges:
         yield from _head_problems(config, context, "a2a", "--context-parallel-size")
-    if context > 1 and _LEVELS in model.cp_comm_type and _has_levels(config):
+    if context > 1 and _LEVELS in exchanges and _has_levels(config):
         inner = model.hierarchical_context_parallel_sizes[0]
         yield from _head_problems(config, inner, _LEVELS, "the first of --hierarchical-context-parallel-sizes")
 
@@ -382,6 +386,10 @@ CONTEXT_PARALLEL_CHECKS = (
             "tensor_model_parallel_size",
             "num_attention_heads",
             "num_query_groups",
+            "num_layers",
+            "experimental_attention_variant",
+            "linear_attention_freq",
+            "hybrid_override_pattern",
         ),
         _check_heads_of_context_ranks,
     ),

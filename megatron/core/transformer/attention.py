@@ -44,6 +44,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
+from megatron.core.transformer.hybrid_config import ATTENTION
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
 from megatron.core.transformer.rotary_pos_embedding import (
@@ -191,6 +192,8 @@ def describe_attention(
     pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
     names: Counter[str] = Counter()
     for number, window in enumerate(config.layer_windows):
+        if config.layer_parts[number].mixer != ATTENTION:
+            continue
         exchange = config.cp_exchange(number) if size > 1 else ""
         has_window = window is not None and window < seq_length
         if exchange in ("p2p", "a2a+p2p"):
@@ -213,6 +216,8 @@ def describe_attention(
             value_dim=value_width_of_core(config),
         )
         names[kernels.choose(call).name] += 1
+    if not names:
+        return "attention kernel: none, because no layer has attention"
     if len(names) == 1:
         return f"attention kernel: {names.popitem()[0]}"
     return "attention kernels: " + "; ".join(f"{name} ({count} layers)" for name, count in names.items())

@@ -748,6 +748,18 @@ class DecoderConfig(ParallelConfig, in_args=True):
         branches = 1.0 if self.hybrid.hybrid_override_pattern is not None else 2.0
         return float(self.init_method_std / (branches * self.num_layers) ** 0.5)
 
+    @property
+    def attention_exchanges(self) -> frozenset[str]:
+        """Return the context-parallel communication types of the layers with attention.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        types = self.cp_comm_type
+        if len(types) != len(self.layer_parts):
+            return frozenset(types)
+        return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.mixer == ATTENTION)
+
     def kind_of(self, layer_number: int) -> int:
         """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
         return min(layer_number, self.num_layers - 1)

@@ -74,7 +74,7 @@ def make_attention(
     """
     mixer, _ = config.layer_parts[config.kind_of(layer_number)]
     if mixer in (GATED_DELTA_NET, MAMBA):
-        return (GatedDeltaNet if mixer == GATED_DELTA_NET else MambaMixer)(config, layer_number, tp, device)
+        return (GatedDeltaNet if mixer == GATED_DELTA_NET else MambaMixer)(config, layer_number, tp, device, cp)
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
     if config.attention_output_gate:
