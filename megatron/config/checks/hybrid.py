@@ -16,12 +16,12 @@ from megatron.core.transformer import (
     GATED_DELTA_NET,
     MAMBA,
     MOE,
+    NAMES_OF_RECURRENCES,
     HybridConfig,
     LayerParts,
 )
 
 _PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
-_NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
 _EXCHANGES = ("p2p", "a2a")
 """Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
 _OF_ATTENTION = (
@@ -125,7 +125,8 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
             # Another check reports flags of Mamba-2 without a pattern.
             is_checked = mixer == MAMBA and hybrid.hybrid_override_pattern is None
             if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]} layer; omit it"
+                name = NAMES_OF_RECURRENCES[mixer]
+                yield f"{spec.typed(value)} has no effect: the model has no {name} layer; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
         absent |= dict.fromkeys(GATED_ACTIVATIONS, "feed-forward")
@@ -199,10 +200,10 @@ def _check_exchanges(config: RunConfig) -> Iterator[str]:
     if len(exchanges) != len(parts):
         return
     for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=True)):
-        if each.mixer in _NAMES and exchange != "a2a":
+        if each.mixer in NAMES_OF_RECURRENCES and exchange != "a2a":
             yield (
-                f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({_NAMES[each.mixer]}) exchanges heads by "
-                f"all-to-all, and not by {exchange}; use a2a for it"
+                f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({NAMES_OF_RECURRENCES[each.mixer]}) "
+                f"exchanges heads by all-to-all, and not by {exchange}; use a2a for it"
             )
             return
 
@@ -212,10 +213,7 @@ def _check_unsupported(config: RunConfig) -> Iterator[str]:
     if not model.hybrid.is_hybrid:
         return
     others = {
-        f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
-        f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
         f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-        "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
         "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
         and config.optimizer.optimizer_cpu_offload,
     }
@@ -250,8 +248,8 @@ HYBRID_CHECKS = (
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern", "fp8_format"),
-            *("fp4_format", "lora_rank", "cuda_graph_impl", "optimizer_offload_policy", "optimizer_cpu_offload"),
+            *("experimental_attention_variant", "hybrid_override_pattern", "lora_rank"),
+            *("optimizer_offload_policy", "optimizer_cpu_offload"),
         ),
         _check_unsupported,
     ),

@@ -15,7 +15,16 @@ from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_ar
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.registry import is_registered
-from megatron.core.transformer import FOUR_BIT_BLOCK, GATED_ACTIVATIONS, adapted_parts
+from megatron.core.transformer import (
+    ATTENTION,
+    FOUR_BIT_BLOCK,
+    GATED_ACTIVATIONS,
+    GATED_DELTA_NET,
+    MAMBA,
+    NAMES_OF_RECURRENCES,
+    HybridConfig,
+    adapted_parts,
+)
 
 _MOST_VALUES = 10**13
 """Upper bound of the memory of a rank in bytes: twenty GPUs of 2 TB."""
@@ -924,6 +933,8 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"use {_rounded(width, multiple * tensor)}"
         )
     heads, groups = model.num_attention_heads, model.num_query_groups
+    if ATTENTION not in _mixers(model):
+        return
     if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
@@ -964,6 +975,52 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
             yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
 
 
+def _mixers(model: GPTConfig) -> set[str | None]:
+    """Return the kinds of sequence mixers of the layers, or nothing if another check reports an invalid pattern."""
+    try:
+        return {parts.mixer for parts in model.layer_parts}
+    except ValueError:
+        return set()
+
+
+def _projection_widths(model: GPTConfig, mixer: str, heads: str, number: int) -> tuple[int, int]:
+    """Return the rows of a recurrent layer's input projection and the columns of its output projection on a rank.
+
+    ``heads`` is the field of its number of heads, for which ``number`` is taken.
+    """
+    hybrid = dataclasses.replace(model.hybrid, **{heads: number})
+    rows, columns = hybrid.projection_rows(mixer, model.hidden_size), hybrid.inner_size(mixer, model.hidden_size)
+    return sum(rows) // model.tensor_model_parallel_size, columns // model.tensor_model_parallel_size
+
+
+def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
+    model, hybrid, multiple = config.model, config.model.hybrid, _multiple(config)
+    if not model.fp8.is_quantized or model.tensor_model_parallel_size <= 0:
+        return
+    shapes = {
+        GATED_DELTA_NET: ("linear_num_value_heads", hybrid.linear_num_value_heads, hybrid.linear_num_key_heads),
+        MAMBA: ("mamba_num_heads", hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups),
+    }
+    for mixer, (field, heads, groups) in shapes.items():
+        if mixer not in _mixers(model) or groups % model.tensor_model_parallel_size or heads % groups:
+            continue  # The checks of the shapes report the last two.
+        rows, columns = _projection_widths(model, mixer, field, heads)
+        if rows % multiple == columns % multiple == 0:
+            continue
+        numbers = range(heads + groups, heads + groups * multiple + 1, groups)
+        fitting = (
+            number
+            for number in numbers
+            if not any(width % multiple for width in _projection_widths(model, mixer, field, number))
+        )
+        number, typed = next(fitting, None), f"--{field.replace('_', '-')}"
+        yield (
+            f"{typed} {heads} gives the projections of a {NAMES_OF_RECURRENCES[mixer]} layer {rows} rows and {columns} "
+            f"columns on each tensor-parallel rank, but {_asked(config)} needs a multiple of {multiple}; use "
+            + (f"{typed} {number}" if number else f"heads whose widths are multiples of {multiple}")
+        )
+
+
 def _check_tokens(config: RunConfig) -> Iterator[str]:
     model, length, batch = config.model, config.data.seq_length, config.training.micro_batch_size
     multiple = _multiple(config)
@@ -1002,6 +1059,7 @@ FLOAT8_CHECKS = (
     Check(("num_layers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _check_float8_layers),
     Check((*_SHAPE, *MODEL_SIZE_NAMES), _check_widths),
     Check((*_LATENT, *MODEL_SIZE_NAMES), _check_latent_widths),
+    Check((*_SHAPE, *MODEL_SIZE_NAMES, *(spec.name for spec in field_specs(HybridConfig))), _check_recurrent_widths),
     Check(("seq_length", "micro_batch_size", *MODEL_SIZE_NAMES), _check_tokens),
     Check(("use_distributed_optimizer", *MODEL_SIZE_NAMES), _check_param_gather),
 )

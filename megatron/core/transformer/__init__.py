@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         GATED_DELTA_NET,
         MAMBA,
         MOE,
+        NAMES_OF_RECURRENCES,
         HybridConfig,
         LayerParts,
     )
@@ -81,7 +82,7 @@ __getattr__ = lazy_exports(
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
-        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE HybridConfig LayerParts",
+        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE NAMES_OF_RECURRENCES HybridConfig LayerParts",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",

@@ -14,6 +14,7 @@ from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
 from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.hybrid_config import GATED_DELTA_NET
 from megatron.core.transformer.norm import normalize
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 
@@ -55,10 +56,9 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> None:
         super().__init__(config, layer_number, tp, device, cp)
         hybrid = config.hybrid
-        keys, values = hybrid.linear_key_size, hybrid.linear_value_size
         num_heads = hybrid.linear_num_value_heads
         self.key_dim, self.value_dim = hybrid.linear_key_head_dim, hybrid.linear_value_head_dim
-        self.rows = (keys, keys, values, values, num_heads, num_heads)
+        self.rows = hybrid.projection_rows(GATED_DELTA_NET, config.hidden_size)
         own_heads, own_keys = num_heads // tp.size, hybrid.linear_num_key_heads // tp.size
         copies = copies_of_key_value_heads(own_heads, own_keys, self.cp.size)
         assert copies is not None, f"{own_heads} heads of {own_keys} keys cannot be shared by {self.cp.size} ranks"
@@ -77,7 +77,7 @@ class GatedDeltaNet(RecurrentMixer):
         )
         self._add_decay(num_heads)
         self.out_norm = HeadNorm(config, self.value_dim, tp, self.dtype, device)
-        self._add_projections(config, values)
+        self._add_projections(config, hybrid.linear_value_size)
 
     def mix(
         self,

@@ -15,6 +15,7 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_shards
 from megatron.core.tensor_parallel import make_parameter
 from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.hybrid_config import MAMBA
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution
 
 _CONVOLUTION_WIDTH = 4
@@ -64,9 +65,8 @@ class MambaMixer(RecurrentMixer):
         super().__init__(config, layer_number, tp, device, cp)
         hybrid = config.hybrid
         num_heads, self.head_dim = hybrid.mamba_heads(config.hidden_size), hybrid.mamba_head_dim
-        inner, self.state_dim = num_heads * self.head_dim, hybrid.mamba_state_dim
-        states = hybrid.mamba_num_groups * self.state_dim
-        self.rows = (inner, inner, states, states, num_heads)
+        inner, self.state_dim = hybrid.inner_size(MAMBA, config.hidden_size), hybrid.mamba_state_dim
+        self.rows = hybrid.projection_rows(MAMBA, config.hidden_size)
         own_heads, own_groups = num_heads // tp.size, hybrid.mamba_num_groups // tp.size
         copies = copies_of_key_value_heads(own_heads, own_groups, self.cp.size)
         assert copies is not None, f"{own_heads} heads in {own_groups} groups cannot be shared by {self.cp.size} ranks"

@@ -48,8 +48,17 @@ WRONG = [
     (f"{MIXED} --mtp-num-layers 1 --no-position-embedding", "is not supported with --mtp-num-layers 1"),
     (f"{MIXED} --mamba-head-dim 24", "twice --hidden-size 32 is not divisible by --mamba-head-dim 24"),
     (f"{MIXED} --mamba-num-heads 12", "12 Mamba-2 heads are not divisible by --mamba-num-groups 8; numbers of groups"),
-    (f"{FOUR} --bf16 --fp8-format hybrid", "is not supported with --fp8-format hybrid yet; omit"),
-    (f"{FOUR} --bf16 --fp4-format e2m1", "is not supported with --fp4-format e2m1 yet; omit"),
+    (
+        f"{FOUR} --bf16 --fp8-format hybrid --linear-num-key-heads 2 --linear-num-value-heads 6 "
+        "--linear-key-head-dim 8 --linear-value-head-dim 8",
+        "--linear-num-value-heads 6 gives the projections of a gated delta-net layer 140 rows and 48 columns on each "
+        "tensor-parallel rank, but --fp8-format hybrid needs a multiple of 16; use --linear-num-value-heads 8",
+    ),
+    (
+        f"{MIXED} --bf16 --fp4-format e2m1 --mamba-num-heads 8 --mamba-head-dim 8",
+        "--mamba-num-heads 8 gives the projections of a Mamba-2 layer 2184 rows and 64 columns on each tensor-parallel "
+        "rank, but --fp4-format e2m1 needs a multiple of 32; use --mamba-num-heads 32",
+    ),
     (f"{FOUR} --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
     (f"{FOUR} --save x --ckpt-format torch_dist", "cannot store a model with --experimental-attention-variant"),
     (
