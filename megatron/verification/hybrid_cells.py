@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron.verification.cells import DROPOUT, MODULES, SHAPES, Cell, Layout, make_cell
 from megatron.verification.model_cells import ExpertLayout
-from megatron.verification.training_cells import MUON, fully_sharded
+from megatron.verification.training_cells import FUSED_LORA, LORA, MUON, fully_sharded
 
 _DELTA = (
     *("--experimental-attention-variant", "gated_delta_net", "--linear-key-head-dim", "4"),
@@ -42,6 +42,7 @@ def make_hybrid_cell(shape: str, layout: Layout, data: str = "plain", extra: Seq
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")
 
 
+_TARGETS = ("q_proj", "in_proj", "out_proj", "down_proj")
 _FULL = ("full", "uniform", "1")
 _LAYOUTS = (
     Layout(tp=2),
@@ -114,4 +115,13 @@ def _cells() -> Iterator[Cell]:
         )
     for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(cp=2)):
         yield make_hybrid_cell("delta-net", layout, extra=("--mtp-num-layers", "1"))
+    for layout in (
+        Layout(tp=2, sequence_parallel=True, pp=2),
+        Layout(tp=2, cp=2, sharding="optim"),
+        Layout(tp=2, sequence_parallel=True, recompute=MODULES),
+    ):
+        yield make_hybrid_cell("mamba", layout, extra=FUSED_LORA)
+        yield make_hybrid_cell("delta-net", layout, "packed", extra=(*LORA, "--lora-target-modules", *_TARGETS))
+    yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
+    yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))

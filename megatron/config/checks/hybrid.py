@@ -213,7 +213,6 @@ def _check_unsupported(config: RunConfig) -> Iterator[str]:
     if not model.hybrid.is_hybrid:
         return
     others = {
-        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
         "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
         and config.optimizer.optimizer_cpu_offload,
     }
@@ -248,7 +247,7 @@ HYBRID_CHECKS = (
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern", "lora_rank"),
+            *("experimental_attention_variant", "hybrid_override_pattern"),
             *("optimizer_offload_policy", "optimizer_cpu_offload"),
         ),
         _check_unsupported,

@@ -26,6 +26,7 @@ from megatron.core.transformer import (
     adapted_parts,
 )
 
+_PATTERN = ("num_layers", "experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern")
 _MOST_VALUES = 10**13
 """Upper bound of the memory of a rank in bytes: twenty GPUs of 2 TB."""
 
@@ -218,7 +219,11 @@ def _check_adapted_layers(config: RunConfig) -> Iterator[str]:
     if not names:
         return
     try:
-        adapted_parts(names, config.model.is_gated)
+        linear_layers = config.model.linear_layers
+    except ValueError:
+        return  # The check of the pattern reports it.
+    try:
+        adapted_parts(names, config.model.is_gated, linear_layers)
     except ValueError as error:
         yield f"--lora-target-modules {' '.join(names)}: {error}"
 
@@ -267,10 +272,16 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
     if model.cpu_offloading_weights:
         yield f"{refused} --cpu-offloading-weights cannot offload quantized weights; omit it"
     tp, experts = max(model.tensor_model_parallel_size, 1), max(model.parallel_sizes.expert_tp, 1)
-    widths = {
-        "--hidden-size": (model.hidden_size, 1),
-        "--num-attention-heads x --kv-channels": (model.context_size, tp),
-    }
+    widths = {"--hidden-size": (model.hidden_size, 1)}
+    mixers = _mixers(model)
+    if ATTENTION in mixers:
+        widths["--num-attention-heads x --kv-channels"] = model.context_size, tp
+    if GATED_DELTA_NET in mixers:
+        names = "--linear-num-value-heads x --linear-value-head-dim"
+        widths[names] = model.hybrid.inner_size(GATED_DELTA_NET, model.hidden_size), tp
+    if MAMBA in mixers:
+        inner = model.hybrid.inner_size(MAMBA, model.hidden_size)
+        widths["--mamba-num-heads x --mamba-head-dim"] = inner, tp
     if model.moe.num_experts is None or model.moe.moe_layer_freq.strip() != "1":
         widths["--ffn-hidden-size"] = (model.ffn_hidden_size, tp)
     if model.moe.num_experts is not None:
@@ -364,7 +375,7 @@ MODEL_CHECKS = (
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
-    Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS), _check_adapted_layers),
+    Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS, *_PATTERN), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
     Check(
         (

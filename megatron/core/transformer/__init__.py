@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         NAMES_OF_RECURRENCES,
         HybridConfig,
         LayerParts,
+        layer_parts,
     )
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
@@ -42,8 +43,10 @@ if TYPE_CHECKING:
         LINEAR_LAYERS,
         PART_OF,
         QUERY_KEY_VALUE,
+        TRANSFORMER_LAYERS,
         WHOLE,
         adapted_parts,
+        linear_layers_of,
         plain_names,
     )
     from megatron.core.transformer.mlp import (
@@ -82,12 +85,13 @@ __getattr__ = lazy_exports(
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
-        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE NAMES_OF_RECURRENCES HybridConfig LayerParts",
+        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",
         "lora_targets": (
-            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
+            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE TRANSFORMER_LAYERS WHOLE "
+            "adapted_parts linear_layers_of plain_names"
         ),
         "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",

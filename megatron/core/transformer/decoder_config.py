@@ -13,9 +13,16 @@ import math
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
-from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
+from megatron.core.transformer.hybrid_config import (
+    ATTENTION,
+    MOE,
+    HybridConfig,
+    LayerParts,
+    format_layers,
+    layer_parts,
+)
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
-from megatron.core.transformer.lora_targets import adapted_parts
+from megatron.core.transformer.lora_targets import adapted_parts, linear_layers_of
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
@@ -647,7 +654,18 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: --lora-target-modules does not fit the model; the message gives the reason.
         """
-        return adapted_parts(self.lora_target_modules, self.is_gated) if self.lora_rank else {}
+        if not self.lora_rank:
+            return {}
+        return adapted_parts(self.lora_target_modules, self.is_gated, self.linear_layers)
+
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """Return the names of the linear layers of the model, without those of MLA.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        return linear_layers_of(self.layer_parts)
 
     @property
     def width_multiplier(self) -> float:

@@ -59,7 +59,20 @@ WRONG = [
         "--mamba-num-heads 8 gives the projections of a Mamba-2 layer 2184 rows and 64 columns on each tensor-parallel "
         "rank, but --fp4-format e2m1 needs a multiple of 32; use --mamba-num-heads 32",
     ),
-    (f"{FOUR} --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
+    (
+        f"{MIXED} --lora-rank 2 --lora-target-modules x_proj",
+        "x_proj is not a linear layer of this model; its linear layers are linear_qkv linear_proj linear_fc1 "
+        "linear_fc2 in_proj out_proj q_proj",
+    ),
+    (
+        "--hybrid-override-pattern MMGG --lora-rank 2 --lora-target-modules linear_qkv",
+        "linear_qkv is not a linear layer of this model; its linear layers are in_proj out_proj",
+    ),
+    (
+        "--hybrid-override-pattern MMGG --mamba-head-dim 8 --lora-rank 2 --lora-base-quantization nf4 "
+        "--hidden-size 64 --linear-num-value-heads 16 --linear-value-head-dim 6",
+        "--linear-num-value-heads x --linear-value-head-dim 96 is not a whole number of blocks of 64 input features",
+    ),
     (f"{FOUR} --save x --ckpt-format torch_dist", "cannot store a model with --experimental-attention-variant"),
     (
         f"{MIXED} --mamba-num-heads 16 --save x --ckpt-format torch",
