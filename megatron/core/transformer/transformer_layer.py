@@ -232,8 +232,9 @@ class TransformerLayer(nn.Module):
             adapter.keys = dropout
         for quantizers in self.keyed_quantizers:
             quantizers.keys = dropout
-        if isinstance(self.mlp, ExpertLayer) and self.mlp.config.routes_at_random:
-            self.mlp.router.keys, self.mlp.router.layer_number = dropout, self.layer_number
+        feed_forward = getattr(self, "mlp", None)
+        if isinstance(feed_forward, ExpertLayer) and feed_forward.config.routes_at_random:
+            feed_forward.router.keys, feed_forward.router.layer_number = dropout, self.layer_number
 
     def _recomputed(
         self, norm: nn.Module, stream: torch.Tensor, normalized: torch.Tensor
