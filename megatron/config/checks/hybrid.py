@@ -26,7 +26,7 @@ _EXCHANGES = ("p2p", "a2a")
 """Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
-    *("attn_logit_softcapping", "no_rope_freq"),
+    *("attn_logit_softcapping", "no_rope_freq", "qk_clip"),
 )
 
 

@@ -9,7 +9,7 @@ from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
-from megatron.core.config_base import field_specs, field_value
+from megatron.core.config_base import field_specs, field_value, with_fields
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
@@ -520,6 +520,21 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
             yield f"--rope-type yarn and {name} both scale rotary frequencies; omit one of them"
 
 
+def _check_clipped_logits(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.qk_clip:
+        return
+    if model.qk_layernorm and not model.mla.multi_latent_attention:
+        yield "--qk-clip has no effect with --qk-layernorm, which normalizes queries and keys; omit one of them"
+    if config.optimizer.optimizer_cpu_offload:
+        yield "--qk-clip is not supported with --optimizer-cpu-offload; omit one of them"
+    if config.ddp.overlap_param_gather_with_optimizer_step:
+        yield (
+            "--qk-clip changes weights after the update of all of them, but --overlap-param-gather-with-optimizer-step "
+            "gathers weights before; omit one of them"
+        )
+
+
 def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.mla.multi_latent_attention:
@@ -546,6 +561,13 @@ def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 MLA_CHECKS = (
+    Check(
+        (
+            *("qk_clip", "qk_layernorm", "multi_latent_attention", "optimizer_cpu_offload"),
+            "overlap_param_gather_with_optimizer_step",
+        ),
+        _check_clipped_logits,
+    ),
     Check(
         (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
@@ -999,7 +1021,7 @@ def _projection_widths(model: GPTConfig, mixer: str, heads: str, number: int) ->
 
     ``heads`` is the field of its number of heads, for which ``number`` is taken.
     """
-    hybrid = dataclasses.replace(model.hybrid, **{heads: number})
+    hybrid = with_fields(model.hybrid, **{heads: number})
     rows, columns = hybrid.projection_rows(mixer, model.hidden_size), hybrid.inner_size(mixer, model.hidden_size)
     return sum(rows) // model.tensor_model_parallel_size, columns // model.tensor_model_parallel_size
 

@@ -364,17 +364,7 @@ def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str)
     )
 
 
-def _check_logits(config: RunConfig) -> Iterator[str]:
-    size = config.model.context_parallel_size
-    if config.logging.log_max_attention_logit and size > 1:
-        yield (
-            f"--log-max-attention-logit with --context-parallel-size {size}: no rank has all keys of a query; omit it, "
-            "or use --context-parallel-size 1"
-        )
-
-
 CONTEXT_PARALLEL_CHECKS = (
-    Check(("context_parallel_size", "log_max_attention_logit"), _check_logits),
     Check(("seq_length", "context_parallel_size", "tensor_model_parallel_size"), _check_sequence),
     Check(("cp_comm_type", "num_layers"), _check_exchanges),
     Check(("cp_comm_type", "context_parallel_size", "hierarchical_context_parallel_sizes"), _check_levels),
@@ -558,10 +548,12 @@ def _check_gradients(config: RunConfig) -> Iterator[str]:
 def _check_chunked_logits(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl == "local" and config.logging.log_max_attention_logit:
         yield f"{_REFUSED} CUDA graphs do not support --log-max-attention-logit; omit one of them"
+    if config.training.cuda_graph_impl == "local" and config.model.qk_clip:
+        yield f"{_REFUSED} CUDA graphs do not support --qk-clip; omit one of them"
 
 
 CUDA_GRAPH_CHECKS = (
-    Check(("cuda_graph_impl", "log_max_attention_logit"), _check_chunked_logits),
+    Check(("cuda_graph_impl", "log_max_attention_logit", "qk_clip"), _check_chunked_logits),
     Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids", "sft_packing"), _check_documents),
     Check(("cuda_graph_impl", "attention_dropout", "attention_backend"), _check_dropout),
     Check(("cuda_graph_impl", "data_parallel_sharding_strategy"), _check_gradients),

@@ -93,7 +93,8 @@ class UlyssesAttention:
         assert copies is not None, f"{num_heads} heads in {num_groups} groups cannot be shared by {size} ranks"
         key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
         widths = [tensor.shape[2] // size for tensor in (query, key, value)]
-        received = sequence_to_heads((query, key, value), self.cp).unflatten(2, (-1, query.shape[3]))
+        received = sequence_to_heads((query, key, value), self.cp)
+        received = received.view(*received.shape[:2], -1, query.shape[3])
         queries, keys, values = torch.split(received, widths, dim=2)
         own = slice(self.cp.rank * widths[0], (self.cp.rank + 1) * widths[0])
         dropout = inputs.dropout
@@ -102,7 +103,7 @@ class UlyssesAttention:
             dropout = replace(dropout, queries=positions, heads=dropout.heads[own])
         sinks = None if inputs.sinks is None else inputs.sinks[own]
         context = self.core(AttentionInputs(queries, keys, values, inputs.pattern, dropout, sinks))
-        return heads_to_sequence(context.flatten(2), self.cp).unflatten(2, query.shape[2:])
+        return heads_to_sequence(context.flatten(2), self.cp).view(query.shape)
 
 
 @dataclass(frozen=True)

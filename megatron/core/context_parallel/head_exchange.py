@@ -36,8 +36,8 @@ class StackedHeads(NamedTuple):
         """Repeat each head. Shapes: ``[…, rows, …] -> […, copies * rows, …]`` along ``dim``."""
         if self.copies == 1:
             return rows
-        heads = rows.unflatten(dim, (self.num_heads, self.width)).repeat_interleave(self.copies, dim=dim)
-        return heads.flatten(dim, dim + 1)
+        heads = rows.view(*rows.shape[:dim], self.num_heads, self.width, *rows.shape[dim + 1 :])
+        return heads.repeat_interleave(self.copies, dim=dim).flatten(dim, dim + 1)
 
 
 def rows_of_heads(parameter: torch.Tensor, stacked: Sequence[StackedHeads], cp: Group) -> torch.Tensor:
@@ -47,7 +47,7 @@ def rows_of_heads(parameter: torch.Tensor, stacked: Sequence[StackedHeads], cp: 
     """
     if cp.size == 1:
         return parameter
-    parts = parameter.split([heads.num_rows for heads in stacked])
+    parts = parameter.split_with_sizes([heads.num_rows for heads in stacked])
     return torch.cat(
         [heads.copied(part, dim=0).chunk(cp.size)[cp.rank] for heads, part in zip(stacked, parts, strict=True)]
     )

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         mtp_targets,
     )
     from megatron.core.transformer.norm import Norm, ResidualNorm, ResidualSum, add_and_normalize, add_branch, normalize
+    from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
         RotaryEmbedding,
@@ -97,6 +98,7 @@ __getattr__ = lazy_exports(
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
+        "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",

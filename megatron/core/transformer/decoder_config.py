@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
+from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.hybrid_config import (
@@ -416,6 +416,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
         None, role="meaning", bounds=POSITIVE, in_args=False, excludes=("attention_output_gate",)
     )
     """Clip queries, keys and values to this absolute value after their projection."""
+    qk_clip: bool = flag(False, role="recipe", excludes=("clip_qkv", "lora_rank", "attention"))
+    """QK-clip (MuonClip): scale query and key weights after an update if a head's logits exceeded a threshold."""
+    qk_clip_alpha: float = flag(0.5, role="recipe", bounds=FRACTION, needs="qk_clip")
+    """Exponent of the factor of query weights; the exponent of the key weights is 1 minus it."""
+    qk_clip_threshold: float = flag(100.0, role="recipe", bounds=POSITIVE, needs="qk_clip")
+    """Largest attention logit that is not clipped."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
     """Sliding window: a query attends to its own position and the N before it only."""
     window_attn_skip_freq: str | None = flag(

@@ -146,7 +146,7 @@ def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: Adapte
                 _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
         elif linear in OF_RECURRENCE:
             if mixer in NAMES_OF_RECURRENCES:
-                block = layer.mixer if hasattr(layer, "mixer") else layer.self_attention
+                block = layer.get_submodule("mixer" if hasattr(layer, "mixer") else "self_attention")
                 _adapt_linear(block, RecurrentMixer, linear, parts, layer.layer_number, config, options)
         elif feed_forward is None:
             continue

@@ -214,18 +214,18 @@ class RecurrentMixer(nn.Module, ABC):
         parts = [
             heads.copied(part, dim=2)
             for tensor, own in zip(tensors, stacked, strict=True)
-            for heads, part in zip(own, tensor.split([heads.num_rows for heads in own], dim=2), strict=True)
+            for heads, part in zip(own, tensor.split_with_sizes([heads.num_rows for heads in own], dim=2), strict=True)
         ]
         received = sequence_to_heads([part.transpose(0, 1) for part in parts], self.cp).transpose(0, 1)
         widths = [sum(heads.rows_of_rank(self.cp.size) for heads in own) for own in stacked]
-        return received.split(widths, dim=2)
+        return received.split_with_sizes(widths, dim=2)
 
     def to_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """Return all heads at this rank's positions. Shapes: ``[b, s, heads of rank, d] -> [b, s/cp, heads/tp, d]``."""
         if self.cp.size == 1:
             return x
         received = heads_to_sequence(x.flatten(2).transpose(0, 1), self.cp).transpose(0, 1)
-        return received.unflatten(2, (-1, x.shape[3]))
+        return received.view(*received.shape[:2], -1, x.shape[3])
 
     def own_heads(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the values of this rank's heads. Shapes: ``[heads/tp] -> [heads of rank]``."""
