@@ -1630,6 +1630,14 @@ _MIXED = (
     training("gated attention", f"{_GROUPED} --attention-output-gate {_TENSOR} --sequence-parallel", 2),
 )
 _KERNELS = (
+    training(
+        "query and key weights clipped",
+        f"{_CONTEXT} --qk-clip --qk-clip-threshold 0.05 --log-max-attention-logit {_OVERLAPS}",
+        2,
+    ),
+    training(
+        "query and key weights clipped, bf16", f"{_GROUPED} --qk-clip --qk-clip-threshold 0.05 --bf16 {_TENSOR}", 2
+    ),
     training("user buffers of NCCL", f"{_OVERLAPS} --use-nccl-ub", 2),
     training("user buffers of NCCL, unsharded", "--use-nccl-ub --disable-symmetric-registration", 2),
     prepared("logits in chunks", "small", f"{_CHUNKS} --z-loss-coeff 0.05"),
