@@ -34,6 +34,10 @@ WRONG = [
         f"{EIGHT} --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 3",
         "numbers of groups that work: 1, 2",
     ),
+    (
+        f"{EIGHT} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 3",
+        "--moe-router-group-score-topk 3 is greater than 2, the number of experts per group; values from 1 to 2 work",
+    ),
     (f"{EIGHT} --moe-router-num-groups 4", "--moe-router-num-groups 4 has no effect without --moe-router-group-topk N"),
     ("--num-experts 9 --expert-model-parallel-size 3", "expert(3) x expert-tensor(1) = 3; change"),
     ("--num-experts 6 --expert-model-parallel-size 3", "expert-parallel sizes that work: 1, 2)"),
