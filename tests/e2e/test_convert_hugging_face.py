@@ -208,6 +208,13 @@ OTHERS = (
         "cohere2",
         "nanochat",
         "deepseek_v2",
+        "deepseek_v2_groups",
+        "moonlight",
+        "ministral",
+        "ministral3",
+        "solar_open",
+        "glm4_moe_lite",
+        "exaone_moe",
     ),
     "qwen3_next",
 )
@@ -230,10 +237,12 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     changes: dict[str, Any] = {"num_hidden_layers": 4}
     if kind in ("gemma2", "gemma3"):
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
-    if kind in ("olmo3", "exaone4", "cohere2"):
+    if kind in ("olmo3", "exaone4", "cohere2", "ministral", "exaone_moe"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     if kind == "qwen3_next":
         changes |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+    if kind == "glm4_moe_lite":
+        changes |= {"mlp_layer_types": ["sparse", "dense"] * 2}
     if kind == "smollm3":
         changes |= {"no_rope_layers": [1, 0, 1, 0]}
     if kind == "gpt_oss":

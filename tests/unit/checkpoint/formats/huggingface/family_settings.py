@@ -116,6 +116,16 @@ DEEPSEEK_V2 = LLAMA | {
     "num_experts_per_tok": 6,
     "rms_norm_eps": 1e-6,
 }
+MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+SOLAR_OPEN = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
+GLM4_MOE_LITE = LLAMA | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 6,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+}
+EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
