@@ -49,6 +49,17 @@ def test_there_and_back_is_byte_equal_with_logits_checked(kind: str, tmp_path: P
     assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
 
 
+def test_a_model_type_that_transformers_does_not_know_is_compared_by_its_architecture(tmp_path: Path) -> None:
+    """As Kimi-K2's, whose folder has code of its own, which is not run."""
+    save_model("moonlight", tmp_path / "hf")
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    edit_config(tmp_path / "hf", lambda values: values.update(model_type="kimi_k2", auto_map=code))
+    run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron --test-logits")
+    lines = run_converter(tmp_path / "native", tmp_path / "back", "--saver hf --test-logits")
+    assert any("transformers package" in line for line in lines)
+    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
+
+
 def test_tokenizer_and_generation_settings_cross_megatrons_format(tmp_path: Path) -> None:
     save_model("llama31", tmp_path / "hf")
     engine = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))

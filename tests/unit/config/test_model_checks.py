@@ -178,6 +178,17 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
             f"{LATENT} --no-yarn-correction-range-round-to-int --save somewhere --ckpt-format torch",
             "--ckpt-format torch cannot store a model with --no-yarn-correction-range-round-to-int",
         ),
+        (f"{LATENT} --attention-temperature-beta 0.1", "--attention-temperature-beta"),
+        ("--attention-temperature-beta 0.1 --position-embedding-type rope", "add --rope-type yarn"),
+        (
+            "--attention-temperature-beta 0.1 --rope-type yarn --position-embedding-type rope --save somewhere "
+            "--ckpt-format torch",
+            "--ckpt-format torch cannot store a model with --attention-temperature-beta 0.1",
+        ),
+        (
+            f"{LATENT} --qk-layernorm --latent-norm-epsilon 1e-6 --save somewhere --ckpt-format torch",
+            "--ckpt-format torch cannot store a model with --latent-norm-epsilon",
+        ),
         ("--rope-type yarn", "use --position-embedding-type rope, or omit --rope-type"),
         ("--rope-type yarn --position-embedding-type rope --use-rope-scaling", "--use-rope-scaling both scale rotary"),
         ("--mtp-num-layers 1", "use --position-embedding-type rope or --no-position-embedding"),

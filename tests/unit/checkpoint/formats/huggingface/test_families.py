@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,84 @@ def test_one_expert_a_token_is_weighed_by_its_own_score(tmp_path: Path) -> None:
     assert config.moe.moe_router_topk == 1
     written = family_for(config).write_settings(config)
     assert (written["model_type"], written["norm_topk_prob"]) == ("deepseek_v3", False)
+
+
+PUBLISHED_LATENT = {
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "kv_lora_rank": 512,
+    "moe_layer_freq": 1,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+}
+PUBLISHED = {
+    236: PUBLISHED_LATENT
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1536,
+        "n_group": 8,
+        "n_routed_experts": 160,
+        "norm_topk_prob": False,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "routed_scaling_factor": 16.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "vocab_size": 102400,
+    },
+    16: PUBLISHED_LATENT
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "max_position_embeddings": 8192,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "vocab_size": 163840,
+    },
+}
+"""Settings of DeepSeek-V2 and Moonlight as published, by their billions of parameters."""
+
+
+@pytest.mark.parametrize("billions", PUBLISHED)
+def test_published_models_with_mla_have_their_number_of_parameters(tmp_path: Path, billions: int) -> None:
+    config = config_of(tmp_path, PUBLISHED[billions])
+    family = family_for(config)
+    assert [family.architecture] == PUBLISHED[billions]["architectures"]
+    shapes = shapes_of((link.foreign, link.foreign_box) for link in family.links(config))
+    assert round(sum(math.prod(shape) for shape in shapes.values()) / 1e9) == billions
 
 
 def test_groups_of_deepseek_are_ranked_by_one_or_two_experts_whatever_a_token_uses(tmp_path: Path) -> None:
