@@ -227,6 +227,7 @@ OTHERS = (
         "glm4_moe_lite",
         "exaone_moe",
     ),
+    *("gptj", "codegen", "gpt_bigcode", "persimmon"),
     "qwen3_next",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
