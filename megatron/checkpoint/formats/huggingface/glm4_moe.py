@@ -85,8 +85,8 @@ class SolarOpenFamily(SharedExpertFamily):
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration; its settings have no width of dense layers."""
         width = self.expert_defaults["moe_intermediate_size"]
-        values = {**settings.values, "intermediate_size": settings.integer("moe_intermediate_size", width)}
-        return super().read_config(Settings(values, settings.place, settings.problems, settings.tensor_names))
+        values = {"intermediate_size": settings.integer("moe_intermediate_size", width)}
+        return super().read_config(settings.replaced(values))
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of QKV biases and MoE."""
