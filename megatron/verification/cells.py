@@ -24,7 +24,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "mistral": (
         *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
-        *("--window-attn-skip-freq", "2"),
+        *("--window-attn-skip-freq", "2", "--rope-type", "yarn", "--rotary-scaling-factor", "4"),
+        *("--original-max-position-embeddings", "4", "--attention-temperature-beta", "0.3"),
     ),
     "olmo2": (
         *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),

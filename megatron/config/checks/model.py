@@ -532,6 +532,11 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
                     f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one "
                     "of them"
                 )
+        if model.rope.attention_temperature_beta:
+            yield (
+                f"--attention-temperature-beta {model.rope.attention_temperature_beta} starts at YaRN's "
+                "--original-max-position-embeddings; add --rope-type yarn"
+            )
         return
     if model.position_embedding_type != "rope":
         yield (
@@ -598,7 +603,7 @@ MLA_CHECKS = (
     Check(
         (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
-            "rotary_seq_len_interpolation_factor",
+            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta"),
         ),
         _check_yarn,
     ),
@@ -738,6 +743,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return
+    ranked_by, size = moe.moe_router_group_score_topk, experts // groups
     if experts % groups:
         yield (
             f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; numbers of groups that "
@@ -748,11 +754,16 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; values from 1 to "
             f"{groups} work"
         )
-    elif not group_topk <= topk <= group_topk * (experts // groups):
-        works = [n for n in range(1, groups + 1) if n <= topk <= n * (experts // groups)]
+    elif ranked_by is not None and ranked_by > size:
+        yield (
+            f"--moe-router-group-score-topk {ranked_by} is greater than {size}, the number of experts per group; "
+            f"values from 1 to {size} work"
+        )
+    elif not (group_topk if ranked_by is None else 1) <= topk <= group_topk * size:
+        works = [n for n in range(1, groups + 1) if (n if ranked_by is None else 1) <= topk <= n * size]
         yield (
             f"--moe-router-topk {topk} experts cannot be selected from --moe-router-group-topk {group_topk} groups "
-            f"with {experts // groups} experts each; numbers of groups that work: {choices(works)}"
+            f"with {size} experts each; numbers of groups that work: {choices(works)}"
         )
 
 
@@ -890,7 +901,13 @@ SPREAD = Check(
 MOE_CHECKS = (
     Check(("num_layers", "num_experts", "moe_layer_freq"), _check_moe_layers),
     SPREAD,
-    Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
+    Check(
+        (
+            *("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
+            "moe_router_group_score_topk",
+        ),
+        _check_choice,
+    ),
     Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
     Check(

@@ -369,7 +369,7 @@ class SelfAttention(nn.Module):
         dropout: DropoutKeys | None,
     ) -> torch.Tensor:
         """Return the output of core attention for this rank's heads. Shapes: ``-> [s, b, n/tp * d]``."""
-        return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout)
+        return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout, angles)
 
     def _weighted(
         self,
@@ -378,9 +378,12 @@ class SelfAttention(nn.Module):
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: DropoutKeys | None,
+        angles: RotaryAngles | None,
     ) -> torch.Tensor:
         if self.score_factor is not None:
             query = query * self.score_factor
+        if angles is not None and angles.query_scale is not None:
+            query = (query * angles.query_scale).to(query.dtype)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
         if self.training:

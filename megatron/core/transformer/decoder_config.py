@@ -10,7 +10,17 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
+from megatron.core.config_base import (
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Config,
+    flag,
+    group,
+    idle_with,
+    idle_without,
+)
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
@@ -58,6 +68,15 @@ class MLAConfig(Config):
     """Dimension of the rotary part of queries and keys; all heads share the key's."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Value dimension per head."""
+    latent_norm_epsilon: float | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        needs=_LATENT,
+        idle=idle_without("qk_layernorm"),
+        seen_as="epsilon_of_latent_norms",
+    )
+    """Epsilon of the norms of MLA's latent vectors; by default --norm-epsilon."""
 
     @property
     def latent_query_width(self) -> int:
@@ -110,6 +129,11 @@ class RotaryConfig(Config):
     """YaRN: growth of the rotary part of queries and keys with the logarithm of the factor."""
     mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: growth of attention scores with the logarithm of the factor, instead of the rotary part."""
+
+    attention_temperature_beta: float = flag(
+        0.0, role="meaning", bounds=NOT_NEGATIVE, excludes=("multi_latent_attention",)
+    )
+    """YaRN: multiply rotated queries at position p by 1 + this x ln(1 + p // --original-max-position-embeddings)."""
 
     def yarn_mscale(self, scale: float) -> float:
         """Return YaRN's mscale: 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1, or 1 for a factor of at most 1."""
@@ -229,6 +253,10 @@ class MoEConfig(Config, in_args=False):
     """Equal groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
     """Groups per token: those whose best experts have the largest sum of scores."""
+    moe_router_group_score_topk: int | None = flag(
+        None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk", seen_as="experts_that_rank_a_group"
+    )
+    """Best experts whose scores rank a group; by default --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
     """Multiply the weights of the selected experts by this factor."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
@@ -275,6 +303,13 @@ class MoEConfig(Config, in_args=False):
     )
     """Dispatch of tokens to other ranks' experts: all-gather or all-to-all. flex is alltoall: no DeepEP or HybridEP
     kernels."""
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """Return the number of best experts whose scores rank a group; None without group-limited routing."""
+        if self.moe_router_group_topk is None:
+            return None
+        return self.moe_router_group_score_topk or max(self.moe_router_topk // self.moe_router_group_topk, 1)
 
     @property
     def moe_aux_losses(self) -> dict[str, float]:
@@ -608,6 +643,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return moe_layers(self.moe, self.num_layers)
 
     @property
+    def experts_that_rank_a_group(self) -> int | None:
+        """Return the number of best experts whose scores rank a group; None without group-limited routing."""
+        return self.moe.group_score_topk
+
+    @property
+    def epsilon_of_latent_norms(self) -> float:
+        return self.norm_epsilon if self.mla.latent_norm_epsilon is None else self.mla.latent_norm_epsilon
+
+    @property
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """Return for each layer the kinds of its sequence mixer and of its feed-forward.
 
@@ -689,6 +733,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """Return whether YaRN scales the rotary frequencies."""
         kind = self.rope.rope_type or ("yarn" if self.mla.multi_latent_attention else "rope")
         return kind == "yarn" and self.rope.rotary_scaling_factor != 1.0
+
+    @property
+    def attention_temperature(self) -> tuple[float, int] | None:
+        """Return the growth of queries with the position, and the length at which it starts; None without growth."""
+        beta = self.rope.attention_temperature_beta
+        return (beta, self.rope.original_max_position_embeddings) if beta else None
 
     @property
     def rotary_amplitude(self) -> float:

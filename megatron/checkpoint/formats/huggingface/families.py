@@ -12,12 +12,12 @@ from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, Cohere
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
-from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
+from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family, ExaoneMoeFamily
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
-from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
+from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily, Glm4MoeLiteFamily, SolarOpenFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
 from megatron.checkpoint.formats.huggingface.gpt_bigcode import GPTBigCodeFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
@@ -25,7 +25,12 @@ from megatron.checkpoint.formats.huggingface.gptj import CodeGenFamily, GPTJFami
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
-from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
+from megatron.checkpoint.formats.huggingface.mistral import (
+    Ministral3Family,
+    MinistralFamily,
+    MistralFamily,
+    MixtralFamily,
+)
 from megatron.checkpoint.formats.huggingface.mpt import MptFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
@@ -59,6 +64,8 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3Family(),
     Qwen3MoEFamily(),
     MistralFamily(),
+    MinistralFamily(),
+    Ministral3Family(),
     MixtralFamily(),
     GPTNeoFamily(),
     GPTNeoXFamily(),
@@ -85,7 +92,10 @@ FAMILIES: tuple[Family, ...] = (
     HeliumFamily(),
     Ernie4_5Family(),
     StableLmFamily(),
+    SolarOpenFamily(),
     Glm4MoeFamily(),
+    Glm4MoeLiteFamily(),
+    ExaoneMoeFamily(),
     FlexOlmoFamily(),
     GraniteFamily(),
     GraniteMoeFamily(),

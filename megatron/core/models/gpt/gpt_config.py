@@ -161,10 +161,20 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
+_IN_NO_ARGS = (
+    *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
+    "attention_temperature_beta",
+)
+"""Fields of experts, MLA and YaRN that Megatron's ``args`` do not have with experts or MLA."""
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *(field.name for kind in (MoEConfig, MTPConfig) for field in dataclasses.fields(kind)),
+    *(
+        field.name
+        for kind in (MoEConfig, MTPConfig)
+        for field in dataclasses.fields(kind)
+        if field.name not in _IN_NO_ARGS
+    ),
 )
 """Fields that Megatron's ``args`` represent in another form."""
 STRETCH_FIELDS = (
@@ -176,7 +186,7 @@ _OF_LATENT = {
     field.name
     for kind in (MLAConfig, RotaryConfig)
     for field in dataclasses.fields(kind)
-    if field.name != "yarn_correction_range_round_to_int"
+    if field.name not in _IN_NO_ARGS
 }
 """MLA fields; Megatron's ``args`` contain them for MLA, and Megatron always rounds YaRN's correction range."""
 

@@ -521,10 +521,16 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
         low_frequency_factor=config.rope_scaling_low_freq_factor,
         high_frequency_factor=config.rope_scaling_high_freq_factor,
         original_length=config.rope_scaling_original_max_position_embeddings,
+        temperature=config.attention_temperature,
     )
 
 
 def _make_local_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope" or config.rotary_base_local is None:
         return None
-    return RotaryEmbedding(config.rotary_dim, config.rotary_base_local, interleaved=config.rotary_interleaved)
+    return RotaryEmbedding(
+        config.rotary_dim,
+        config.rotary_base_local,
+        interleaved=config.rotary_interleaved,
+        temperature=config.attention_temperature,
+    )

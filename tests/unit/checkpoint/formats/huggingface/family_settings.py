@@ -135,6 +135,16 @@ XGLM = {
     "num_layers": 3,
 }
 MPT = {"architectures": ["MptForCausalLM"], "model_type": "mpt", "d_model": 48, "n_heads": 6, "n_layers": 3}
+MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+SOLAR_OPEN = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
+GLM4_MOE_LITE = LLAMA | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 6,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+}
+EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
