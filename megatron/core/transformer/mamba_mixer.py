@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron.core.context_parallel import StackedHeads, copies_of_key_value_heads
 from megatron.core.ops.linear_attention import selective_scan
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
@@ -18,6 +19,7 @@ from megatron.core.tensor_parallel import (
     sum_over_tensor_model_parallel_region,
 )
 from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.hybrid_config import MAMBA
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 
 
@@ -72,22 +74,36 @@ class MambaMixer(RecurrentMixer):
     than tensor-parallel ranks, the state dimensions of B and C are sharded, and all-gathered before the scan.
     """
 
-    def __init__(self, config: DecoderConfig, layer_number: int, tp: Group, device: torch.device | str) -> None:
-        super().__init__(config, layer_number, tp, device)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_number: int,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None = None,
+    ) -> None:
+        super().__init__(config, layer_number, tp, device, cp)
         hybrid = config.hybrid
         num_heads, self.head_dim = hybrid.mamba_heads(config.hidden_size), hybrid.mamba_head_dim
-        inner, self.state_dim = num_heads * self.head_dim, hybrid.mamba_state_dim
-        states = hybrid.mamba_num_groups * self.state_dim
-        self.rows = (inner, inner, states, states, num_heads)
+        inner, self.state_dim = hybrid.inner_size(MAMBA, config.hidden_size), hybrid.mamba_state_dim
+        self.rows = hybrid.projection_rows(MAMBA, config.hidden_size)
+        self.ranks_per_group = max(tp.size // hybrid.mamba_num_groups, 1)
+        own_heads, own_groups = num_heads // tp.size, max(hybrid.mamba_num_groups // tp.size, 1)
+        copies = copies_of_key_value_heads(own_heads, own_groups, self.cp.size)
+        assert copies is not None, f"{own_heads} heads in {own_groups} groups cannot be shared by {self.cp.size} ranks"
+        # Ranks that share a group convolve their share of its state dimensions.
+        of_states = StackedHeads(own_groups, self.rows[2] // tp.size // own_groups, copies)
+        of_conv = (StackedHeads(own_heads, self.head_dim), of_states, of_states)
+        self.stacked = (of_conv, (StackedHeads(own_heads),))
         self.conv1d = StackedConvolution(
-            (inner, states, states),
+            of_conv,
             hybrid.mamba_conv_kernel_dim,
             tp,
+            self.cp,
             has_bias=hybrid.mamba_conv_bias,
             dtype=self.dtype,
             device=device,
         )
-        self.ranks_per_group = max(tp.size // hybrid.mamba_num_groups, 1)
         self.multipliers = hybrid.mamba_multipliers
         self.dt_limits = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
         self._add_decay(num_heads)
@@ -109,34 +125,34 @@ class MambaMixer(RecurrentMixer):
         if set(self.multipliers) != {1.0}:
             mixed = mixed * torch.cat([mixed.new_full((count,), x) for count, x in zip(rows, self.multipliers)])
         z, xbc, dt = mixed.transpose(0, 1).split_with_sizes((inner, inner + 2 * width, heads), dim=-1)
+        xbc, dt = self.to_heads((xbc, dt), self.stacked)
         of_conv, of_scan = (None, None) if states is None else states
         xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)
-        x, of_states = xbc.split_with_sizes((inner, 2 * width), dim=-1)
-        to_state, from_state = self._own_groups(of_states)
+        shares = [heads.rows_of_rank(self.cp.size) for heads in self.stacked[0]]
+        x, to_state, from_state = xbc.split_with_sizes(shares, dim=-1)
+        if self.ranks_per_group > 1:
+            to_state, from_state = self._own_groups(xbc[..., shares[0] :])
         y, scan_state = selective_scan(
             x.unflatten(-1, (-1, self.head_dim)),
             self.steps(dt, padding),
             self.decay_rates(),
             torch.unflatten(to_state, -1, (-1, self.state_dim)),
             torch.unflatten(from_state, -1, (-1, self.state_dim)),
-            self.D,
+            self.own_heads(self.D),
             of_scan,
             starts,
             return_state=return_states,
         )
-        output = self.norm(y.flatten(2), z).transpose(0, 1).contiguous()
+        output = self.norm(self.to_sequence(y).flatten(2), z).transpose(0, 1).contiguous()
         if conv_state is None or scan_state is None:
             return output, ()
         return output, (conv_state, scan_state)
 
     def _own_groups(self, of_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return B and C of the groups of this rank's heads.
+        """Return B and C of the group that this rank shares with others.
 
-        Shapes: ``[b, s, 2 * rows/tp] -> [b, s, groups/tp * d_state]`` twice; of one group if several ranks share it.
+        Shapes: ``[b, s, 2 * groups * d_state/tp] -> [b, s, d_state]`` twice.
         """
-        if self.ranks_per_group == 1:
-            to_state, from_state = of_states.chunk(2, dim=-1)
-            return to_state, from_state
         gathered = all_gather_last_dim_from_tensor_parallel_region(of_states, self.tp)
         both = torch.unflatten(gathered, -1, (self.tp.size, 2, -1)).movedim(-2, 0).flatten(-2)
         first = self.tp.rank // self.ranks_per_group * self.state_dim

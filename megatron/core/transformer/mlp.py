@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
 
@@ -103,11 +104,11 @@ def _with_scaled_gate(
 
 
 def _unscaled_activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.activation in ACTIVATIONS:
+        return ACTIVATIONS[config.activation]
     if config.activation_func is not None:
         own: Callable[[torch.Tensor], torch.Tensor] = find_registered("activation", config.activation_func).value
         return partial(_gated_by, own) if config.is_gated else own
-    if not config.is_gated:
-        return ACTIVATIONS[config.activation]
     offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
     return partial(gated_activation, kind=config.activation, offset=offset, limit=limit)
 

@@ -48,7 +48,7 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
     mamba_biases = ("use_conv_bias", "use_bias")
     norm_names = (("input_layernorm", "norm"),)
     expert_names = ExpertNames("mixer.gate", "mixer.experts")
-    shared_name = "mixer.shared_experts"
+    shared_name, bias_name = "mixer.shared_experts", "mixer.gate.e_score_correction_bias"
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {
             "moe_intermediate_size": 7688,
