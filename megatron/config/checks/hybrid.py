@@ -186,8 +186,8 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         if groups < tensor and model.context_parallel_size > 1:
             yield (
                 f"--mamba-num-groups {groups} is below --tensor-model-parallel-size {tensor}, which is not supported "
-                f"with --context-parallel-size {model.context_parallel_size} yet; use at most {groups} ranks for tensor "
-                "parallelism"
+                f"with --context-parallel-size {model.context_parallel_size} yet; use at most {groups} tensor-parallel "
+                "ranks"
             )
 
 
