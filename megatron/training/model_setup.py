@@ -183,7 +183,8 @@ class ModelAndOptimizer:
     weight gradients if the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers with CUDA
     graphs, if configured. ``weights`` are the layer weights that are offloaded during a step's passes.
     ``late_grads`` defers the weight gradients of the output layer in the last chunk. ``float8`` is the state of delayed
-    scaling, if there is any. ``float8_weights`` quantize weights that may be kept for a step. ``expert_loads`` counts the tokens per expert in MoE models. ``num_replicas_in_loss``
+    scaling, if there is any. ``float8_weights`` quantize weights that may be kept for a step. ``expert_loads`` counts
+    the tokens per expert in MoE models. ``num_replicas_in_loss``
     divides the loss of each step (see `num_replicas_in_loss`).
     """
 
