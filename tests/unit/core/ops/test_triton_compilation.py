@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 46, 12
+NUM_PROGRAMS, NUM_FLOAT8 = 47, 12
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_CONVOLUTION_REGISTERS = 96
@@ -80,10 +80,14 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
     for kind in activation.PLAIN_KINDS:
         sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
         yield f"{kind} gradient", activation.plain_backward_program, kinds, sizes, 4
-    kinds = dict.fromkeys(("parts", "first", "second", "third"), "*fp32") | {"num_parts": "odd", "width": "i32"}
+    names = {"parts": "*fp32", "total": "*fp32", "num_parts": "odd", "width": "i32"}
+    numbers = range(column_sums.MAX_TOTALS)
+    kinds = {f"{name}{number}": kind for name, kind in names.items() for number in numbers}
     sizes = {"ROWS": column_sums._ROWS, "COLUMNS": column_sums._COLUMNS}
-    sizes |= {"FIRST_ADDS": True, "SECOND_ADDS": True, "THIRD_ADDS": False}
+    sizes |= {f"ADDS{number}": number % 2 == 0 for number in numbers}
     yield "sums", column_sums.sums_program, kinds, sizes, 4
+    few = kinds | {f"{name}{number}": None for name in ("parts", "total") for number in numbers[2:]}
+    yield "two sums", column_sums.sums_program, few, sizes, 4
     kinds = dict.fromkeys(("weight_parts", "bias_parts", "branch_parts", "means", "scales"), "*fp32")
     kinds |= dict.fromkeys(("epsilon", "weight_offset", "kept_scale"), "fp32")
     kinds |= {
@@ -213,7 +217,7 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few, and
         # amaxes are atomic updates.
         is_normalizer = result.name == "cross-entropy"
-        writes_little = is_normalizer or result.name == "sums" or result.name.startswith("amax")
+        writes_little = is_normalizer or result.name.endswith("sums") or result.name.startswith("amax")
         assert result.wide_stores >= (0 if writes_little else 1), result
         assert result.narrow_accesses == (1 if is_normalizer else 0), result
 
