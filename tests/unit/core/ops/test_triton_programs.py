@@ -7,6 +7,7 @@ import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from megatron.core.main_grad import MainGrad, Receiver, attach_main_grad, bias_gradient, leave_parts, receive_parts
 from megatron.core.ops import cross_entropy, fp8_tensor
 from megatron.core.ops import gated_activation as gated_activation_module
-from megatron.core.ops.dropout import DropoutSamples, RowKeys, drop_hidden
+from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, RowKeys, drop_hidden
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -721,6 +722,27 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool, has_bias: bool) 
 )
 def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bool, has_bias: bool) -> None:
     interpret(check_sum_and_norm, dtype, is_layer_norm, has_bias)
+
+
+def check_dropout_keys() -> None:
+    cases = [(3, 70, range(5), slice(None)), (1, 1100, range(2, 4), slice(300, 700)), (2, 1, range(1), slice(None))]
+    for batch, length, layers, hidden in cases:
+        for first_sample in (0, 1, 17):
+            made = []
+            for is_on_triton in (False, True):
+                with cpu_runs_on_triton() if is_on_triton else nullcontext():
+                    samples = DropoutSamples.at(5, 7, first_sample, batch, "cpu")
+                    positions = torch.arange(length).flip(0)
+                    keys = DropoutKeys(samples, positions, hidden, layers)
+                    made.append((samples.number, samples.states, *keys._of_sites))
+            assert made[0][0] == made[1][0]
+            for in_torch, on_triton in zip(made[0][1:], made[1][1:], strict=True):
+                assert in_torch.dtype == on_triton.dtype
+                assert torch.equal(in_torch, on_triton)
+
+
+def test_dropout_keys_are_those_of_torch() -> None:
+    interpret(check_dropout_keys)
 
 
 def check_dropout(dtype: torch.dtype) -> None:
