@@ -236,6 +236,8 @@ def grad_multipliers(
     """
     limits = _limits(config)
     if not any(limits):
+        if scale == 1.0:
+            return {ALL_KINDS: clip_coefficient(norm, config.clip_grad)}
         return {ALL_KINDS: clip_coefficient(norm / scale, config.clip_grad) / scale}
     norms = of_kinds.sqrt() / scale
     factors = torch.stack([clip_coefficient(norm, limit) for norm, limit in zip(norms, limits, strict=True)])
