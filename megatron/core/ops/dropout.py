@@ -323,9 +323,7 @@ class DropoutKeys:
             from megatron.core.ops.triton import keys_of_sites
 
             num_sites = last_site - self._first_site
-            return RowKeys(
-                *keys_of_sites(self.samples.states, positions, self._first_site, num_sites, _STEP, _FACTORS)
-            )
+            return RowKeys(*keys_of_sites(self.samples.states, positions, self._first_site, num_sites, _STEP, _FACTORS))
         sites = torch.arange(self._first_site, last_site, device=positions.device)
         states = _mixed(self.samples.states, positions[:, None])
         return _row_keys(_mixed(states, sites[:, None, None]))

@@ -60,9 +60,7 @@ def test_float8_weights_that_are_kept_for_a_step_change_no_number(
     for more in ("", "--disable-parameter-transpose-cache"):
         counts.append(0)
         words = (*cell.flags, *flags.split(), *more.split())
-        results.append(
-            run_cell(words, 1, cell.data, "bfloat16", pretrain_gpt.provide_model, pretrain_gpt.forward_step)
-        )
+        results.append(run_cell(words, 1, cell.data, "bfloat16", pretrain_gpt.provide_model, pretrain_gpt.forward_step))
     own, other = results
     assert (own.losses, own.grad_norms) == (other.losses, other.grad_norms)
     for fragment, expected in zip(own.parameters, other.parameters, strict=True):

@@ -102,9 +102,8 @@ def sums_program(
     elif place == 6:
         if parts6 is not None:
             _column_sums(parts6, total6, num_parts6, width6, ADDS6, ROWS, COLUMNS)
-    elif place == 7:
-        if parts7 is not None:
-            _column_sums(parts7, total7, num_parts7, width7, ADDS7, ROWS, COLUMNS)
+    elif parts7 is not None:
+        _column_sums(parts7, total7, num_parts7, width7, ADDS7, ROWS, COLUMNS)
 
 
 def sum_parts(parts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], adds: Sequence[bool]) -> None:

@@ -39,6 +39,7 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
+    from megatron.core.ops.dropout import _FACTORS, _STEP
     from megatron.core.ops.triton import (
         activation,
         adamw,
@@ -51,7 +52,6 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         residual,
         token_rows,
     )
-    from megatron.core.ops.dropout import _FACTORS, _STEP
     from megatron.core.ops.triton import fp8_scaled_cast as scaled
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
