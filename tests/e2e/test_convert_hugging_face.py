@@ -209,6 +209,7 @@ OTHERS = (
         "nanochat",
         "deepseek_v2",
     ),
+    *("gptj", "codegen", "gpt_bigcode", "persimmon"),
     "qwen3_next",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
