@@ -43,7 +43,9 @@ def test_without_graphs_no_step_is_added() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-@pytest.mark.parametrize("again", ["", "--recompute-granularity full --recompute-num-layers 1"])
+@pytest.mark.parametrize(
+    "again", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+)
 def test_float8_weights_that_are_kept_for_a_step_change_no_number(
     monkeypatch: pytest.MonkeyPatch, recipe: str, again: str
 ) -> None:
