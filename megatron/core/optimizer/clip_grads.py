@@ -180,9 +180,9 @@ class GradNorm:
         counts = [gradient.numel() // PARAM_ALIGNMENT for gradient in gradients]
         dtype = arithmetic_dtype(gradients[0].dtype)
         norms = torch.empty(sum(counts), dtype=dtype, device=gradients[0].device)
-        for gradient, into in zip(gradients, norms.split(counts), strict=True):
+        for gradient, into in zip(gradients, torch.split(norms, counts), strict=True):
             torch.linalg.vector_norm(gradient.view(-1, PARAM_ALIGNMENT), dim=1, dtype=dtype, out=into)
-        return norms.double().split(counts)
+        return torch.split(norms.double(), counts)
 
 
 def _num_zeros(shard: ParamShard) -> torch.Tensor | int:
