@@ -53,7 +53,7 @@ from megatron.core.pipeline_parallel import (
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
-from megatron.core.transformer import DecoderConfig, GraphedLayers, describe_attention
+from megatron.core.transformer import DecoderConfig, GraphedLayers, QueryKeyClip, describe_attention
 from megatron.core.transformer.moe import ExpertLoads, loads_of
 from megatron.training.compiled_regions import compile_regions
 from megatron.training.initialize import Runtime
@@ -184,7 +184,7 @@ class ModelAndOptimizer:
     graphs, if configured. ``weights`` are the layer weights that are offloaded during a step's passes.
     ``late_grads`` defers the weight gradients of the output layer in the last chunk. ``float8`` is the state of delayed
     scaling, if there is any. ``float8_weights`` quantize weights that may be kept for a step. ``expert_loads`` counts
-    the tokens per expert in MoE models. ``num_replicas_in_loss``
+    the tokens per expert in MoE models. ``qk_clip`` observes attention logits for QK-clip. ``num_replicas_in_loss``
     divides the loss of each step (see `num_replicas_in_loss`).
     """
 
@@ -200,6 +200,7 @@ class ModelAndOptimizer:
     float8: Float8State | None = None
     float8_weights: tuple[Fp8Quantizers, ...] = ()
     expert_loads: ExpertLoads | None = None
+    qk_clip: QueryKeyClip | None = None
     num_replicas_in_loss: int = 1
 
 
@@ -257,6 +258,10 @@ def build_model_and_optimizer(
         wrap_model(chunk, config.ddp, runtime.state, calculate_per_token_loss=sums_gradients) for chunk in chunks
     )
     optimizer = build_optimizer(config, runtime, ddp_chunks, log)
+    qk_clip: QueryKeyClip | None = None
+    if model.qk_clip:
+        qk_clip = QueryKeyClip(chunks, model, runtime.state.world, device)
+        optimizer.row_factors = qk_clip.row_factors
     weights: tuple[WeightOffload, ...] = ()
     if config.model.num_offloaded_layers:
         weights = offload_layers(chunks, runtime.device.host_copies(), config.model)
@@ -277,6 +282,7 @@ def build_model_and_optimizer(
         float8=float8,
         float8_weights=weight_quantizers(chunks) if keeps_float8_weights(config) else (),
         expert_loads=loads_of(chunks, config.model, runtime.state),
+        qk_clip=qk_clip,
         num_replicas_in_loss=in_loss,
     )
 

@@ -368,6 +368,8 @@ class TrainingStep:
             graphs.begin_step()
         if self.parts.expert_loads is not None:
             self.parts.expert_loads.begin_step()
+        if self.parts.qk_clip is not None:
+            self.parts.qk_clip.begin_step()
         of_data_sets = self._data_sets.begin()
         per_microbatch = self.config.training.micro_batch_size * self.config.data_parallel_size
         keeps = self.config.model.fp8.keeps_weights(begun.global_batch_size // per_microbatch)
