@@ -28,6 +28,7 @@ from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.precision import dtype_from_name
 from megatron.core.transformer import (
     ACTIVATIONS,
+    XIELU,
     FeedForward,
     GatedAttention,
     LatentAttention,
@@ -165,6 +166,8 @@ class _Regions:
             self.left[name] = _ON_TRITON
         elif weight.device.type == "cpu" and mlp.activation in _FAST_ON_CPU:
             self.left[name] = _BY_TORCH
+        elif isinstance(mlp.activation, XIELU):
+            mlp.activation.compute = self._compile(name, mlp.activation.compute)
         else:
             # Groups of rows have another length in each step.
             mlp.activation = self._compile(name, mlp.activation, dynamic=isinstance(mlp, GroupedExperts))

@@ -53,6 +53,11 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
         *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
     ),
+    "apertus": (
+        *("--xielu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--group-query-attention", "--num-query-groups", "2", "--qk-layernorm"),
+        "--untie-embeddings-and-output-weights",
+    ),
 }
 """Model shapes by name: the flags that each adds to the base command line."""
 END_PARTS = (
@@ -60,7 +65,7 @@ END_PARTS = (
     *("--normalization", "RMSNorm", "--norm-parameters", "none"),
 )
 """A norm of the embeddings, a bias of the output layer, and norms without parameters."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {

@@ -210,6 +210,7 @@ OTHERS = (
         "deepseek_v2",
     ),
     "qwen3_next",
+    "apertus",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
@@ -249,4 +250,5 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     before, after = folder_bytes(tmp_path / "hf"), folder_bytes(tmp_path / "back")
     assert {name for name in before | after if before.get(name) != after.get(name)} == {"model.safetensors"}
     old, new = HuggingFaceSource(tmp_path / "hf"), HuggingFaceSource(tmp_path / "back")
-    assert [name for name in old.tensors if old.read(name).equal(new.read(name))] == []
+    trained = [name for name in old.tensors if not name.endswith((".beta", ".eps"))]
+    assert [name for name in trained if old.read(name).equal(new.read(name))] == []

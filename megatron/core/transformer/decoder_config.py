@@ -296,7 +296,7 @@ def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu")
-_PLAIN_ACTIVATIONS = ("squared_relu",)
+_PLAIN_ACTIVATIONS = ("squared_relu", "xielu")
 """Activations with a flag of the same name; without any of these flags the activation is GELU."""
 _ACTIVATION_SWITCHES = (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS, "openai_gelu")
 _FLAG_OF_ACTIVATION = {
@@ -442,6 +442,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Use the squared ReLU activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
     """Use the tanh form of GELU."""
+    xielu: bool = flag(
+        False,
+        role="weights",
+        excludes=(*GATED_ACTIVATIONS, "squared_relu", "openai_gelu", "num_experts"),
+        seen_as="activation",
+        in_args=False,
+    )
+    """Use the xIELU activation, whose two slopes are learned per layer."""
     bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion", role="meaning", seen_as="activation")
     """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU, not the tanh form, unless
     --openai-gelu is given."""

@@ -77,6 +77,7 @@ REPRESENTATIVE = (
     # Families least alike once; the whole matrix has all of them at all of their layouts.
     make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
+    make_cell("apertus", Layout(tp=2, sequence_parallel=True, pp=2, cp=2)),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.

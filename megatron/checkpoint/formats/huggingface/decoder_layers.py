@@ -241,6 +241,7 @@ class RotaryDecoderFamily:
             swiglu=switch == "swiglu",
             geglu=switch == "geglu",
             squared_relu=switch == "squared_relu",
+            xielu=switch == "xielu",
             add_bias_linear=False,
             add_qkv_bias=self.has_qkv_bias,
             hidden_dropout=0.0,

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.formats.huggingface.apertus import ApertusFamily
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
@@ -86,6 +87,7 @@ FAMILIES: tuple[Family, ...] = (
     NanoChatFamily(),
     DeepseekV2Family(),
     Qwen3NextFamily(),
+    ApertusFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

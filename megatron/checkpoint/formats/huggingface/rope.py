@@ -51,6 +51,21 @@ def rope_object(settings: Settings) -> Settings | None:
     return settings.inner("rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters")
 
 
+def with_default_rope(settings: Settings, default: dict[str, Any]) -> Settings:
+    """Return the settings with the RoPE object of an architecture's configuration class if they have none.
+
+    The problems are still recorded in ``settings``.
+    """
+    if rope_object(settings) is not None:
+        return settings
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in settings.values:
+            settings.refuse(f"{name} is null, which releases of transformers interpret differently; set its rope_type")
+            break
+    values = {**settings.values, "rope_scaling": default, "rope_parameters": None}
+    return Settings(values, settings.place, settings.problems)
+
+
 def read_frequencies(
     settings: Settings, scaling: Settings | None, max_position_embeddings: int, base: float
 ) -> dict[str, Any]:

@@ -116,6 +116,12 @@ DEEPSEEK_V2 = LLAMA | {
     "num_experts_per_tok": 6,
     "rms_norm_eps": 1e-6,
 }
+APERTUS = LLAMA | {
+    "architectures": ["ApertusForCausalLM"],
+    "model_type": "apertus",
+    "hidden_act": "xielu",
+    "rope_scaling": {"rope_type": "default"},
+}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

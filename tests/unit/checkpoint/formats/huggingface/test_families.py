@@ -16,6 +16,7 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from tests.unit.checkpoint.formats.huggingface.family_settings import (
+    APERTUS,
     ARCEE,
     COHERE,
     COHERE2,
@@ -228,6 +229,8 @@ MODELS = [
     QWEN3_NEXT | {"layer_types": ["full_attention", "linear_attention"] * 2 + ["full_attention"], "head_dim": 16},
     QWEN3_NEXT | {"full_attention_interval": 6, "norm_topk_prob": False, "mlp_only_layers": [1], "rope_scaling": YARN},
     QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
+    APERTUS,
+    APERTUS | {"rope_scaling": LLAMA31_SCALING | {"rope_theta": 12000000.0}, "tie_word_embeddings": True},
 ]
 
 
@@ -304,6 +307,7 @@ FAMILY_SETTINGS = [
     NANOCHAT,
     DEEPSEEK_V2,
     QWEN3_NEXT,
+    APERTUS,
 ]
 
 
@@ -474,6 +478,9 @@ REFUSED = [
     (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob is true"),
     (DEEPSEEK_V2, {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    (APERTUS, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
+    (APERTUS, {"attention_bias": True}, "attention_bias is true"),
+    (APERTUS, {"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),
     (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
     (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
     (DEEPSEEK, {"n_group": 3}, "n_group 3 must divide the 16 experts"),

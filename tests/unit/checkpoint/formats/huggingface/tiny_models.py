@@ -645,6 +645,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-3,
         "tie_word_embeddings": False,
     },
+    "apertus": {
+        "class": "Apertus",
+        **_DECODER,
+        "intermediate_size": 80,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": _LLAMA3_SCALING,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
@@ -681,8 +692,8 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
     model = model_class(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():
-        router_biases = (pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias"))
-        for name, parameter in (*model.named_parameters(), *router_biases):
+        buffers = (pair for pair in model.named_buffers() if pair[0].endswith(("e_score_correction_bias", ".beta")))
+        for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             # Gemma and Qwen3-Next store the weights of norms as their difference from one, but for one kind of norm.
