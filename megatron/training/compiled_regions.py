@@ -130,7 +130,7 @@ class _Regions:
                 self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
             elif self._on_triton(module):
                 self.left["rotary embedding"] = _ON_TRITON
-            elif module.q_layernorm is None and not isinstance(module, GatedAttention):
+            elif module.rotates_first and not isinstance(module, GatedAttention):
                 module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
             else:
                 module.rotate = self._compile("rotary embedding", apply_rotary_to_both)

@@ -55,8 +55,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
     ),
     "apertus": (
         *("--xielu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
-        *("--group-query-attention", "--num-query-groups", "2", "--qk-layernorm"),
-        "--untie-embeddings-and-output-weights",
+        *("--group-query-attention", "--num-query-groups", "2", "--qk-layernorm", "--qk-layernorm-after-rope"),
+        *("--rotary-ntk-alpha", "3", "--untie-embeddings-and-output-weights"),
     ),
 }
 """Model shapes by name: the flags that each adds to the base command line."""

@@ -211,6 +211,8 @@ OTHERS = (
     ),
     "qwen3_next",
     "apertus",
+    "hunyuan_dense",
+    "hunyuan_moe",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

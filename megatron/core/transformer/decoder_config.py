@@ -374,6 +374,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
+    qk_layernorm_after_rope: bool = flag(
+        False,
+        role="meaning",
+        needs="qk_layernorm",
+        excludes=("multi_latent_attention", "attention_output_gate"),
+        in_args=False,
+    )
+    """Normalize queries and keys after their rotary embedding, instead of before."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
     attention_output_gate: bool = flag(

@@ -123,6 +123,14 @@ WRONG = [
     ),
     ("--shared-parallel-norm --use-parallel-residual --norm-placement post", 1, "--shared-parallel-norm", ()),
     ("--norm-parameters none --apply-layernorm-1p", 1, "--apply-layernorm-1p", ()),
+    ("--qk-layernorm --qk-layernorm-after-rope", 1, "--qk-layernorm-after-rope", ("--position-embedding-type rope",)),
+    (
+        "--position-embedding-type rope --kv-channels 2 --rotary-ntk-alpha 4",
+        1,
+        "--rotary-ntk-alpha",
+        ("--kv-channels",),
+    ),
+    ("--xielu --num-experts 2", 1, "--xielu", ("--num-experts 2",)),
     ("--norm-parameters weight --transformer-impl transformer_engine", 1, "--norm-parameters", ()),
     (
         "--norm-parameters none --normalization RMSNorm --qk-layernorm --qk-layernorm-across-heads",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.huggingface.family import (
@@ -185,9 +186,10 @@ class RotaryDecoderFamily:
     ``has_qkv_bias`` states whether the QKV projections have biases, unless ``own_fields`` decides. The defaults are
     those of the architecture's configuration class, since its files may omit them. By default each head has its own
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
-    names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
-    up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
-    ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
+    names of a layer's norms with theirs, and ``head_norm_names`` those of the QK norms. ``mlp_names`` are their names
+    of the MLP's projections: gate if it has one, up, and down. ``expert_names`` is None if the files stack the experts
+    as a model in memory does. ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the
+    files.
     """
 
     model_type: str
@@ -206,6 +208,7 @@ class RotaryDecoderFamily:
     attention_output = "o_proj"
     final_norm = "norm"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    head_norm_names: Mapping[str, str] = MappingProxyType({"q": "q_norm", "k": "k_norm"})
     expert_names: ExpertNames | None = ExpertNames()
     names_in_memory: tuple[tuple[str, str], ...] = ()
     norm_names: tuple[tuple[str, str], ...] = (
@@ -328,7 +331,8 @@ class RotaryDecoderFamily:
         """Yield the links of a layer's QK norms."""
         across = config.qk_layernorm_across_heads
         for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
-            native, foreign = f"{ours}self_attention.{name}_layernorm.weight", f"{theirs}self_attn.{name}_norm.weight"
+            native = f"{ours}self_attention.{name}_layernorm.weight"
+            foreign = f"{theirs}self_attn.{self.head_norm_names[name]}.weight"
             yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:

@@ -22,6 +22,7 @@ from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
+from megatron.checkpoint.formats.huggingface.hunyuan import HunYuanDenseV1Family, HunYuanMoEV1Family
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
@@ -88,6 +89,8 @@ FAMILIES: tuple[Family, ...] = (
     DeepseekV2Family(),
     Qwen3NextFamily(),
     ApertusFamily(),
+    HunYuanDenseV1Family(),
+    HunYuanMoEV1Family(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

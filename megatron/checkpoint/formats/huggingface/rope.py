@@ -43,6 +43,17 @@ def read_partial_rope(
     return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
 
 
+def read_ntk_rope(settings: Settings, positions: int, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
+    """Return the fields of RoPE whose type may be ``dynamic`` with an ``alpha``, which scales the base only."""
+    scaling = rope_object(settings)
+    kind = None if scaling is None else scaling.text("rope_type", scaling.text("type", "default"))
+    if scaling is None or kind != "dynamic" or not scaling.values.get("alpha"):
+        return read_rope(settings, positions, default_base)
+    unscaled = {**settings.values, "rope_scaling": {**scaling.values, "rope_type": "default"}}
+    fields = read_rope(Settings(unscaled, settings.place, settings.problems), positions, default_base)
+    return fields | {"rotary_ntk_alpha": scaling.positive("alpha", 1.0)}
+
+
 def rope_object(settings: Settings) -> Settings | None:
     """Return the object with the RoPE settings, if there is one.
 

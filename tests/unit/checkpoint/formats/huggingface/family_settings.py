@@ -122,6 +122,13 @@ APERTUS = LLAMA | {
     "hidden_act": "xielu",
     "rope_scaling": {"rope_type": "default"},
 }
+HUNYUAN = LLAMA | {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
+HUNYUAN_MOE = LLAMA | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "model_type": "hunyuan_v1_moe",
+    "num_experts": 6,
+    "moe_topk": 2,
+}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

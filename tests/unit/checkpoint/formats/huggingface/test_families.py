@@ -36,6 +36,8 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GRANITE,
     GRANITE_MOE,
     HELIUM,
+    HUNYUAN,
+    HUNYUAN_MOE,
     LLAMA,
     LLAMA31_SCALING,
     MISTRAL,
@@ -231,6 +233,9 @@ MODELS = [
     QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
     APERTUS,
     APERTUS | {"rope_scaling": LLAMA31_SCALING | {"rope_theta": 12000000.0}, "tie_word_embeddings": True},
+    HUNYUAN,
+    HUNYUAN | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "head_dim": 16},
+    HUNYUAN_MOE | {"moe_topk": [3, 3, 3], "rope_scaling": YARN},
 ]
 
 
@@ -308,6 +313,8 @@ FAMILY_SETTINGS = [
     DEEPSEEK_V2,
     QWEN3_NEXT,
     APERTUS,
+    HUNYUAN,
+    HUNYUAN_MOE,
 ]
 
 
@@ -478,6 +485,11 @@ REFUSED = [
     (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob is true"),
     (DEEPSEEK_V2, {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    (HUNYUAN, {"attention_bias": True}, "attention_bias is true"),
+    (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    (HUNYUAN, {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "alpha is -1.0; a number of 0 or more"),
+    (HUNYUAN_MOE, {"moe_topk": [1, 2, 2]}, "num_experts_per_tok is [1, 2, 2]; a positive whole number"),
+    (HUNYUAN_MOE, {"moe_topk": 7}, "num_experts_per_tok is 7, but the model has 6 experts"),
     (APERTUS, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
     (APERTUS, {"attention_bias": True}, "attention_bias is true"),
     (APERTUS, {"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),
