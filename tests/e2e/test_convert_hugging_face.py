@@ -213,6 +213,7 @@ OTHERS = (
     "apertus",
     "hunyuan_dense",
     "hunyuan_moe",
+    "minimax_m2",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

@@ -24,6 +24,7 @@ from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, Grani
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.hunyuan import HunYuanDenseV1Family, HunYuanMoEV1Family
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
+from megatron.checkpoint.formats.huggingface.minimax_m2 import MiniMaxM2Family
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
@@ -91,10 +92,11 @@ FAMILIES: tuple[Family, ...] = (
     ApertusFamily(),
     HunYuanDenseV1Family(),
     HunYuanMoEV1Family(),
+    MiniMaxM2Family(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3")
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "minimax_m2")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 

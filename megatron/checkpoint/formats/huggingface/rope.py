@@ -26,7 +26,12 @@ def read_rope(settings: Settings, max_position_embeddings: int, default_base: fl
 
 
 def read_partial_rope(
-    settings: Settings, max_position_embeddings: int, base_name: str, share_name: str, default_share: float
+    settings: Settings,
+    max_position_embeddings: int,
+    base_name: str,
+    share_name: str,
+    default_share: float,
+    default_base: float = _DEFAULT_BASE,
 ) -> dict[str, Any]:
     """Return the fields of partial RoPE, with the fraction of rotated channels.
 
@@ -39,7 +44,7 @@ def read_partial_rope(
     if not 0 < share <= 1:
         settings.refuse(f"{share_name} is {share}; a number above 0 and up to 1 is expected")
         share = 1.0
-    base = settings.number(base_name, _DEFAULT_BASE)
+    base = settings.number(base_name, default_base)
     return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
 
 

@@ -129,6 +129,12 @@ HUNYUAN_MOE = LLAMA | {
     "num_experts": 6,
     "moe_topk": 2,
 }
+MINIMAX_M2 = LLAMA | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "head_dim": 16,
+    "num_local_experts": 16,
+}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

@@ -40,6 +40,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     HUNYUAN_MOE,
     LLAMA,
     LLAMA31_SCALING,
+    MINIMAX_M2,
     MISTRAL,
     MIXTRAL,
     NANOCHAT,
@@ -236,6 +237,8 @@ MODELS = [
     HUNYUAN,
     HUNYUAN | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "head_dim": 16},
     HUNYUAN_MOE | {"moe_topk": [3, 3, 3], "rope_scaling": YARN},
+    MINIMAX_M2,
+    MINIMAX_M2 | {"rotary_dim": 8, "num_experts_per_tok": 3},
 ]
 
 
@@ -315,6 +318,7 @@ FAMILY_SETTINGS = [
     APERTUS,
     HUNYUAN,
     HUNYUAN_MOE,
+    MINIMAX_M2,
 ]
 
 
@@ -490,6 +494,9 @@ REFUSED = [
     (HUNYUAN, {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "alpha is -1.0; a number of 0 or more"),
     (HUNYUAN_MOE, {"moe_topk": [1, 2, 2]}, "num_experts_per_tok is [1, 2, 2]; a positive whole number"),
     (HUNYUAN_MOE, {"moe_topk": 7}, "num_experts_per_tok is 7, but the model has 6 experts"),
+    (MINIMAX_M2, {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; use 2 or more"),
+    (MINIMAX_M2, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
+    (MINIMAX_M2, {"rotary_dim": 32}, "partial_rotary_factor is 2.0"),
     (APERTUS, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
     (APERTUS, {"attention_bias": True}, "attention_bias is true"),
     (APERTUS, {"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),
