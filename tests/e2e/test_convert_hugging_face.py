@@ -214,6 +214,7 @@ OTHERS = (
     "hunyuan_dense",
     "hunyuan_moe",
     "minimax_m2",
+    "phimoe",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

@@ -674,7 +674,15 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             "--moe-router-topk 1: a softmax over one expert is always 1, so the router cannot learn; add "
             "--moe-router-pre-softmax"
         )
-    if moe.moe_router_enable_expert_bias and is_softmax:
+    is_sparsemixer = moe.moe_router_score_function == "sparsemixer"
+    others = {
+        "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
+        "--moe-router-num-groups": moe.moe_router_num_groups is not None,
+    }
+    for name, is_given in others.items():
+        if is_given and is_sparsemixer:
+            yield f"--moe-router-score-function sparsemixer is not supported with {name}; omit {name}"
+    if moe.moe_router_enable_expert_bias and (is_softmax or is_sparsemixer):
         yield (
             "--moe-router-enable-expert-bias requires sigmoid scores; add --moe-router-score-function sigmoid, or "
             "omit it"

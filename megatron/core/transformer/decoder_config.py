@@ -214,9 +214,23 @@ class MoEConfig(Config, in_args=False):
     moe_router_pre_softmax: bool = flag(False, role="meaning", needs="num_experts")
     """Apply the softmax over all experts, before the top-k, instead of over the selected experts."""
     moe_router_score_function: str = flag(
-        "softmax", choices=("softmax", "sigmoid"), not_built=("sqrtsoftplus",), role="meaning", needs="num_experts"
+        "softmax",
+        choices=("softmax", "sigmoid", "sparsemixer"),
+        not_built=("sqrtsoftplus",),
+        role="meaning",
+        needs="num_experts",
     )
-    """Function from logits to scores; sigmoid scores are normalized over the selected experts."""
+    """Function from logits to scores; sigmoid scores are normalized over the selected experts. sparsemixer: each
+    selected expert's softmax over the experts that are not better and not much worse."""
+    moe_router_sparsemixer_eps: float = flag(
+        0.01,
+        role="meaning",
+        bounds=NOT_NEGATIVE,
+        where=("moe_router_score_function", "sparsemixer"),
+        needs="num_experts",
+        in_args=False,
+    )
+    """sparsemixer: half the relative difference of logits beyond which an expert is much worse."""
     moe_router_num_groups: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk")
     """Equal groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
@@ -465,6 +479,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Add biases to the linear layers. Off: use linear layers without biases."""
     add_qkv_bias: bool = flag(False, role="weights", seen_as="has_qkv_bias")
     """Add a bias to the QKV projection even if the other linear layers have none."""
+    add_attention_output_bias: bool = flag(False, role="weights", seen_as="has_attention_output_bias", in_args=False)
+    """Add a bias to the output projection of attention even if the other linear layers have none."""
     disable_qkv_bias: bool = flag(
         False, role="weights", excludes=("add_qkv_bias",), seen_as="has_qkv_bias", in_args=False
     )
@@ -713,6 +729,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def has_qkv_bias(self) -> bool:
         return (self.add_bias_linear and not self.disable_qkv_bias) or self.add_qkv_bias
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        return self.add_bias_linear or self.add_attention_output_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -27,7 +27,13 @@ from megatron.verification.cells import (
     matrix,
     with_micro_batch_size,
 )
-from megatron.verification.model_cells import ExpertLayout, expert_matrix, make_expert_cell, make_latent_cell
+from megatron.verification.model_cells import (
+    SPARSEMIXER,
+    ExpertLayout,
+    expert_matrix,
+    make_expert_cell,
+    make_latent_cell,
+)
 from megatron.verification.random_cells import fuzz
 from megatron.verification.training_cells import fully_sharded
 from megatron.verification.verifier import CellReport, Verifier
@@ -91,6 +97,7 @@ REPRESENTATIVE = (
     ),
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", recompute=("full", "uniform", "1"))),
     make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
+    make_expert_cell("mixtral", ExpertLayout(tp=2, cp=2, ep=4, etp=1, sequence_parallel=True), extra=SPARSEMIXER),
 )
 FURTHER = (
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),

@@ -130,6 +130,18 @@ WRONG = [
         "--rotary-ntk-alpha",
         ("--kv-channels",),
     ),
+    (
+        "--num-experts 4 --moe-router-score-function sparsemixer --moe-router-pre-softmax",
+        1,
+        "--moe-router-score-function",
+        ("omit --moe-router-pre-softmax",),
+    ),
+    (
+        "--num-experts 4 --moe-router-score-function sparsemixer --moe-router-enable-expert-bias",
+        1,
+        "--moe-router-enable-expert-bias",
+        ("sigmoid",),
+    ),
     ("--xielu --num-experts 2", 1, "--xielu", ("--num-experts 2",)),
     ("--norm-parameters weight --transformer-impl transformer_engine", 1, "--norm-parameters", ()),
     (

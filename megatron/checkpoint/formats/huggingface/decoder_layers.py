@@ -142,10 +142,10 @@ def shared_expert_links(
     yield whole(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{of_shared}down_proj.weight", (width, ffn))
 
 
-def linear_links(config: GPTConfig, native: str, foreign: str, shape: tuple[int, int]) -> Iterator[TensorLink]:
-    """Yield the links of a linear layer: its weight of the given shape, and its bias if linear layers have biases."""
+def linear_links(native: str, foreign: str, shape: tuple[int, int], *, has_bias: bool) -> Iterator[TensorLink]:
+    """Yield the links of a linear layer: its weight of the given shape, and its bias if it has one."""
     yield whole(f"{native}.weight", f"{foreign}.weight", shape)
-    if config.add_bias_linear:
+    if has_bias:
         yield whole(f"{native}.bias", f"{foreign}.bias", shape[:1])
 
 
@@ -345,7 +345,8 @@ class RotaryDecoderFamily:
         yield from self.attention_links(config, ours, theirs)
         projection = (config.hidden_size, config.context_size)
         output = f"{theirs}self_attn.{self.attention_output}"
-        yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
+        native, has_bias = f"{ours}self_attention.linear_proj", config.has_attention_output_bias
+        yield from linear_links(native, output, projection, has_bias=has_bias)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
 
@@ -357,7 +358,8 @@ class RotaryDecoderFamily:
             yield from self.expert_layer_links(config, ours, theirs)
         else:
             yield from self.fc1_links(config, ours, theirs)
-            yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
+            native, foreign = f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}"
+            yield from linear_links(native, foreign, (width, ffn), has_bias=config.add_bias_linear)
         for name, their_name in self.norm_names[: 1 if config.shared_parallel_norm else None]:
             yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")
 

@@ -90,7 +90,7 @@ class FalconFamily(RotaryDecoderFamily):
                 ("mlp.linear_fc1", "mlp.dense_h_to_4h", (ffn, width)),
                 ("mlp.linear_fc2", "mlp.dense_4h_to_h", (width, ffn)),
             ):
-                yield from linear_links(config, f"{ours}{native}", f"{theirs}{foreign}", shape)
+                yield from linear_links(f"{ours}{native}", f"{theirs}{foreign}", shape, has_bias=config.add_bias_linear)
             yield from norm_links(config, f"{ours}input_layernorm", f"{theirs}{norms[0]}")
             if not config.shared_parallel_norm:
                 yield from norm_links(config, f"{ours}pre_mlp_layernorm", f"{theirs}{norms[1]}")

@@ -36,6 +36,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
 )
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
+from megatron.checkpoint.formats.huggingface.phimoe import PhimoeFamily
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
 from megatron.checkpoint.formats.huggingface.qwen3_next import Qwen3NextFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
@@ -93,6 +94,7 @@ FAMILIES: tuple[Family, ...] = (
     HunYuanDenseV1Family(),
     HunYuanMoEV1Family(),
     MiniMaxM2Family(),
+    PhimoeFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -135,6 +135,7 @@ MINIMAX_M2 = LLAMA | {
     "head_dim": 16,
     "num_local_experts": 16,
 }
+PHIMOE = LLAMA | {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

@@ -52,6 +52,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     OLMOE,
     PHI,
     PHI3,
+    PHIMOE,
     QWEN,
     QWEN2_MOE,
     QWEN3,
@@ -239,6 +240,8 @@ MODELS = [
     HUNYUAN_MOE | {"moe_topk": [3, 3, 3], "rope_scaling": YARN},
     MINIMAX_M2,
     MINIMAX_M2 | {"rotary_dim": 8, "num_experts_per_tok": 3},
+    PHIMOE | {"attention_bias": True, "lm_head_bias": True},
+    PHIMOE | {"router_jitter_noise": 0.0, "sliding_window": 100, "num_local_experts": 4},
 ]
 
 
@@ -319,6 +322,7 @@ FAMILY_SETTINGS = [
     HUNYUAN,
     HUNYUAN_MOE,
     MINIMAX_M2,
+    PHIMOE | {"attention_bias": True, "lm_head_bias": True},
 ]
 
 
@@ -497,6 +501,15 @@ REFUSED = [
     (MINIMAX_M2, {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; use 2 or more"),
     (MINIMAX_M2, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
     (MINIMAX_M2, {"rotary_dim": 32}, "partial_rotary_factor is 2.0"),
+    (PHIMOE, {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, but only 2 is supported"),
+    (PHIMOE, {"num_local_experts": 1}, "num_local_experts is 1, but transformers chooses two experts"),
+    (PHIMOE, {"input_jitter_noise": 0.1}, "input_jitter_noise is not 0"),
+    (PHIMOE, {"lm_head_bias": True, "tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    (
+        PHIMOE,
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "rope_type 'longrope' is not supported for this architecture",
+    ),
     (APERTUS, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
     (APERTUS, {"attention_bias": True}, "attention_bias is true"),
     (APERTUS, {"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),

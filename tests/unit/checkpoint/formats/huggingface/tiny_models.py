@@ -692,6 +692,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "tie_word_embeddings": False,
     },
+    "phimoe": {
+        "class": "Phimoe",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 20,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        # Wide enough that several experts are within reach of the best.
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 30,
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
