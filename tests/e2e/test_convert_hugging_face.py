@@ -215,6 +215,8 @@ OTHERS = (
     "hunyuan_moe",
     "minimax_m2",
     "phimoe",
+    "dots1",
+    "nemotron",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

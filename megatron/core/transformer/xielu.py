@@ -68,7 +68,7 @@ class _Curve(torch.autograd.Function):
         return (bent + beta * wide).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, above, below, beta, eps = ctx.saved_tensors
         wide, grad = x.to(above.dtype), grad.to(above.dtype)
         is_above = wide > 0

@@ -95,7 +95,7 @@ _IN_MEMORY = ExpertNames()
 """Names of router and experts in transformers' modules, which may differ from those in the files."""
 
 
-def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int) -> dict[str, Any]:
+def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int | None) -> dict[str, Any]:
     """Return the GPTConfig fields that all MoE architectures have; reject a top-k above the number of experts."""
     chosen = settings.integer("num_experts_per_tok", default_choices)
     if chosen > num_experts and not settings.problems:

@@ -26,7 +26,8 @@ _RANKED_IN_GROUP = 2
 class SharedExpertFamily(RotaryDecoderFamily):
     """Base of architectures with DeepSeek-V3's experts: dense first layers, sigmoid scores, a shared expert, and MTP.
 
-    ``expert_defaults`` are the defaults of the architecture's configuration class.
+    ``expert_defaults`` are the defaults of the architecture's configuration class; None if files must have the value.
+    Three settings may be absent there.
     """
 
     expert_defaults: Mapping[str, Any]
@@ -36,16 +37,17 @@ class SharedExpertFamily(RotaryDecoderFamily):
         usual = self.expert_defaults
         width = settings.integer("moe_intermediate_size", usual["moe_intermediate_size"])
         experts = settings.integer("n_routed_experts", usual["n_routed_experts"])
-        fields = expert_fields(settings, experts, width, 8)
+        fields = expert_fields(settings, experts, width, usual.get("num_experts_per_tok", 8))
         is_divided = fields["moe_router_topk"] > 1
         reason = "scores are always normalized to sum 1" if is_divided else "the score of a single expert is its weight"
-        settings.require("norm_topk_prob", is_divided, True, reason)
+        settings.require("norm_topk_prob", is_divided, usual.get("norm_topk_prob", True), reason)
+        shared = settings.integer("n_shared_experts", usual.get("n_shared_experts", 1))
         groups, of_token = (settings.integer(name, usual[name]) for name in ("n_group", "topk_group"))
         return {
             **fields,
             **_group_fields(settings, experts, fields["moe_router_topk"], groups, of_token),
             "moe_layer_freq": self.layers_with_experts(settings),
-            "moe_shared_expert_intermediate_size": settings.integer("n_shared_experts", 1) * width,
+            "moe_shared_expert_intermediate_size": shared * width,
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", usual["routed_scaling_factor"]),
             "moe_router_enable_expert_bias": True,

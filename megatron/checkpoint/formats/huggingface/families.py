@@ -11,6 +11,7 @@ from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
+from megatron.checkpoint.formats.huggingface.dots1 import Dots1Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
@@ -27,6 +28,7 @@ from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.minimax_m2 import MiniMaxM2Family
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
+from megatron.checkpoint.formats.huggingface.nemotron import NemotronFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
     Olmo2Family,
@@ -95,6 +97,8 @@ FAMILIES: tuple[Family, ...] = (
     HunYuanMoEV1Family(),
     MiniMaxM2Family(),
     PhimoeFamily(),
+    Dots1Family(),
+    NemotronFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -136,6 +136,15 @@ MINIMAX_M2 = LLAMA | {
     "num_local_experts": 16,
 }
 PHIMOE = LLAMA | {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}
+DOTS1 = LLAMA | {
+    "architectures": ["Dots1ForCausalLM"],
+    "model_type": "dots1",
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+NEMOTRON = LLAMA | {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "hidden_act": "relu2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

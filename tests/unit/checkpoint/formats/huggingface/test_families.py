@@ -22,6 +22,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     COHERE2,
     DEEPSEEK,
     DEEPSEEK_V2,
+    DOTS1,
     ERNIE,
     EXAONE4,
     FALCON,
@@ -44,6 +45,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     MISTRAL,
     MIXTRAL,
     NANOCHAT,
+    NEMOTRON,
     NEO,
     NEOX,
     OLMO,
@@ -242,6 +244,10 @@ MODELS = [
     MINIMAX_M2 | {"rotary_dim": 8, "num_experts_per_tok": 3},
     PHIMOE | {"attention_bias": True, "lm_head_bias": True},
     PHIMOE | {"router_jitter_noise": 0.0, "sliding_window": 100, "num_local_experts": 4},
+    DOTS1 | {"first_k_dense_replace": 1, "max_window_layers": 1, "attention_bias": True},
+    DOTS1 | {"n_group": 4, "topk_group": 2, "sliding_window": None, "attention_bias": True},
+    NEMOTRON | {"attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
+    NEMOTRON | {"attention_bias": True, "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
 ]
 
 
@@ -323,6 +329,8 @@ FAMILY_SETTINGS = [
     HUNYUAN_MOE,
     MINIMAX_M2,
     PHIMOE | {"attention_bias": True, "lm_head_bias": True},
+    DOTS1 | {"attention_bias": True},
+    NEMOTRON | {"attention_bias": True},
 ]
 
 
@@ -510,6 +518,11 @@ REFUSED = [
         {"rope_scaling": {"type": "longrope", "factor": 2.0}},
         "rope_type 'longrope' is not supported for this architecture",
     ),
+    (DOTS1, {"norm_topk_prob": None}, "norm_topk_prob is false, but only true is supported"),
+    (DOTS1, {"n_routed_experts": None}, "n_routed_experts is missing"),
+    (DOTS1, {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
+    (NEMOTRON, {"mlp_bias": True}, "attention_bias is false, but only true is supported: mlp_bias is true"),
+    (NEMOTRON, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
     (APERTUS, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
     (APERTUS, {"attention_bias": True}, "attention_bias is true"),
     (APERTUS, {"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),

@@ -709,6 +709,34 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 30,
         "tie_word_embeddings": False,
     },
+    "dots1": {
+        "class": "Dots1",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "attention_bias": True,
+        "sliding_window": 30,
+        "max_window_layers": 1,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "moe_intermediate_size": 20,
+        "tie_word_embeddings": False,
+    },
+    "nemotron": {
+        "class": "Nemotron",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
@@ -749,8 +777,8 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
-            # Gemma and Qwen3-Next store the weights of norms as their difference from one, but for one kind of norm.
-            mean = 0.0 if family.startswith(("Gemma", "Qwen3Next")) and "linear_attn" not in name else 1.0
+            # Gemma, Nemotron and Qwen3-Next store the weights of norms as their difference from one, but for one kind.
+            mean = 0.0 if family.startswith(("Gemma", "Nemotron", "Qwen3Next")) and "linear_attn" not in name else 1.0
             parameter.copy_(mean + 0.2 * noise if is_norm else 0.25 * noise)
     return model
 
