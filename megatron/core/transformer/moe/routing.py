@@ -141,7 +141,7 @@ def sparsemixer_weights(logits: torch.Tensor, indices: torch.Tensor, eps: float)
     Shapes: ``logits: [n, experts]``, ``indices: [n, k] -> [n, k]``.
     """
     weights, remaining = [], logits
-    for chosen in indices.split(1, dim=1):
+    for chosen in indices.chunk(indices.shape[1], dim=1):
         with torch.no_grad():
             best = logits.gather(1, chosen)
             is_much_worse = (best - logits) / torch.maximum(logits.abs(), best) > 2 * eps
