@@ -45,7 +45,7 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
 """MoE model shapes by name: the flags that each adds to the base command line."""
 SPARSEMIXER = (
     *("--moe-router-score-function", "sparsemixer", "--moe-router-sparsemixer-eps", "0.4"),
-    *("--add-qkv-bias", "--add-attention-output-bias"),
+    *("--add-qkv-bias", "--add-proj-bias"),
 )
 """SparseMixer routing in which several experts are within reach, and attention biases, as in Phi-MoE."""
 

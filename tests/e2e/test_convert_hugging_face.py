@@ -209,6 +209,7 @@ OTHERS = (
         "nanochat",
         "deepseek_v2",
     ),
+    *("gptj", "codegen", "gpt_bigcode", "persimmon"),
     "qwen3_next",
     "apertus",
     "hunyuan_dense",

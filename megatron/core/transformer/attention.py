@@ -284,7 +284,7 @@ class SelfAttention(nn.Module):
             tp,
             config=config,
             init_std=config.output_init_method_std,
-            bias=config.has_attention_output_bias,
+            bias=config.has_proj_bias,
             device=device,
             tp_comm_buffer_name="proj",
         )

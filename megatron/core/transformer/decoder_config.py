@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
+from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
@@ -479,12 +479,18 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Add biases to the linear layers. Off: use linear layers without biases."""
     add_qkv_bias: bool = flag(False, role="weights", seen_as="has_qkv_bias")
     """Add a bias to the QKV projection even if the other linear layers have none."""
-    add_attention_output_bias: bool = flag(False, role="weights", seen_as="has_attention_output_bias", in_args=False)
-    """Add a bias to the output projection of attention even if the other linear layers have none."""
     disable_qkv_bias: bool = flag(
         False, role="weights", excludes=("add_qkv_bias",), seen_as="has_qkv_bias", in_args=False
     )
     """Use no bias in the QKV projection even if the other linear layers have one."""
+    disable_proj_bias: bool = flag(
+        False, role="weights", idle=idle_with("add_bias_linear", False), seen_as="has_proj_bias", in_args=False
+    )
+    """Use no bias in attention's output projection even if the other linear layers have one."""
+    add_proj_bias: bool = flag(
+        False, role="weights", excludes=("disable_proj_bias",), seen_as="has_proj_bias", in_args=False
+    )
+    """Add a bias to attention's output projection even if the other linear layers have none."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the hidden states."""
@@ -731,8 +737,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return (self.add_bias_linear and not self.disable_qkv_bias) or self.add_qkv_bias
 
     @property
-    def has_attention_output_bias(self) -> bool:
-        return self.add_bias_linear or self.add_attention_output_bias
+    def has_proj_bias(self) -> bool:
+        return (self.add_bias_linear and not self.disable_proj_bias) or self.add_proj_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

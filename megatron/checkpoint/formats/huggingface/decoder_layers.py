@@ -345,7 +345,7 @@ class RotaryDecoderFamily:
         yield from self.attention_links(config, ours, theirs)
         projection = (config.hidden_size, config.context_size)
         output = f"{theirs}self_attn.{self.attention_output}"
-        native, has_bias = f"{ours}self_attention.linear_proj", config.has_attention_output_bias
+        native, has_bias = f"{ours}self_attention.linear_proj", config.has_proj_bias
         yield from linear_links(native, output, projection, has_bias=has_bias)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)

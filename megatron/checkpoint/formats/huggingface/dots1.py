@@ -48,10 +48,10 @@ class Dots1Family(SharedExpertFamily):
             **window_fields(settings, read_layer_types(settings, by_default), 4096),
             "qk_layernorm": True,
             "add_qkv_bias": has_biases,
-            "add_attention_output_bias": has_biases,
+            "add_proj_bias": has_biases,
         }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         settings = super().write_settings(config) | written_layer_types(config)
-        return settings | {"attention_bias": config.has_attention_output_bias}
+        return settings | {"attention_bias": config.has_proj_bias}

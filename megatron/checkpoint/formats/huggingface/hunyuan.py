@@ -57,7 +57,7 @@ class HunYuanMoEV1Family(HunYuanDenseV1Family):
         chosen = settings.values.get("num_experts_per_tok", settings.values.get("moe_topk"))
         if isinstance(chosen, list) and len(chosen) >= layers and chosen[:layers] == chosen[:1] * layers:
             chosen = chosen[0]
-        given = Settings({"num_experts_per_tok": chosen}, settings.place, settings.problems)
+        given = settings.replaced({"num_experts_per_tok": chosen})
         experts = settings.integer("num_local_experts", settings.integer("num_experts", 1))
         width = settings.integer("intermediate_size")
         return super().own_fields(settings) | {

@@ -177,17 +177,18 @@ class ExportedView:
 
 
 def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:
-    """Return a model's architecture, and the record of its source folder if the model is unchanged.
+    """Return a model's architecture, if possible its source folder's, and the folder's record for an unchanged model.
 
     Raises:
         ConfigurationError: no supported architecture can express the model.
     """
+    family = None
     if record is not None:
         tensors = [name for file in record.files.values() for name in file.tensors]
         family, recorded = read_model(parse_settings(record.config, CONFIG_FILE, lambda: tensors))
         if model_features(recorded) == model_features(config):
             return family, record
-    return family_for(config), None
+    return family_for(config, family), None
 
 
 def _check_tensors(source: CheckpointSource, links: Iterable[TensorLink]) -> None:

@@ -35,14 +35,14 @@ class NemotronFamily(RotaryDecoderFamily):
             "apply_layernorm_1p": True,
             "add_bias_linear": of_mlp,
             "add_qkv_bias": of_attention and not of_mlp,
-            "add_attention_output_bias": of_attention and not of_mlp,
+            "add_proj_bias": of_attention and not of_mlp,
             "init_method_std": settings.number("initializer_range", 0.0134),
         }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return super().write_settings(config) | {
-            "attention_bias": config.has_attention_output_bias,
+            "attention_bias": config.has_proj_bias,
             "head_dim": config.kv_channels,
             "mlp_bias": config.add_bias_linear,
             "partial_rotary_factor": config.rotary_percent,

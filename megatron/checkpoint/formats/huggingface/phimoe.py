@@ -54,7 +54,7 @@ class PhimoeFamily(RotaryDecoderFamily):
         return {
             "normalization": "LayerNorm",
             "add_qkv_bias": has_biases,
-            "add_attention_output_bias": has_biases,
+            "add_proj_bias": has_biases,
             "add_output_bias": has_output_bias,
             "moe_router_score_function": "sparsemixer",
             "moe_router_sparsemixer_eps": settings.number("router_jitter_noise", 0.01),
@@ -65,7 +65,7 @@ class PhimoeFamily(RotaryDecoderFamily):
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return super().write_settings(config) | {
-            "attention_bias": config.has_attention_output_bias,
+            "attention_bias": config.has_proj_bias,
             "head_dim": config.kv_channels,
             "input_jitter_noise": 0.0,
             "intermediate_size": config.moe.moe_ffn_hidden_size,

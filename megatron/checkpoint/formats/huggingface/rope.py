@@ -54,9 +54,20 @@ def read_ntk_rope(settings: Settings, positions: int, default_base: float = _DEF
     kind = None if scaling is None else scaling.text("rope_type", scaling.text("type", "default"))
     if scaling is None or kind != "dynamic" or not scaling.values.get("alpha"):
         return read_rope(settings, positions, default_base)
-    unscaled = {**settings.values, "rope_scaling": {**scaling.values, "rope_type": "default"}}
-    fields = read_rope(Settings(unscaled, settings.place, settings.problems), positions, default_base)
+    unscaled = settings.replaced({"rope_scaling": {**scaling.values, "rope_type": "default"}})
+    fields = read_rope(unscaled, positions, default_base)
     return fields | {"rotary_ntk_alpha": scaling.positive("alpha", 1.0)}
+
+
+def read_rotated_channels(settings: Settings, name: str, default: int, head_dim: int) -> float:
+    """Return ``--rotary-percent`` for the number of rotated channels per head in the setting ``name``."""
+    channels = settings.integer(name, default)
+    if channels % 2 or channels > head_dim:
+        settings.refuse(f"{name} is {channels}; an even number up to the head size, {head_dim}, is expected")
+        return 1.0
+    share = channels / head_dim
+    # The model rounds the product down: 30 / 44 * 44 is less than 30.
+    return share if int(head_dim * share) == channels else math.nextafter(share, 1.0)
 
 
 def rope_object(settings: Settings) -> Settings | None:
@@ -78,8 +89,7 @@ def with_default_rope(settings: Settings, default: dict[str, Any]) -> Settings:
         if name in settings.values:
             settings.refuse(f"{name} is null, which releases of transformers interpret differently; set its rope_type")
             break
-    values = {**settings.values, "rope_scaling": default, "rope_parameters": None}
-    return Settings(values, settings.place, settings.problems)
+    return settings.replaced({"rope_scaling": default, "rope_parameters": None})
 
 
 def read_frequencies(
