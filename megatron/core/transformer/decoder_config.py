@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
+from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with, idle_without
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
@@ -488,7 +488,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
     )
     """Use no bias in attention's output projection even if the other linear layers have one."""
     add_proj_bias: bool = flag(
-        False, role="weights", excludes=("disable_proj_bias",), seen_as="has_proj_bias", in_args=False
+        False,
+        role="weights",
+        excludes=("disable_proj_bias",),
+        idle=idle_without("add_bias_linear", value=False),
+        seen_as="has_proj_bias",
+        in_args=False,
     )
     """Add a bias to attention's output projection even if the other linear layers have none."""
 
