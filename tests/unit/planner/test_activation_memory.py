@@ -23,6 +23,7 @@ from megatron.training.theoretical_memory_usage import (
     activation_bytes,
     kept_layer_bytes,
     offloaded_bytes,
+    saved_layer_bytes,
     tokens_of_rank,
 )
 from tests.closed_forms import saved_activations
@@ -106,6 +107,16 @@ def formula(**config: Any) -> int:
 )
 def test_a_layer_keeps_what_the_closed_form_says(config: dict[str, Any]) -> None:
     assert kept_by_a_layer(**config) == formula(**config)
+
+
+@pytest.mark.parametrize("more", [{}, again("core_attn")], ids=str)
+def test_a_layer_with_alibi_keeps_wider_queries_keys_and_values(more: dict[str, Any]) -> None:
+    common = {"attention_backend": "fused"} | more
+    plain, biased = ({"position_embedding_type": kind} | common for kind in ("none", "alibi"))
+    models = [make(3, **config).config for config in (plain, biased)]
+    expected = [saved_layer_bytes(model, LENGTH * BATCH, 2, model.recomputed_modules) for model in models]
+    assert kept_by_a_layer(**biased) - kept_by_a_layer(**plain) == expected[1] - expected[0]
+    assert (expected[1] > expected[0]) == (not more)
 
 
 @pytest.mark.parametrize(

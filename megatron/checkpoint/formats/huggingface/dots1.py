@@ -23,6 +23,7 @@ class Dots1Family(SharedExpertFamily):
     architecture = "Dots1ForCausalLM"
     default_positions = 2048
     default_groups = 32
+    has_mtp = False
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {
             "moe_intermediate_size": 1408,
