@@ -232,8 +232,11 @@ class ExpertLayer:
         kept = 0
         if self.router_element != self.element:
             kept += (rows + self.num_experts) * model.hidden_size * self.router_element
-        is_softmax = model.moe.moe_router_score_function == "softmax"
-        if is_softmax and not model.moe.moe_router_pre_softmax:
+        function = model.moe.moe_router_score_function
+        is_softmax = function != "sigmoid"
+        if function == "sparsemixer":
+            kept += k * rows * self.num_experts * (self.wide + 1)
+        elif is_softmax and not model.moe.moe_router_pre_softmax:
             kept += of_weights
         else:
             kept += of_scores

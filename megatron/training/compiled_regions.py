@@ -28,6 +28,7 @@ from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.precision import dtype_from_name
 from megatron.core.transformer import (
     ACTIVATIONS,
+    XIELU,
     FeedForward,
     GatedAttention,
     LatentAttention,
@@ -129,7 +130,7 @@ class _Regions:
                 self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
             elif self._on_triton(module):
                 self.left["rotary embedding"] = _ON_TRITON
-            elif module.q_layernorm is None and not isinstance(module, GatedAttention):
+            elif module.rotates_first and not isinstance(module, GatedAttention):
                 module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
             else:
                 module.rotate = self._compile("rotary embedding", apply_rotary_to_both)
@@ -165,6 +166,8 @@ class _Regions:
             self.left[name] = _ON_TRITON
         elif weight.device.type == "cpu" and mlp.activation in _FAST_ON_CPU:
             self.left[name] = _BY_TORCH
+        elif isinstance(mlp.activation, XIELU):
+            mlp.activation.compute = self._compile(name, mlp.activation.compute)
         else:
             # Groups of rows have another length in each step.
             mlp.activation = self._compile(name, mlp.activation, dynamic=isinstance(mlp, GroupedExperts))

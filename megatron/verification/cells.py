@@ -54,6 +54,11 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
         *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
     ),
+    "apertus": (
+        *("--xielu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--group-query-attention", "--num-query-groups", "2", "--qk-layernorm", "--qk-layernorm-after-rope"),
+        *("--rotary-ntk-alpha", "3", "--untie-embeddings-and-output-weights"),
+    ),
     "bloom": (
         *("--position-embedding-type", "alibi", "--add-embedding-norm", "--apply-residual-connection-post-layernorm"),
         *("--group-query-attention", "--num-query-groups", "2"),
@@ -70,7 +75,7 @@ POSITION_PARTS = (
     *("--activation-func", "relu"),
 )
 """Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {

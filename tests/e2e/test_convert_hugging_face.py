@@ -231,6 +231,13 @@ OTHERS = (
     "qwen3_next",
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm"),
     *("bloomz", "mpt_1b", "opt_125m", "xglm_7b"),
+    "apertus",
+    "hunyuan_dense",
+    "hunyuan_moe",
+    "minimax_m2",
+    "phimoe",
+    "dots1",
+    "nemotron",
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
@@ -272,4 +279,5 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     before, after = folder_bytes(tmp_path / "hf"), folder_bytes(tmp_path / "back")
     assert {name for name in before | after if before.get(name) != after.get(name)} == {"model.safetensors"}
     old, new = HuggingFaceSource(tmp_path / "hf"), HuggingFaceSource(tmp_path / "back")
-    assert [name for name in old.tensors if old.read(name).equal(new.read(name))] == []
+    trained = [name for name in old.tensors if not name.endswith((".beta", ".eps"))]
+    assert [name for name in trained if old.read(name).equal(new.read(name))] == []

@@ -133,7 +133,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]}; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
-        absent |= dict.fromkeys(GATED_ACTIVATIONS, "feed-forward")
+        absent |= dict.fromkeys((*GATED_ACTIVATIONS, "xielu"), "feed-forward")
     for name, part in absent.items():
         found = config.flag(name)
         if found is not None and found[1] != found[0].default:
@@ -276,6 +276,7 @@ HYBRID_CHECKS = (
             *(spec.name for spec in field_specs(HybridConfig)),
             *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
             *GATED_ACTIVATIONS,
+            "xielu",
         ),
         _check_shapes,
     ),

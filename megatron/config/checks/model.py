@@ -106,6 +106,11 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
                 "--use-rope-scaling has no effect with --position-embedding-type "
                 f"{model.position_embedding_type}; add --position-embedding-type rope"
             )
+        if model.qk_layernorm_after_rope:
+            yield (
+                "--qk-layernorm-after-rope has no effect with --position-embedding-type "
+                f"{model.position_embedding_type}; add --position-embedding-type rope, or omit it"
+            )
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
@@ -114,6 +119,11 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
             f"rotary position embeddings rotate {model.rotary_dim} of the {model.kv_channels} channels per head, but "
             "need an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
             f"{1.0 if model.kv_channels % 2 == 0 else 2 / model.kv_channels}"
+        )
+    elif model.rotary_ntk_alpha != 1.0 and model.rotary_dim == 2:
+        yield (
+            f"--rotary-ntk-alpha {model.rotary_ntk_alpha} scales the frequencies of 4 or more rotated channels per "
+            "head, but the heads have 2; increase --kv-channels or --rotary-percent, or omit it"
         )
     if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (
@@ -382,7 +392,10 @@ MODEL_CHECKS = (
     ),
     Check(("seq_length",), _check_sequence_length),
     Check(
-        ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
+        (
+            *("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
+            *("rotary_ntk_alpha", "qk_layernorm_after_rope"),
+        ),
         _check_rotary,
     ),
     Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl"), _check_norms),
@@ -736,7 +749,15 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             "--moe-router-topk 1: a softmax over one expert is always 1, so the router cannot learn; add "
             "--moe-router-pre-softmax"
         )
-    if moe.moe_router_enable_expert_bias and is_softmax:
+    is_sparsemixer = moe.moe_router_score_function == "sparsemixer"
+    others = {
+        "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
+        "--moe-router-num-groups": moe.moe_router_num_groups is not None,
+    }
+    for name, is_given in others.items():
+        if is_given and is_sparsemixer:
+            yield f"--moe-router-score-function sparsemixer is not supported with {name}; omit {name}"
+    if moe.moe_router_enable_expert_bias and (is_softmax or is_sparsemixer):
         yield (
             "--moe-router-enable-expert-bias requires sigmoid scores; add --moe-router-score-function sigmoid, or "
             "omit it"

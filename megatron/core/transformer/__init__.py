@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+    from megatron.core.transformer.xielu import XIELU
 
 __getattr__ = lazy_exports(
     __name__,
@@ -114,5 +115,6 @@ __getattr__ = lazy_exports(
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer make_norm",
+        "xielu": "XIELU",
     },
 )

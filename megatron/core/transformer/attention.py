@@ -273,6 +273,7 @@ class SelfAttention(nn.Module):
         self.has_rotary = not config.layers_without_rotary[config.kind_of(layer_number)]
         self.score_factor = self._factor_of_scores(config)
         self.clip = config.clip_qkv
+        self.rotates_first = not config.qk_layernorm or config.qk_layernorm_after_rope
         self.dropout = config.attention_dropout
         self.logit_observers: list[LogitObserver] = []
         self.tp_size = tp.size
@@ -420,8 +421,7 @@ class SelfAttention(nn.Module):
 
         Shapes: ``x: [s, b, h] -> [s, b, n/tp, d], [s, b, groups/tp, d], [s, b, groups/tp, d]``.
         """
-        is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
-        bias = None if is_rotated_first or self.clip is not None else self._bias_of_split(x)
+        bias = None if (angles is not None and self.rotates_first) or self.clip is not None else self._bias_of_split(x)
         mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)
         return self.split_heads(mixed, angles, bias)
 
@@ -437,13 +437,13 @@ class SelfAttention(nn.Module):
         if self.clip is not None:
             mixed = mixed.clamp(-self.clip, self.clip)
         mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
-        if angles is not None and (self.q_layernorm is None or self.k_layernorm is None):
-            return self.split_and_rotate(mixed, angles)
-        query, key, value = split_projection(mixed, bias)
-        if self.q_layernorm is None or self.k_layernorm is None:
-            return query, key, value
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if angles is not None:
+        if angles is not None and self.rotates_first:
+            query, key, value = self.split_and_rotate(mixed, angles)
+        else:
+            query, key, value = split_projection(mixed, bias)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if angles is not None and not self.rotates_first:
             query, key = self.rotate(query, key, angles)
         return query, key, value
 

@@ -246,9 +246,23 @@ class MoEConfig(Config, in_args=False):
     moe_router_pre_softmax: bool = flag(False, role="meaning", needs="num_experts")
     """Apply the softmax over all experts, before the top-k, instead of over the selected experts."""
     moe_router_score_function: str = flag(
-        "softmax", choices=("softmax", "sigmoid"), not_built=("sqrtsoftplus",), role="meaning", needs="num_experts"
+        "softmax",
+        choices=("softmax", "sigmoid", "sparsemixer"),
+        not_built=("sqrtsoftplus",),
+        role="meaning",
+        needs="num_experts",
     )
-    """Function from logits to scores; sigmoid scores are normalized over the selected experts."""
+    """Function from logits to scores; sigmoid scores are normalized over the selected experts. sparsemixer: each
+    selected expert's softmax over the experts that are not better and not much worse."""
+    moe_router_sparsemixer_eps: float = flag(
+        0.01,
+        role="meaning",
+        bounds=NOT_NEGATIVE,
+        where=("moe_router_score_function", "sparsemixer"),
+        needs="num_experts",
+        in_args=False,
+    )
+    """SparseMixer: half the relative difference of logits beyond which an expert is much worse."""
     moe_router_num_groups: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk")
     """Equal groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
@@ -339,7 +353,7 @@ def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu")
-_PLAIN_ACTIVATIONS = ("squared_relu",)
+_PLAIN_ACTIVATIONS = ("squared_relu", "xielu")
 """Activations with a flag of the same name; without any of these flags the activation is GELU."""
 _ACTIVATION_SWITCHES = (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS, "openai_gelu")
 _FLAG_OF_ACTIVATION = {
@@ -417,6 +431,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
+    qk_layernorm_after_rope: bool = flag(
+        False,
+        role="meaning",
+        needs="qk_layernorm",
+        excludes=("multi_latent_attention", "attention_output_gate"),
+        in_args=False,
+    )
+    """Normalize queries and keys after their rotary embedding, instead of before."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
     attention_output_gate: bool = flag(
@@ -496,6 +518,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Use the squared ReLU activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
     """Use the tanh form of GELU."""
+    xielu: bool = flag(
+        False,
+        role="weights",
+        excludes=(*GATED_ACTIVATIONS, "squared_relu", "openai_gelu", "num_experts"),
+        seen_as="activation",
+        in_args=False,
+    )
+    """Use the xIELU activation, whose two slopes are learned per layer."""
     bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion", role="meaning", seen_as="activation")
     """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU, not the tanh form, unless
     --openai-gelu is given."""
@@ -511,6 +541,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         False, role="weights", idle=idle_with("add_bias_linear", False), seen_as="has_proj_bias", in_args=False
     )
     """Use no bias in attention's output projection even if the other linear layers have one."""
+    add_proj_bias: bool = flag(
+        False,
+        role="weights",
+        excludes=("disable_proj_bias",),
+        idle=idle_without("add_bias_linear", value=False),
+        seen_as="has_proj_bias",
+        in_args=False,
+    )
+    """Add a bias to attention's output projection even if the other linear layers have none."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the hidden states."""
@@ -784,7 +823,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def has_proj_bias(self) -> bool:
-        return self.add_bias_linear and not self.disable_proj_bias
+        return (self.add_bias_linear and not self.disable_proj_bias) or self.add_proj_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

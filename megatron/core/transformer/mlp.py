@@ -15,12 +15,14 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.model_parallel_config import reject_unsupported
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.xielu import XIELU
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -41,7 +43,7 @@ class FeedForward(nn.Module):
         stride = 2 if config.is_gated else 1
         self.kind = config.activation
         self.is_gated = config.is_gated
-        self.activation = activation_of(config)
+        self.activation = make_activation(config, tp, device)
         self.output_multiplier = config.mlp_output_multiplier
         self.linear_fc1 = ColumnShardedLinear(
             config.hidden_size,
@@ -87,6 +89,15 @@ class FeedForward(nn.Module):
         from megatron.core.ops.triton import PLAIN_KINDS as KINDS
 
         return self.kind in KINDS
+
+
+def make_activation(
+    config: DecoderConfig, tp: Group, device: torch.device | str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function between the two linear layers: a module if it has parameters. Shapes: as `activation_of`."""
+    if config.xielu:
+        return XIELU(tp, dtype_from_name(config.params_dtype), device)
+    return activation_of(config)
 
 
 def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:

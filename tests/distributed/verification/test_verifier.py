@@ -28,7 +28,13 @@ from megatron.verification.cells import (
     matrix,
     with_micro_batch_size,
 )
-from megatron.verification.model_cells import ExpertLayout, expert_matrix, make_expert_cell, make_latent_cell
+from megatron.verification.model_cells import (
+    SPARSEMIXER,
+    ExpertLayout,
+    expert_matrix,
+    make_expert_cell,
+    make_latent_cell,
+)
 from megatron.verification.random_cells import fuzz
 from megatron.verification.training_cells import fully_sharded
 from megatron.verification.verifier import CellReport, Verifier
@@ -79,6 +85,7 @@ REPRESENTATIVE = (
     make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
     make_cell("bloom", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",)), "packed"),
+    make_cell("apertus", Layout(tp=2, sequence_parallel=True, pp=2, cp=2)),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.
@@ -92,6 +99,7 @@ REPRESENTATIVE = (
     ),
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", recompute=("full", "uniform", "1"))),
     make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
+    make_expert_cell("mixtral", ExpertLayout(tp=2, cp=2, ep=4, etp=1, sequence_parallel=True), extra=SPARSEMIXER),
 )
 FURTHER = (
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),

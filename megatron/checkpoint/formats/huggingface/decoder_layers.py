@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.huggingface.family import (
@@ -94,7 +95,7 @@ _IN_MEMORY = ExpertNames()
 """Names of router and experts in transformers' modules, which may differ from those in the files."""
 
 
-def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int) -> dict[str, Any]:
+def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int | None) -> dict[str, Any]:
     """Return the GPTConfig fields that all MoE architectures have; reject a top-k above the number of experts."""
     chosen = settings.integer("num_experts_per_tok", default_choices)
     if chosen > num_experts and not settings.problems:
@@ -141,10 +142,10 @@ def shared_expert_links(
     yield whole(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{of_shared}down_proj.weight", (width, ffn))
 
 
-def linear_links(config: GPTConfig, native: str, foreign: str, shape: tuple[int, int]) -> Iterator[TensorLink]:
-    """Yield the links of a linear layer: its weight of the given shape, and its bias if linear layers have biases."""
+def linear_links(native: str, foreign: str, shape: tuple[int, int], *, has_bias: bool) -> Iterator[TensorLink]:
+    """Yield the links of a linear layer: its weight of the given shape, and its bias if it has one."""
     yield whole(f"{native}.weight", f"{foreign}.weight", shape)
-    if config.add_bias_linear:
+    if has_bias:
         yield whole(f"{native}.bias", f"{foreign}.bias", shape[:1])
 
 
@@ -182,7 +183,9 @@ def named_layer_links(
             if config.has_qkv_bias:
                 yield whole(f"{ours}{native}.bias", f"{theirs}{foreign}.bias", shapes[native][:1])
         elif native in shapes:
-            yield from linear_links(config, f"{ours}{native}", f"{theirs}{foreign}", shapes[native])
+            yield from linear_links(
+                f"{ours}{native}", f"{theirs}{foreign}", shapes[native], has_bias=config.add_bias_linear
+            )
         else:
             yield from norm_links(config, f"{ours}{native}", f"{theirs}{foreign}")
 
@@ -237,11 +240,11 @@ class RotaryDecoderFamily:
     ``has_qkv_bias`` states whether the QKV projections have biases, unless ``own_fields`` decides. The defaults are
     those of the architecture's configuration class, since its files may omit them. By default each head has its own
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
-    names of a layer's norms with theirs. ``embedding_name``, ``attention_name`` and ``mlp_name`` are their names of
-    these parts, and ``mlp_names`` of the MLP's projections: gate if it has one, up, and down. ``native_layers`` is the
-    number of our layers per layer of theirs: 2 if ours have one part each, a mixer or a feed-forward. ``expert_names``
-    is None if the files stack the experts as a model in memory does. ``names_in_memory`` pairs parts of tensor names
-    that differ in memory with those in the files.
+    names of a layer's norms with theirs, and ``head_norm_names`` those of the QK norms. ``embedding_name``,
+    ``attention_name`` and ``mlp_name`` are their names of these parts, and ``mlp_names`` of the MLP's projections: gate
+    if it has one, up, and down. ``native_layers`` is the number of our layers per layer of theirs: 2 if ours have one
+    part each, a mixer or a feed-forward. ``expert_names`` is None if the files stack the experts as a model in memory
+    does. ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
     """
 
     model_type: str
@@ -264,6 +267,7 @@ class RotaryDecoderFamily:
     native_layers = 1
     mlp_name = "mlp"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    head_norm_names: Mapping[str, str] = MappingProxyType({"q": "q_norm", "k": "k_norm"})
     expert_names: ExpertNames | None = ExpertNames()
     names_in_memory: tuple[tuple[str, str], ...] = ()
     norm_names: tuple[tuple[str, str], ...] = (
@@ -299,6 +303,7 @@ class RotaryDecoderFamily:
             swiglu=switch == "swiglu",
             geglu=switch == "geglu",
             squared_relu=switch == "squared_relu",
+            xielu=switch == "xielu",
             add_bias_linear=False,
             add_qkv_bias=self.has_qkv_bias,
             hidden_dropout=0.0,
@@ -376,7 +381,8 @@ class RotaryDecoderFamily:
         """Yield the links of a layer's QK norms."""
         across = config.qk_layernorm_across_heads
         for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
-            native, foreign = f"{ours}self_attention.{name}_layernorm.weight", f"{theirs}self_attn.{name}_norm.weight"
+            native = f"{ours}self_attention.{name}_layernorm.weight"
+            foreign = f"{theirs}self_attn.{self.head_norm_names[name]}.weight"
             yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -389,7 +395,8 @@ class RotaryDecoderFamily:
         yield from self.attention_links(config, ours, theirs)
         projection = (config.hidden_size, config.context_size)
         output = f"{theirs}{self.attention_name}.{self.attention_output}"
-        yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
+        native, has_bias = f"{ours}self_attention.linear_proj", config.has_proj_bias
+        yield from linear_links(native, output, projection, has_bias=has_bias)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
 
@@ -403,7 +410,7 @@ class RotaryDecoderFamily:
         elif parts.feed_forward is not None:
             down = f"{theirs}{self.mlp_name}.{self.mlp_names[-1]}"
             yield from self.fc1_links(config, ours, theirs)
-            yield from linear_links(config, f"{ours}mlp.linear_fc2", down, (width, ffn))
+            yield from linear_links(f"{ours}mlp.linear_fc2", down, (width, ffn), has_bias=config.add_bias_linear)
         names = self.norm_names[: 1 if config.shared_parallel_norm else None]
         if not all(parts):
             # A layer with one part has one norm, under the name of the first.

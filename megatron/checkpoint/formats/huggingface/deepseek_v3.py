@@ -25,7 +25,8 @@ _NORM_EPSILON = 1e-6
 class SharedExpertFamily(RotaryDecoderFamily):
     """Base of architectures with DeepSeek-V3's experts: dense first layers, sigmoid scores, a shared expert, and MTP.
 
-    ``expert_defaults`` are the defaults of the architecture's configuration class. ``group_score_topk`` is the number
+    ``expert_defaults`` are the defaults of the architecture's configuration class, None if files must have the value.
+    Some may be absent there, with DeepSeek-V3's value. ``group_score_topk`` is the number
     of best experts by whose scores transformers ranks a group. ``experts_setting`` and ``shared_setting`` name the
     numbers of experts and of shared experts, and ``bias_name`` is the expert bias in the files. ``has_mtp`` states
     whether they may contain MTP modules.
@@ -47,13 +48,14 @@ class SharedExpertFamily(RotaryDecoderFamily):
         modules = further_layers(settings, f"layers.{settings.integer('num_hidden_layers')}.") if self.has_mtp else 0
         is_divided = fields["moe_router_topk"] > 1
         reason = "scores are always normalized to sum 1" if is_divided else "the score of a single expert is its weight"
-        settings.require("norm_topk_prob", is_divided, True, reason)
+        settings.require("norm_topk_prob", is_divided, usual.get("norm_topk_prob", True), reason)
+        shared = settings.integer(self.shared_setting, usual.get(self.shared_setting, 1))
         groups, of_token = (settings.integer(name, usual[name]) for name in ("n_group", "topk_group"))
         return {
             **fields,
             **self.group_fields(settings, experts, fields["moe_router_topk"], groups, of_token),
             "moe_layer_freq": self.layers_with_experts(settings),
-            "moe_shared_expert_intermediate_size": settings.integer(self.shared_setting, 1) * width,
+            "moe_shared_expert_intermediate_size": shared * width,
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", usual["routed_scaling_factor"]),
             "moe_router_enable_expert_bias": True,

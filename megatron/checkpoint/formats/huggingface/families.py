@@ -6,12 +6,14 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.formats.huggingface.apertus import ApertusFamily
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
 from megatron.checkpoint.formats.huggingface.bamba import BambaFamily
 from megatron.checkpoint.formats.huggingface.bloom import BloomFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
+from megatron.checkpoint.formats.huggingface.dots1 import Dots1Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family, ExaoneMoeFamily
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
@@ -27,7 +29,9 @@ from megatron.checkpoint.formats.huggingface.gptj import CodeGenFamily, GPTJFami
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.granite_hybrid import GraniteMoeHybridFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
+from megatron.checkpoint.formats.huggingface.hunyuan import HunYuanDenseV1Family, HunYuanMoEV1Family
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
+from megatron.checkpoint.formats.huggingface.minimax_m2 import MiniMaxM2Family
 from megatron.checkpoint.formats.huggingface.mistral import (
     Ministral3Family,
     MinistralFamily,
@@ -36,6 +40,7 @@ from megatron.checkpoint.formats.huggingface.mistral import (
 )
 from megatron.checkpoint.formats.huggingface.mpt import MptFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
+from megatron.checkpoint.formats.huggingface.nemotron import NemotronFamily
 from megatron.checkpoint.formats.huggingface.nemotron_h import NemotronHFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
@@ -48,6 +53,7 @@ from megatron.checkpoint.formats.huggingface.opt import OptFamily
 from megatron.checkpoint.formats.huggingface.persimmon import PersimmonFamily
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
+from megatron.checkpoint.formats.huggingface.phimoe import PhimoeFamily
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
 from megatron.checkpoint.formats.huggingface.qwen3_next import Qwen3NextFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
@@ -119,11 +125,18 @@ FAMILIES: tuple[Family, ...] = (
     MptFamily(),
     OptFamily(),
     XglmFamily(),
+    ApertusFamily(),
+    HunYuanDenseV1Family(),
+    HunYuanMoEV1Family(),
+    MiniMaxM2Family(),
+    PhimoeFamily(),
+    Dots1Family(),
+    NemotronFamily(),
 )
 
 HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "mpt")
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "minimax_m2", "mpt")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 

@@ -48,6 +48,16 @@ class GPTConfig(DecoderConfig, in_args=True):
     ones if configured, else none."""
     rotary_base: int = flag(10000, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope"))
     """Base of the rotary frequencies."""
+    rotary_ntk_alpha: float = flag(
+        1.0,
+        role="meaning",
+        bounds=POSITIVE,
+        where=("position_embedding_type", "rope"),
+        excludes=("multi_latent_attention",),
+        in_args=False,
+    )
+    """NTK-aware scaling: multiply the rotary base by this number to the power of d / (d - 2), for d rotated channels
+    per head."""
     rotary_percent: float = flag(1.0, role="meaning", where=("position_embedding_type", "rope"), seen_as="rotary_dim")
     """Fraction of each head's dimension that is rotated."""
     rotary_interleaved: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
@@ -131,6 +141,13 @@ class GPTConfig(DecoderConfig, in_args=True):
     def padded_vocab_size(self) -> int:
         """Return the number of embedding rows, including padding."""
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
+
+    @property
+    def scaled_rotary_base(self) -> float:
+        """Return the rotary base after NTK-aware scaling."""
+        if self.rotary_ntk_alpha == 1.0:
+            return self.rotary_base
+        return float(self.rotary_base * self.rotary_ntk_alpha ** (self.rotary_dim / (self.rotary_dim - 2)))
 
     @property
     def num_position_embeddings(self) -> int:

@@ -501,18 +501,19 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
     width = config.mla.qk_pos_emb_head_dim if config.mla.multi_latent_attention else config.rotary_dim
-    stretched = yarn_frequencies(config.rope, config.rotary_base, width) if config.stretches_positions else None
+    base = config.scaled_rotary_base
+    stretched = yarn_frequencies(config.rope, base, width) if config.stretches_positions else None
     if config.mla.multi_latent_attention:
         return RotaryEmbedding(
             width,
-            config.rotary_base,
+            base,
             interleaved=True,
             frequencies=stretched,
             amplitude=config.rotary_amplitude,
         )
     return RotaryEmbedding(
         width,
-        config.rotary_base,
+        base,
         interleaved=config.rotary_interleaved,
         frequencies=stretched,
         amplitude=config.rotary_amplitude,

@@ -173,6 +173,35 @@ GLM4_MOE_LITE = LLAMA | {
     "mlp_layer_types": ["sparse", "dense", "sparse"],
 }
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
+APERTUS = LLAMA | {
+    "architectures": ["ApertusForCausalLM"],
+    "model_type": "apertus",
+    "hidden_act": "xielu",
+    "rope_scaling": {"rope_type": "default"},
+}
+HUNYUAN = LLAMA | {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
+HUNYUAN_MOE = LLAMA | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "model_type": "hunyuan_v1_moe",
+    "num_experts": 6,
+    "moe_topk": 2,
+}
+MINIMAX_M2 = LLAMA | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "head_dim": 16,
+    "num_local_experts": 16,
+}
+PHIMOE = LLAMA | {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}
+DOTS1 = LLAMA | {
+    "architectures": ["Dots1ForCausalLM"],
+    "model_type": "dots1",
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+NEMOTRON = LLAMA | {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "hidden_act": "relu2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

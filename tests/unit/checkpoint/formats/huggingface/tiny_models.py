@@ -926,6 +926,98 @@ KINDS: dict[str, dict[str, Any]] = {
         "mamba_rms_norm": True,
         "tie_word_embeddings": False,
     },
+    "apertus": {
+        "class": "Apertus",
+        **_DECODER,
+        "intermediate_size": 80,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": _LLAMA3_SCALING,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
+    "hunyuan_dense": {
+        "class": "HunYuanDenseV1",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+        "tie_word_embeddings": True,
+    },
+    "hunyuan_moe": {
+        "class": "HunYuanMoEV1",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 28,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "num_experts": 6,
+        "moe_topk": 3,
+        "tie_word_embeddings": False,
+    },
+    "minimax_m2": {
+        "class": "MiniMaxM2",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 20,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": False,
+    },
+    "phimoe": {
+        "class": "Phimoe",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 20,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        # Wide enough that several experts are within reach of the best.
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 30,
+        "tie_word_embeddings": False,
+    },
+    "dots1": {
+        "class": "Dots1",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "attention_bias": True,
+        "sliding_window": 30,
+        "max_window_layers": 1,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "moe_intermediate_size": 20,
+        "tie_word_embeddings": False,
+    },
+    "nemotron": {
+        "class": "Nemotron",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
@@ -1001,12 +1093,13 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
     model = model_class(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():
-        router_biases = (pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias"))
-        for name, parameter in (*model.named_parameters(), *router_biases):
+        buffers = (pair for pair in model.named_buffers() if pair[0].endswith(("e_score_correction_bias", ".beta")))
+        for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
-            # Gemma and Qwen3-Next store the weights of norms as their difference from one, but for one kind of norm.
-            mean = 0.0 if family.startswith(("Gemma", "Qwen3Next")) and "linear_attn" not in name else 1.0
+            # Gemma, Nemotron and Qwen3-Next store the weights of norms as their difference from one, but for one kind.
+            is_centered = family.startswith(("Gemma", "Qwen3Next")) or family == "Nemotron"
+            mean = 0.0 if is_centered and "linear_attn" not in name else 1.0
             # Step sizes of Mamba-2 are small, as published ones: large ones let states of few positions matter.
             shift = -3.0 if name.endswith(("mamba.dt_bias", "mixer.dt_bias")) else 0.0
             parameter.copy_(mean + 0.2 * noise if is_norm else shift + 0.25 * noise)
