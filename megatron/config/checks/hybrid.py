@@ -11,15 +11,15 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,
     GATED_ACTIVATIONS,
-    GATED_DELTA_NET,
+    LINEAR_ATTENTION,
     MAMBA,
     MOE,
     HybridConfig,
     LayerParts,
 )
 
-_PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
-_NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
+_PREFIXES = {"linear_": (LINEAR_ATTENTION, "gated delta-net or KDA"), "mamba_": ((MAMBA,), "Mamba-2")}
+"""Layers with the flags of a prefix, and their name."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq"),
@@ -50,8 +50,8 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
         if hybrid.hybrid_override_pattern is not None:
             yield (
                 f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
-                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbol of gated "
-                "delta-net is G)"
+                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbols are G for gated "
+                "delta-net and K for KDA)"
             )
             return
         if hybrid.linear_attention_freq is None:
@@ -70,7 +70,7 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
             yield f"--linear-attention-freq {hybrid.linear_attention_freq}: {error}"
         return
     is_linear = hybrid.experimental_attention_variant is not None
-    if is_linear and not any(each.mixer == GATED_DELTA_NET for each in parts):
+    if is_linear and not any(each.mixer in LINEAR_ATTENTION for each in parts):
         yield (
             f"--linear-attention-freq {hybrid.linear_attention_freq} gives linear attention to none of the "
             f"{model.num_layers} layers; use a list with a 1, or omit {_given(model)}"
@@ -115,13 +115,13 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         return
     used = {each.mixer for each in parts}
     for spec in field_specs(HybridConfig):
-        for mixer, prefix in _PREFIXES.items():
+        for prefix, (mixers, name) in _PREFIXES.items():
             value = getattr(hybrid, spec.name)
-            is_idle = spec.name.startswith(prefix) and value != spec.default and mixer not in used
+            is_idle = spec.name.startswith(prefix) and value != spec.default and used.isdisjoint(mixers)
             # Another check reports flags of Mamba-2 without a pattern.
-            is_checked = mixer == MAMBA and hybrid.hybrid_override_pattern is None
+            is_checked = MAMBA in mixers and hybrid.hybrid_override_pattern is None
             if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]} layer; omit it"
+                yield f"{spec.typed(value)} has no effect: the model has no {name} layer; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
         absent |= dict.fromkeys(GATED_ACTIVATIONS, "feed-forward")
@@ -130,7 +130,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         if found is not None and found[1] != found[0].default:
             yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
     tensor = max(model.tensor_model_parallel_size, 1)
-    if GATED_DELTA_NET in used:
+    if not used.isdisjoint(LINEAR_ATTENTION):
         keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
         if values % keys:
             yield (

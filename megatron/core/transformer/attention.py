@@ -315,7 +315,7 @@ class SelfAttention(nn.Module):
         return Norm(
             config.normalization,
             config.kv_channels,
-            config.norm_epsilon,
+            config.query_key_norm_epsilon,
             tp,
             partial_gradient=True,
             centered_weight=config.apply_layernorm_1p,

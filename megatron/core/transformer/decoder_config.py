@@ -47,7 +47,8 @@ class MLAConfig(Config):
     qk_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Query and key dimension per head without the rotary part."""
     qk_pos_emb_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Dimension of the rotary part of queries and keys; all heads share the key's."""
+    """Dimension of the rotary part of queries and keys; all heads share the key's. Without rotary position embeddings it
+    is not rotated."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Value dimension per head."""
 
@@ -376,6 +377,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Normalize queries and keys, per head."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
+    qk_layernorm_epsilon: float | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        needs="qk_layernorm",
+        seen_as="query_key_norm_epsilon",
+        in_args=False,
+    )
+    """Epsilon of the norms of queries and keys, or of MLA's latent vectors; by default --norm-epsilon."""
     attention_output_gate: bool = flag(
         False, role="shape", excludes=("multi_latent_attention", "lora_rank", "attention")
     )
@@ -687,6 +697,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
     def score_scale(self) -> float:
         """Return the number by which attention scores are multiplied."""
         return float(self.score_scalar**-0.5) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def query_key_norm_epsilon(self) -> float:
+        """Return the epsilon of the norms of queries and keys, or of MLA's latent vectors."""
+        return self.norm_epsilon if self.qk_layernorm_epsilon is None else self.qk_layernorm_epsilon
 
     @property
     def norm_parameter_names(self) -> tuple[str, ...]:

@@ -41,17 +41,20 @@ class HeadNorm(torch.nn.Module):
 class GatedDeltaNet(RecurrentMixer):
     """Gated delta-net with a convolution over queries, keys and values, and a gated norm of its output.
 
-    The rows of the input projection are queries, keys, values, the gate of the output, beta and the decay input.
+    The input of `mix` is queries, keys, values, the gate of the output, beta and the input of the decays. Here they are
+    the rows of the input projection.
     """
+
+    opening = staticmethod(F.silu)
+    """Function of the gate of the output."""
 
     def __init__(self, config: DecoderConfig, layer_number: int, tp: Group, device: torch.device | str) -> None:
         super().__init__(config, layer_number, tp, device)
         hybrid = config.hybrid
-        keys, values = hybrid.linear_key_size, hybrid.linear_value_size
-        num_heads = hybrid.linear_num_value_heads
+        keys, values, num_heads = hybrid.linear_key_size, hybrid.linear_value_size, hybrid.linear_num_value_heads
         self.key_dim, self.value_dim = hybrid.linear_key_head_dim, hybrid.linear_value_head_dim
         self.values_per_key = num_heads // hybrid.linear_num_key_heads
-        self.rows = (keys, keys, values, values, num_heads, num_heads)
+        self.widths = (keys // tp.size, values // tp.size, num_heads // tp.size)
         self.conv1d = StackedConvolution(
             (keys, keys, values),
             hybrid.linear_conv_kernel_dim,
@@ -60,9 +63,25 @@ class GatedDeltaNet(RecurrentMixer):
             dtype=self.dtype,
             device=device,
         )
-        self._add_decay(num_heads)
+        self._add_decays(config)
         self.out_norm = HeadNorm(config, self.value_dim, tp, self.dtype, device)
+        self._add_all_projections(config)
+
+    def _add_decays(self, config: DecoderConfig) -> None:
+        self._add_decay(config.hybrid.linear_num_value_heads)
+
+    def _add_all_projections(self, config: DecoderConfig) -> None:
+        hybrid = config.hybrid
+        keys, values, num_heads = hybrid.linear_key_size, hybrid.linear_value_size, hybrid.linear_num_value_heads
+        self.rows = (keys, keys, values, values, num_heads, num_heads)
         self._add_projections(config, values)
+
+    def log_decay(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Return the logarithm of the decay of each head, or of each channel of its keys.
+
+        Shapes: ``[b, s, steps/tp] -> [b, s, heads/tp]`` or ``[b, s, heads/tp, dk]``.
+        """
+        return self.decay_rates() * self.steps(x, padding)
 
     def mix(
         self,
@@ -73,8 +92,9 @@ class GatedDeltaNet(RecurrentMixer):
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        keys, _, values, _, heads, _ = (rows // self.tp.size for rows in self.rows)
-        qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes((2 * keys + values, values, heads, heads), dim=-1)
+        keys, values, heads = self.widths
+        sizes = (2 * keys + values, values, heads, len(self.dt_bias))
+        qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes(sizes, dim=-1)
         of_conv, of_rule = (None, None) if states is None else states
         qkv, conv_state = self.conv1d(qkv, of_conv, starts, padding, return_state=return_states)
         query, key, value = qkv.split_with_sizes((keys, keys, values), dim=-1)
@@ -83,14 +103,14 @@ class GatedDeltaNet(RecurrentMixer):
             query * self.key_dim**-0.5,
             key,
             value.unflatten(-1, (-1, self.value_dim)),
-            self.decay_rates() * self.steps(a, padding),
+            self.log_decay(a, padding),
             without_padding(b.sigmoid(), padding),
             of_rule,
             starts,
             return_state=return_states,
         )
         wide = arithmetic_dtype(mixed.dtype)
-        opened = F.silu(gate.reshape(*gate.shape[:2], -1, self.value_dim).to(wide))
+        opened = self.opening(gate.reshape(*gate.shape[:2], -1, self.value_dim).to(wide))
         output = (self.out_norm(context) * opened).to(mixed.dtype).flatten(2).transpose(0, 1).contiguous()
         if conv_state is None or rule_state is None:
             return output, ()

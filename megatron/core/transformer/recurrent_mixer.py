@@ -1,4 +1,4 @@
-"""Parts that gated delta-net and Mamba-2 share: sharded projections and convolutions, decay parameters, and states."""
+"""Parts of gated delta-net, KDA and Mamba-2: sharded projections and convolutions, decay parameters, and states."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RecurrentMixer(nn.Module, ABC):
     """A layer that mixes positions by a recurrence, called like `SelfAttention`.
 
     A subclass sets ``rows``, the whole widths of the tensors that the input projection stacks, calls `_add_projections`
-    and computes `mix`. Heads are sharded over the tensor-parallel group, so that nothing is exchanged between the
+    and computes `mix`, whose input it may add tensors to in `project`. Heads are sharded over the tensor-parallel group, so that nothing is exchanged between the
     projections. The state does not pass from one packed document to the next.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
@@ -125,12 +125,19 @@ class RecurrentMixer(nn.Module, ABC):
             tp_comm_buffer_name="fc2",
         )
 
-    def _add_decay(self, num_heads: int) -> None:
-        """Create the logarithms of decay rates from 1 to 16, and the biases of steps from 0.001 to 0.1."""
+    def _add_decay(self, num_heads: int, num_steps: int | None = None) -> None:
+        """Create the logarithms of decay rates from 1 to 16, and the biases of steps from 0.001 to 0.1.
+
+        By default every head has one step per position.
+        """
         low, high = math.log(1e-3), math.log(1e-1)
         self.A_log = self._per_head("A_log", num_heads, init_mean=8.5, init_bound=7.5, init_transform="log")
         self.dt_bias = self._per_head(
-            "dt_bias", num_heads, init_mean=(low + high) / 2, init_bound=(high - low) / 2, init_transform="step_bias"
+            "dt_bias",
+            num_heads if num_steps is None else num_steps,
+            init_mean=(low + high) / 2,
+            init_bound=(high - low) / 2,
+            init_transform="step_bias",
         )
 
     def _per_head(
@@ -156,7 +163,7 @@ class RecurrentMixer(nn.Module, ABC):
     ) -> LayerOutput:
         """Return the output; with a cache the states of the layer continue and are updated."""
         assert pattern.is_causal, "a recurrence is causal"
-        mixed = self.in_proj(x)
+        mixed = self.project(x)
         padding = None if cache is None else cache.padding
         starts = document_starts(pattern, mixed.shape[0]) if padding is None else None
         if cache is not None:
@@ -167,6 +174,11 @@ class RecurrentMixer(nn.Module, ABC):
         else:
             output, _ = self.mix(mixed, starts)
         return LayerOutput(self.out_proj(output))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of `mix`. Shapes: ``[s, b, h] -> [s, b, rows/tp]``; ``[s/tp, b, h]`` with SP."""
+        mixed: torch.Tensor = self.in_proj(x)
+        return mixed
 
     @abstractmethod
     def mix(
