@@ -79,8 +79,8 @@ class HybridConfig(Config, in_args=False):
     """Number of value heads of linear attention, a multiple of the key heads."""
 
     hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
-    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, - MLP,
-    E experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
+    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, -
+    MLP, E experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
     mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """State dimension of Mamba-2."""
     mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)

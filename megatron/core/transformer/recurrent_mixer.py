@@ -85,8 +85,8 @@ class RecurrentMixer(nn.Module, ABC):
     """A layer that mixes positions by a recurrence, called like `SelfAttention`.
 
     A subclass sets ``rows``, the whole widths of the tensors that the input projection stacks, calls `_add_projections`
-    and computes `mix`, whose input it may add tensors to in `project`. Heads are sharded over the tensor-parallel group, so that nothing is exchanged between the
-    projections. The state does not pass from one packed document to the next.
+    and computes `mix`, to whose input `project` may add tensors. Heads are sharded over the tensor-parallel group, so
+    that nothing is exchanged between the projections. The state does not pass from one packed document to the next.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """

@@ -33,7 +33,6 @@ from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, Re
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 
-
 _RECURRENT: dict[str | None, type[RecurrentMixer]] = {
     GATED_DELTA_NET: GatedDeltaNet,
     KIMI_DELTA_ATTENTION: KimiDeltaAttention,

@@ -19,6 +19,7 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
 _NORM_EPSILON = 1e-6
+"""Epsilon of the norms of latent vectors, whatever the epsilon of the other norms is."""
 _RANKED_IN_GROUP = 2
 """Number of best experts by whose scores transformers ranks a group."""
 
@@ -101,11 +102,13 @@ class SharedExpertFamily(RotaryDecoderFamily):
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of router, experts, shared expert and the router's expert bias."""
         yield from super().expert_layer_links(config, ours, theirs)
+        names = self.expert_names
+        assert names is not None, "the files have separate experts"
         if config.moe.moe_router_enable_expert_bias:
-            bias = f"{theirs}mlp.gate.e_score_correction_bias"
+            bias = f"{theirs}{names.router}.e_score_correction_bias"
             yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
         if config.moe.moe_shared_expert_intermediate_size is not None:
-            yield from shared_expert_links(config, ours, theirs)
+            yield from shared_expert_links(config, ours, theirs, names.shared)
 
 
 class DeepseekV3Family(SharedExpertFamily):
@@ -114,6 +117,7 @@ class DeepseekV3Family(SharedExpertFamily):
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     default_positions = 4096
+    default_query_rank: int | None = 1536
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {
             "moe_intermediate_size": 2048,
@@ -139,13 +143,16 @@ class DeepseekV3Family(SharedExpertFamily):
     def latent_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MLA; reject unsupported settings."""
         settings.require("attention_bias", False, False, "attention biases are not supported")
-        settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
-        query_rank = settings.values.get("q_lora_rank", 1536)
+        usual = self.default_query_rank
+        # A null value, unlike an absent setting, means that queries are computed from hidden states.
+        has_rank = settings.values.get("q_lora_rank", usual) is not None
+        epsilon = settings.number("rms_norm_eps", self.default_epsilon)
         return {
             "kv_channels": 0,
             "multi_latent_attention": True,
             "qk_layernorm": True,
-            "q_lora_rank": None if query_rank is None else settings.integer("q_lora_rank", 1536),
+            "qk_layernorm_epsilon": None if epsilon == _NORM_EPSILON else _NORM_EPSILON,
+            "q_lora_rank": settings.integer("q_lora_rank", usual) if has_rank else None,
             "kv_lora_rank": settings.integer("kv_lora_rank", 512),
             "qk_head_dim": settings.integer("qk_nope_head_dim", 128),
             "qk_pos_emb_head_dim": settings.integer("qk_rope_head_dim", 64),
@@ -225,13 +232,13 @@ def _group_fields(settings: Settings, experts: int, chosen: int, groups: int, of
     return {"moe_router_num_groups": groups, "moe_router_group_topk": of_token}
 
 
-def further_layers(settings: Settings, name_part: str) -> int:
+def further_layers(settings: Settings, name_part: str, setting: str = "num_nextn_predict_layers") -> int:
     """Return the number of MTP modules, whose tensor names contain ``name_part``.
 
     transformers writes the number but not the modules.
     """
     names = settings.tensor_names
-    stated = count_of(settings, "num_nextn_predict_layers", 0 if names is None else 1)
+    stated = count_of(settings, setting, 0 if names is None else 1)
     if names is not None and not any(name_part in name for name in names()):
         return 0
     return stated

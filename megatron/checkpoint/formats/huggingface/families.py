@@ -21,6 +21,7 @@ from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
+from megatron.checkpoint.formats.huggingface.kimi_linear import KimiLinearFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
@@ -34,6 +35,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
+from megatron.checkpoint.formats.huggingface.qwen3_5 import Qwen3_5Family, Qwen3_5MoEFamily
 from megatron.checkpoint.formats.huggingface.qwen3_next import Qwen3NextFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings, read_quantization, read_settings
@@ -86,10 +88,13 @@ FAMILIES: tuple[Family, ...] = (
     NanoChatFamily(),
     DeepseekV2Family(),
     Qwen3NextFamily(),
+    Qwen3_5Family(),
+    Qwen3_5MoEFamily(),
+    KimiLinearFamily(),
 )
 
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3")
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 

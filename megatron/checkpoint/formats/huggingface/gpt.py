@@ -52,6 +52,7 @@ class GPT2Family:
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
@@ -162,6 +163,7 @@ class GPTNeoFamily:
     model_type = "gpt_neo"
     architecture = "GPTNeoForCausalLM"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
@@ -284,6 +286,7 @@ class GPTNeoXFamily:
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
     base_prefix = "gpt_neox."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""

@@ -13,7 +13,13 @@ import torch
 
 from megatron.checkpoint import CheckpointSource
 from megatron.checkpoint.formats.huggingface.families import family_for, read_model
-from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, model_features, shapes_of
+from megatron.checkpoint.formats.huggingface.family import (
+    Family,
+    TensorLink,
+    model_features,
+    names_in_files,
+    shapes_of,
+)
 from megatron.checkpoint.formats.huggingface.model_record import ModelRecord, decode_record, index_text
 from megatron.checkpoint.formats.huggingface.settings import (
     CONFIG_FILE,
@@ -110,7 +116,8 @@ class ModelExport:
         Files may omit a prefix, or hold a tied output layer in addition to the embedding.
         """
         stored = [tensor for file in record.files.values() for tensor in file.tensors]
-        names = {name: name if name in self._links else self._family.base_prefix + name for name in stored}
+        known = {other: name for name in self._links for other in names_in_files(self._family, name)}
+        names = {name: name if name in self._links else known.get(name, name) for name in stored}
         if OUTPUT_LAYER in names and not self._config.untie_embeddings_and_output_weights:
             names[OUTPUT_LAYER] = next(iter(self._links))
         copies = {name for name, links in self._links.items() if links[0].is_copy}

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from megatron.checkpoint import TensorInfo, untrained_common
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, weights_as_in_files
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
 from megatron.checkpoint.formats.huggingface.families import read_model
 from megatron.checkpoint.formats.huggingface.hub import hub_origin
 from megatron.checkpoint.formats.huggingface.linked_tensors import LinkedTensors, StoredWeights
@@ -156,11 +156,7 @@ class LoadedModelSource:
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}
             weights = {names.get(key, key): weight for key, weight in weights.items()}
         if isinstance(self.family, RotaryDecoderFamily):
-            for in_memory, in_files in self.family.names_in_memory:
-                weights = {key.replace(in_memory, in_files): weight for key, weight in weights.items()}
-        names_of_experts = self.family.expert_names if isinstance(self.family, RotaryDecoderFamily) else None
-        if self.config.moe.num_experts is not None and names_of_experts is not None:
-            weights = weights_as_in_files(weights, names_of_experts)
+            weights = self.family.as_in_files(self.config, weights)
         self._linked = LinkedTensors(self.family, self.config, LoadedWeights(name, weights))
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         self.common: Mapping[str, Any] = untrained_common(self.config, {})

@@ -1,4 +1,4 @@
-"""Gated delta-net, KDA, Mamba-2 and gated attention: the layers of transformers, initial values, documents and padding."""
+"""Gated delta-net, KDA, Mamba-2, gated attention: the layers of transformers, initial values, documents and padding."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GRANITE,
     GRANITE_MOE,
     HELIUM,
+    KIMI_LINEAR,
     LLAMA,
     LLAMA31_SCALING,
     MISTRAL,
@@ -51,6 +52,8 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     QWEN,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
     SEED_OSS,
@@ -228,6 +231,15 @@ MODELS = [
     QWEN3_NEXT | {"layer_types": ["full_attention", "linear_attention"] * 2 + ["full_attention"], "head_dim": 16},
     QWEN3_NEXT | {"full_attention_interval": 6, "norm_topk_prob": False, "mlp_only_layers": [1], "rope_scaling": YARN},
     QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
+    DEEPSEEK | {"rms_norm_eps": 1e-5},
+    QWEN3_5 | {"mtp_num_hidden_layers": 0, "tie_word_embeddings": True},
+    QWEN3_5 | {"full_attention_interval": 2, "partial_rotary_factor": 0.5},
+    KIMI_LINEAR | {"rms_norm_eps": 1e-6, "mlp_layer_types": ["dense", "sparse"] * 2 + ["dense"]},
+    KIMI_LINEAR | {"first_k_dense_replace": 2, "q_lora_rank": 24, "qk_rope_head_dim": 3, "num_shared_experts": 2},
+    KIMI_LINEAR
+    | {"num_expert_group": 4, "topk_group": 4, "moe_renormalize": True, "layer_types": ["full_attention"] * 5},
+    KIMI_LINEAR
+    | {"linear_attn_config": {"head_dim": 16, "num_heads": 3, "kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}},
 ]
 
 
@@ -304,6 +316,9 @@ FAMILY_SETTINGS = [
     NANOCHAT,
     DEEPSEEK_V2,
     QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    KIMI_LINEAR,
 ]
 
 
@@ -442,10 +457,27 @@ REFUSED = [
     (
         QWEN3_NEXT,
         {"layer_types": ["sliding_attention"] * 5},
-        "layer_types contains sliding_attention; supported values are linear_attention and full_attention",
+        "layer_types contains sliding_attention; supported values are full_attention and linear_attention",
     ),
     (QWEN3_NEXT, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
     (QWEN3_NEXT, {"linear_num_key_heads": 4}, "linear_num_value_heads 6 is not divisible by linear_num_key_heads 4"),
+    (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate is false, but only true is supported"),
+    (QWEN3_5, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
+    (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob is false, but only true is supported"),
+    (QWEN3_5_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1], but only [] is supported"),
+    (KIMI_LINEAR, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    (KIMI_LINEAR, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
+    (KIMI_LINEAR, {"moe_renormalize": False}, "norm_topk_prob is false, but only true is supported"),
+    (KIMI_LINEAR, {"num_local_experts": 8}, "num_local_experts 8 and n_routed_experts 12 differ"),
+    (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope is false, but only true is supported"),
+    (KIMI_LINEAR, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1, but only 0 is supported"),
+    (KIMI_LINEAR, {"mlp_layer_types": ["dense"] * 5}, "mlp_layer_types leaves no layer with experts"),
+    (KIMI_LINEAR, {"mlp_layer_types": ["moe"] * 5}, "mlp_layer_types contains moe; supported values are dense and"),
+    (
+        KIMI_LINEAR,
+        {"linear_attn_config": {"kda_layers": [0, 1, 2, 3], "full_attn_layers": [4]}},
+        "kda_layers and full_attn_layers must contain each of the 5 layers, from 1 on, once",
+    ),
     (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias is true"),
     (SEED_OSS, {"mlp_bias": True}, "mlp_bias is true"),
     (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),
@@ -486,7 +518,6 @@ REFUSED = [
     ),
     (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob is false, but only true is supported"),
     (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
-    (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
     (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is set without mscale"),
     (DEEPSEEK, {"rope_scaling": YARN | {"factor": 1.0}}, "factor is 1.0; a number above 1"),
     (
@@ -545,6 +576,31 @@ def test_qwen3_next_has_delta_nets_gates_and_zero_centered_norms(tmp_path: Path)
         ConfigurationError, match=r"Qwen3NextForCausalLM, cannot represent attention_output_gate False$"
     ):
         family_for(with_fields(config, attention_output_gate=False))
+
+
+def test_qwen3_5_moe_is_exported_as_qwen3_next_without_a_record_of_its_folder(tmp_path: Path) -> None:
+    """Both compute the same; they differ in the names of the projections."""
+    config = config_of(tmp_path, QWEN3_5_MOE)
+    assert config.hybrid_layers == "GE GE GE *E GE"
+    assert (config.moe.moe_router_topk, config.moe.moe_shared_expert_gate) == (8, True)
+    assert family_for(config).model_type == "qwen3_next"
+    (family,) = (family for family in FAMILIES if family.model_type == "qwen3_5_moe_text")
+    _, again = read_model(Settings(family.write_settings(config), "written"))
+    assert model_features(again) == model_features(config)
+
+
+def test_kimi_linear_has_kda_and_mla_without_positions(tmp_path: Path) -> None:
+    config = config_of(tmp_path, KIMI_LINEAR)
+    assert config.hybrid_layers == "K- KE KE KE *E"
+    assert (config.position_embedding_type, config.mla.multi_latent_attention, config.mla.q_lora_rank) == (
+        "none",
+        True,
+        None,
+    )
+    assert (config.norm_epsilon, config.query_key_norm_epsilon) == (1e-5, 1e-6)
+    assert (config.hybrid.linear_num_value_heads, config.hybrid.linear_key_head_dim) == (4, 128)
+    assert (config.moe.num_experts, config.moe.moe_router_topk_scaling_factor) == (12, 2.446)
+    assert config_of(tmp_path, KIMI_LINEAR | {"num_experts_per_token": 2}).moe.moe_router_topk == 2
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
