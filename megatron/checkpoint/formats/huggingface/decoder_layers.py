@@ -193,6 +193,7 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
     return found
 
 
+_VISION = "model.visual."
 _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -206,11 +207,13 @@ class RotaryDecoderFamily:
     up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
     ``other_names`` pairs parts of tensor names with those of other folders, or of models in memory, and
     ``stacked_in_memory`` maps a part of the name of a tensor in memory to those of the tensors that it stacks.
+    ``multimodal_architecture`` names folders whose ``text_config`` describes the model; their vision part is left out.
     ``setting_names`` maps names of settings to the names that are read here, the one that is written first.
     """
 
     model_type: str
     architecture: str
+    multimodal_architecture: str | None = None
     base_prefix = "model."
     has_qkv_bias = False
     default_positions: int
@@ -353,8 +356,9 @@ class RotaryDecoderFamily:
         return weights
 
     def is_buffer(self, name: str) -> bool:
-        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain."""
-        return _BUFFER.fullmatch(name) is not None
+        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain, or of a vision part."""
+        is_vision = self.multimodal_architecture is not None and name.startswith(_VISION)
+        return is_vision or _BUFFER.fullmatch(name) is not None
 
     def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a dense layer's gate and up projections."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
@@ -98,6 +99,10 @@ _PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 
+_OF_BOTH = ("tie_word_embeddings", "dtype", "torch_dtype")
+"""Settings of a whole model that apply to its language model."""
+
+
 def hugging_face_config(folder: str | Path) -> GPTConfig:
     """Read the model configuration from a folder's config.json, without importing torch.
 
@@ -115,8 +120,9 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
         CheckpointError: the architecture is not supported.
         ConfigurationError: a setting is not supported.
     """
-    family = _family_of(settings)
     read_quantization(settings)
+    settings = language_part(settings)
+    family = _family_of(settings)
     if settings.values.get("auto_map") is not None and family.model_type not in _PUBLISHED_WITH_CODE:
         settings.refuse("auto_map is set; only weights of the built-in architectures are supported")
     config = family.read_config(settings)
@@ -126,8 +132,24 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
     return family, config
 
 
-def family_for(config: GPTConfig) -> Family:
-    """Return an architecture that can express a model completely.
+def language_part(settings: Settings) -> Settings:
+    """Return the settings of the language model of a model with a vision part, or the settings of any other model."""
+    for family in FAMILIES:
+        multimodal = family.multimodal_architecture if isinstance(family, RotaryDecoderFamily) else None
+        if multimodal is None or settings.values.get("architectures") != [multimodal]:
+            continue
+        text = settings.inner("text_config")
+        if text is None:
+            settings.refuse(f"text_config is missing; {multimodal} needs it")
+            settings.raise_problems()
+        common = {name: value for name, value in settings.values.items() if name in _OF_BOTH and value is not None}
+        values = {**text.values, **common, "architectures": [family.architecture]} if text else {}
+        return Settings(values, settings.place, settings.problems, settings.tensor_names)
+    return settings
+
+
+def family_for(config: GPTConfig, preferred: str | None = None) -> Family:
+    """Return an architecture that can express a model completely, the one with the ``preferred`` type if it can.
 
     Raises:
         ConfigurationError: no architecture can; the message lists what the nearest one cannot express.
@@ -135,7 +157,7 @@ def family_for(config: GPTConfig) -> Family:
     wanted = model_features(config)
     # By architecture: whether it lacks experts that the model has, and what else it cannot express.
     missing: dict[str, tuple[bool, list[str]]] = {}
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda each: each.model_type != preferred):
         settings = Settings(family.write_settings(config), family.model_type)
         found = model_features(family.read_config(settings))
         changed = [f"{name} {wanted[name]!r}" for name in wanted if found.get(name, wanted[name]) != wanted[name]]

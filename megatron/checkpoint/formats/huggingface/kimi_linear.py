@@ -128,7 +128,9 @@ class KimiLinearFamily(DeepseekV3Family):
             **{name: [i + 1 for i, kind in enumerate(kinds) if kind == _LISTS[name]] for name in _LISTS},
         }
         dense = ["sparse" if has_experts else "dense" for has_experts in config.moe_layers]
-        return self.with_own_names(settings) | _FIXED | {"linear_attn_config": linear, "mlp_layer_types": dense}
+        # The default is a token that a smaller vocabulary does not have.
+        own = {"linear_attn_config": linear, "mlp_layer_types": dense, "pad_token_id": None}
+        return self.with_own_names(settings) | _FIXED | own
 
     def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
         """Yield the links of a layer's MLA or KDA; their projections and convolutions are separate tensors."""

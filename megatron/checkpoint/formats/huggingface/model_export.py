@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,12 @@ from megatron.checkpoint.formats.huggingface.family import (
     names_in_files,
     shapes_of,
 )
-from megatron.checkpoint.formats.huggingface.model_record import ModelRecord, decode_record, index_text
+from megatron.checkpoint.formats.huggingface.model_record import (
+    ModelRecord,
+    decode_record,
+    index_text,
+    recorded_model_type,
+)
 from megatron.checkpoint.formats.huggingface.settings import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -62,7 +68,7 @@ class ModelExport:
     def __init__(self, source: CheckpointSource, max_file_bytes: int) -> None:
         self._source = source
         self._config = config_from_dict(GPTConfig, source.common["config"]["model"])
-        self._family, self._record = choose_family(self._config, decode_record(source.common))
+        self._family, self._record = choose_family(self._config, source.common)
         links = list(self._family.links(self._config))
         _check_tensors(source, links)
         self._links: dict[str, list[TensorLink]] = {}
@@ -183,18 +189,22 @@ class ExportedView:
         self._source.close()
 
 
-def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:
+def choose_family(config: GPTConfig, common: Mapping[str, Any]) -> tuple[Family, ModelRecord | None]:
     """Return a model's architecture, and the record of its source folder if the model is unchanged.
 
+    ``common`` is the section of the checkpoint that may contain the record.
+
     Raises:
+        CheckpointError: the record is damaged.
         ConfigurationError: no supported architecture can express the model.
     """
+    record = decode_record(common)
     if record is not None:
         tensors = [name for file in record.files.values() for name in file.tensors]
         family, recorded = read_model(parse_settings(record.config, CONFIG_FILE, lambda: tensors))
         if model_features(recorded) == model_features(config):
             return family, record
-    return family_for(config), None
+    return family_for(config, recorded_model_type(common)), None
 
 
 def _check_tensors(source: CheckpointSource, links: Iterable[TensorLink]) -> None:

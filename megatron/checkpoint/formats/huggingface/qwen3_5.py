@@ -17,6 +17,8 @@ class Qwen3_5Family(DeltaNetFamily):
 
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
+    multimodal_architecture = "Qwen3_5ForConditionalGeneration"
+    other_names = (("model.", "model.language_model."),)
     default_groups: int | None = 4
     mtp_setting = "mtp_num_hidden_layers"
 
@@ -31,6 +33,7 @@ class Qwen3_5MoEFamily(Qwen3_5Family, GatedSharedExpertFamily):
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
+    multimodal_architecture = "Qwen3_5MoeForConditionalGeneration"
     default_groups = 2
     default_ffn_size = 512
     expert_defaults: Mapping[str, Any] = MappingProxyType(
