@@ -45,9 +45,6 @@ class GatedDeltaNet(RecurrentMixer):
     the rows of the input projection.
     """
 
-    opening = staticmethod(F.silu)
-    """Function of the gate of the output."""
-
     def __init__(self, config: DecoderConfig, layer_number: int, tp: Group, device: torch.device | str) -> None:
         super().__init__(config, layer_number, tp, device)
         hybrid = config.hybrid
@@ -75,6 +72,10 @@ class GatedDeltaNet(RecurrentMixer):
         keys, values, num_heads = hybrid.linear_key_size, hybrid.linear_value_size, hybrid.linear_num_value_heads
         self.rows = (keys, keys, values, values, num_heads, num_heads)
         self._add_projections(config, values)
+
+    def opening(self, gate: torch.Tensor) -> torch.Tensor:
+        """Return the factors of the output. Shapes: ``[b, s, heads/tp, dv] -> [b, s, heads/tp, dv]``."""
+        return F.silu(gate)
 
     def log_decay(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Return the logarithm of the decay of each head, or of each channel of its keys.

@@ -20,8 +20,6 @@ class KimiDeltaAttention(GatedDeltaNet):
     projection are queries, keys, values and beta.
     """
 
-    opening = staticmethod(torch.sigmoid)
-
     def _add_decays(self, config: DecoderConfig) -> None:
         self._add_decay(config.hybrid.linear_num_key_heads, config.hybrid.linear_key_size)
 
@@ -52,6 +50,9 @@ class KimiDeltaAttention(GatedDeltaNet):
         qkv, beta = self.in_proj(x).tensor_split((-self.widths[2],), dim=-1)
         return torch.cat((qkv, self.g_b_proj(self.g_a_proj(x)), beta, self.f_b_proj(self.f_a_proj(x))), dim=-1)
 
+    def opening(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate.sigmoid()
+
     def log_decay(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        steps = self.steps(x, padding).unflatten(-1, (-1, self.key_dim))
+        steps = torch.unflatten(self.steps(x, padding), -1, (-1, self.key_dim))
         return (self.decay_rates()[:, None] * steps).repeat_interleave(self.values_per_key, dim=2)

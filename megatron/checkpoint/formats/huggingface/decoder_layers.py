@@ -296,7 +296,7 @@ class RotaryDecoderFamily:
 
     def with_own_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings under the architecture's names for them."""
-        own = {usual: name for name, usual in reversed(self.setting_names.items())}
+        own = {usual: name for name, usual in reversed([*self.setting_names.items()])}
         return {own.get(name, name): value for name, value in values.items()}
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
