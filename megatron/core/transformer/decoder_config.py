@@ -375,8 +375,6 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
-    qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
-    """Normalize all query heads together, and all key heads."""
     qk_layernorm_epsilon: float | None = flag(
         None,
         role="meaning",
@@ -386,6 +384,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         in_args=False,
     )
     """Epsilon of the norms of queries and keys, or of MLA's latent vectors; by default --norm-epsilon."""
+    qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
+    """Normalize all query heads together, and all key heads."""
     attention_output_gate: bool = flag(
         False, role="shape", excludes=("multi_latent_attention", "lora_rank", "attention")
     )

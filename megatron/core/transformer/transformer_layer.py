@@ -30,10 +30,9 @@ from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
 from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
-from megatron.core.transformer.recurrent_mixer import RecurrentMixer
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 
-_RECURRENT: dict[str | None, type[RecurrentMixer]] = {
+_RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
     GATED_DELTA_NET: GatedDeltaNet,
     KIMI_DELTA_ATTENTION: KimiDeltaAttention,
     MAMBA: MambaMixer,

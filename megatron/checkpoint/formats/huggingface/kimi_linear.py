@@ -161,11 +161,11 @@ _LISTS = {"kda_layers": LINEAR, "full_attn_layers": FULL}
 def _linear_layers(settings: Settings, shape: Settings) -> list[bool]:
     """Return whether each layer has KDA, according to the lists of layer numbers from 1 on, if there are both."""
     layers = min(settings.integer("num_hidden_layers"), 100_000)
-    kda, full = (shape.values.get(name) for name in _LISTS)
-    if kda is None or full is None:
+    given = [shape.values.get(name) for name in _LISTS]
+    if None in given:
         return [layer == 0 or layer % 4 != 0 for layer in range(layers)]
-    numbers = [str(number) for each in (kda, full) for number in (each if isinstance(each, list) else [each])]
-    if sorted(numbers) != sorted(str(layer + 1) for layer in range(layers)):
+    kda, full = ([str(number) for number in (each if isinstance(each, list) else [each])] for each in given)
+    if sorted(kda + full) != sorted(str(layer + 1) for layer in range(layers)):
         shape.refuse(f"kda_layers and full_attn_layers must contain each of the {layers} layers, from 1 on, once")
         return [True] * layers
-    return [str(layer + 1) in numbers[: len(kda)] for layer in range(layers)]
+    return [str(layer + 1) in kda for layer in range(layers)]
