@@ -62,6 +62,15 @@ WRONG = [
     ("--attention-output-gate --multi-latent-attention", "exclude each other"),
     (f"{KDA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
     (f"{KDA} --linear-attention-freq 4 --linear-num-value-heads 24", "not divisible by --linear-num-key-heads 16"),
+    (
+        "--multi-latent-attention --no-position-embedding --rotary-scaling-factor 4",
+        "--rotary-scaling-factor 4.0 has no effect with --position-embedding-type none; omit it",
+    ),
+    (
+        "--multi-latent-attention --no-position-embedding --save x --ckpt-format torch",
+        "cannot store a model with --position-embedding-type none",
+    ),
+    ("--qk-layernorm-epsilon 1e-3", "--qk-layernorm-epsilon 0.001 has no effect without --qk-layernorm"),
     (f"{KDA} --linear-attention-freq 4 --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
     ("--attention-output-gate --lora-rank 2", "exclude each other"),
 ]
