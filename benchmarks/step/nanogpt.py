@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from floor import floor_step
+
 if TYPE_CHECKING:
     import torch
 
@@ -169,40 +171,17 @@ def _plain_model(shape: Shape) -> tuple[Any, Any]:
 def train_floor(shape: Shape) -> list[float]:
     """Return the milliseconds of the GEMMs, attention and the update alone, one number per ten repetitions."""
     import torch
-    import torch.nn.functional as F
 
-    rows, h = shape.seq_length * shape.batch_size, shape.hidden_size
-    sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.num_layers + [(h, shape.vocab_size)]
-    layers = [(torch.randn(rows, i), torch.randn(o, i), torch.randn(rows, o), torch.empty(o, i)) for i, o in sizes]
-    heads = (shape.batch_size, shape.num_heads, shape.seq_length, h // shape.num_heads)
-    q, k, v = (torch.randn(heads, requires_grad=True) for _ in range(3))
-    context_grad = torch.randn(heads)
-    parameter = torch.nn.Parameter(torch.randn(sum(i * o for i, o in sizes)))
-    parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-
-    def multiply(linear: Callable[..., Any]) -> None:
-        for x, weight, grad, weight_grad in layers:
-            linear(x, weight)
-            linear(grad, weight.t())
-            torch.mm(grad.t(), x, out=weight_grad)
-
-    def onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return output
-
-    with torch.no_grad():
-        libraries: tuple[Callable[..., Any], ...] = (F.linear, onednn)
-        chosen = min(libraries, key=lambda linear: min(_timed(lambda: multiply(linear), 100)))
-
-    def iterate() -> None:
-        with torch.no_grad():
-            multiply(chosen)
-        for _ in range(shape.num_layers):
-            torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), context_grad)
-        optimizer.step()
-
-    return _timed(iterate, shape.iterations)
+    step = floor_step(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        seq_length=shape.seq_length,
+        batch_size=shape.batch_size,
+        vocab_size=shape.vocab_size,
+        dtype=torch.float32,
+    )
+    return _timed(step, shape.iterations)
 
 
 def _measure(role: str, shape: str, threads: int, nanogpt: Path | None) -> list[float]:

@@ -46,14 +46,14 @@ def summarize(tokens_per_step: int, runs: Sequence[Sequence[dict[str, Any]]], ma
         "num_measured_steps": len(measured),
         "num_counted_steps": len(steps),
         "peak_memory_mib": statistics.median(sum(process["peak_memory_mib"] for process in run) for run in runs),
-        "final_loss": runs[-1][0]["losses"][-1],
+        "final_loss": next(iter(runs[-1][0]["losses"][-1:]), None),
         "versions": runs[-1][0]["versions"],
     }
     if steps:
         summary["tokens_per_second"] = spread([tokens_per_step / step["wall_s"] for step in steps])
         summary["others"] = spread([step["others"] for step in steps])
         for name in ("wall", "processor", *_PARTS):
-            summary[f"{name}_s"] = spread([step[f"{name}_s"] for step in steps])
+            summary[f"{name}_s"] = spread([step.get(f"{name}_s", 0.0) for step in steps])
     return summary
 
 
@@ -112,7 +112,8 @@ def _cells(entry: dict[str, Any]) -> list[str]:
         cells += [f"{entry[f'{part}_s']['median']:.3f}" for part in _PARTS]
     else:
         cells += ["–"] * (2 + len(_PARTS))
-    return [*cells, f"{entry['peak_memory_mib']:.0f}", f"{entry['final_loss']:.6f}"]
+    loss = entry["final_loss"]
+    return [*cells, f"{entry['peak_memory_mib']:.0f}", "–" if loss is None else f"{loss:.6f}"]
 
 
 def _with_quartiles(values: dict[str, float], digits: int) -> str:

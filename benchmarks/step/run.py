@@ -26,6 +26,7 @@ from workload import Workload, add_workload_arguments, workload_of, workload_opt
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
+_OURS, _REFERENCE, _FLOOR = "ours.py", "megatron_core_reference.py", "floor.py"
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,25 @@ class Contestant:
 
     name: str
     workload: Workload
-    is_reference: bool
+    script: str
     threads: int
+    copies: int = 1
+    """Number of independent runs at the same time."""
 
     @property
     def num_processes(self) -> int:
-        """Return the number of processes."""
+        """Return the number of processes of one run."""
         return self.workload.tensor_model_parallel_size
+
+    @property
+    def is_reference(self) -> bool:
+        """Return whether megatron-core is measured."""
+        return self.script == _REFERENCE
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many tokens one step of all runs trains on."""
+        return self.workload.tokens_per_step * self.copies
 
 
 def contestants(base: Workload, dtypes: list[str], threads: int) -> list[Contestant]:
@@ -49,39 +62,58 @@ def contestants(base: Workload, dtypes: list[str], threads: int) -> list[Contest
     for dtype in dtypes if base.num_experts else ():
         few = replace(base, dtype=dtype)
         dense = replace(few, num_experts=0)
-        result.append(Contestant(f"ours {dtype}, dense of the same active parameters", dense, False, threads))
-        result.append(Contestant(f"ours {dtype}, experts", few, False, threads))
-        result.append(Contestant(f"megatron-core {dtype}, experts (SequentialMLP), fused AdamW", few, True, threads))
+        result.append(Contestant(f"ours {dtype}, dense of the same active parameters", dense, _OURS, threads))
+        result.append(Contestant(f"ours {dtype}, experts", few, _OURS, threads))
+        result.append(
+            Contestant(f"megatron-core {dtype}, experts (SequentialMLP), fused AdamW", few, _REFERENCE, threads)
+        )
     for dtype in () if base.num_experts else dtypes:
         one = replace(base, dtype=dtype)
         two = replace(one, tensor_model_parallel_size=2)
-        result.append(Contestant(f"ours {dtype}", one, False, threads))
-        result.append(Contestant(f"ours {dtype}, --compile", replace(one, is_compiled=True), False, threads))
-        result.append(Contestant(f"megatron-core {dtype}", replace(one, fused_adam=False), True, threads))
-        result.append(Contestant(f"megatron-core {dtype}, fused AdamW", one, True, threads))
+        result.append(Contestant(f"ours {dtype}", one, _OURS, threads))
+        if base.is_gated:  # In GPT-2's layers there is nothing to compile on a CPU.
+            result.append(Contestant(f"ours {dtype}, --compile", replace(one, is_compiled=True), _OURS, threads))
+        result.append(Contestant(f"megatron-core {dtype}", replace(one, fused_adam=False), _REFERENCE, threads))
+        result.append(Contestant(f"megatron-core {dtype}, fused AdamW", one, _REFERENCE, threads))
+        result.append(Contestant(f"floor {dtype}: GEMMs, attention and update alone", one, _FLOOR, threads))
+        result.append(Contestant(f"ours {dtype}, two independent processes", one, _OURS, 1, copies=2))
         sequence_parallel = replace(two, sequence_parallel=True)
-        result.append(Contestant(f"ours {dtype}, TP 2", two, False, 1))
-        result.append(Contestant(f"ours {dtype}, TP 2, sequence parallel", sequence_parallel, False, 1))
-        result.append(Contestant(f"megatron-core {dtype}, TP 2, fused AdamW", two, True, 1))
+        result.append(Contestant(f"ours {dtype}, TP 2", two, _OURS, 1))
+        result.append(Contestant(f"ours {dtype}, TP 2, sequence parallel", sequence_parallel, _OURS, 1))
+        result.append(Contestant(f"megatron-core {dtype}, TP 2, fused AdamW", two, _REFERENCE, 1))
     return result
 
 
 def measure(contestant: Contestant, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run a contestant once and return what each of its processes measured."""
-    script = "megatron_core_reference.py" if contestant.is_reference else "ours.py"
     command = [str(options.reference_python) if contestant.is_reference else sys.executable]
     if contestant.num_processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(contestant.num_processes)]
-    command += [str(_HERE / script), *workload_options(contestant.workload)]
+    command += [str(_HERE / contestant.script), *workload_options(contestant.workload)]
     command += ["--num-warmup", str(options.num_warmup), "--num-steps", str(options.num_steps)]
-    command += ["--output", str(folder / "run")]
     if contestant.is_reference:
         command += ["--initial-weights", str(folder / "weights.npz")]
     environment = {**os.environ, "OMP_NUM_THREADS": str(contestant.threads)}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if finished.returncode != 0:
-        raise SystemExit(f"{contestant.name} failed with status {finished.returncode}:\n{finished.stderr[-4000:]}")
-    return [json.loads((folder / f"run.{rank}.json").read_text()) for rank in range(contestant.num_processes)]
+    outputs = [folder / f"run-{copy}" for copy in range(contestant.copies)]
+    started = [
+        subprocess.Popen(
+            [*command, "--output", str(output)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for output in outputs
+    ]
+    for process in started:
+        printed, _ = process.communicate()
+        if process.returncode != 0:
+            raise SystemExit(f"{contestant.name} failed with status {process.returncode}:\n{printed[-4000:]}")
+    return [
+        json.loads(output.with_suffix(f".{rank}.json").read_text())
+        for output in outputs
+        for rank in range(contestant.num_processes)
+    ]
 
 
 def write_initial_weights(workload: Workload, path: Path) -> None:
@@ -94,7 +126,8 @@ def write_initial_weights(workload: Workload, path: Path) -> None:
 def describe(run: list[dict[str, Any]]) -> str:
     """Return a line about one run."""
     steps = [f"{step['wall_s']:.2f} s (others {step['others']:.0%})" for step in steps_of([run])]
-    return f"{', '.join(steps)}; final loss {run[0]['losses'][-1]:.6f}"
+    losses = run[0]["losses"]
+    return ", ".join(steps) + (f"; final loss {losses[-1]:.6f}" if losses else "")
 
 
 def describe_machine() -> dict[str, str]:
@@ -157,7 +190,7 @@ def main() -> None:
                 "name": contestant.name,
                 "threads_per_process": contestant.threads,
                 "workload": vars(contestant.workload),
-                **summarize(contestant.workload.tokens_per_step, runs[contestant.name], options.max_others),
+                **summarize(contestant.tokens_per_step, runs[contestant.name], options.max_others),
             }
             for contestant in selected
         ],

@@ -38,6 +38,7 @@ NO_EFFECT: dict[str, tuple[bool, str]] = {
 SINGLE_ONLY = ("--target-expert-tensor-parallel-size",)
 """Flags of Megatron-LM's converter that accept only the value 1."""
 
+_EXPLAIN = "--explain-family"
 TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
@@ -59,6 +60,7 @@ def build_parser() -> Parser:
     source = "folder of the checkpoint; with --loader hf also org/name or org/name@revision on the Hugging Face Hub"
     declare_checkpoint_folder(parser, "--load-dir", "--load", help=source, type=stored_folder)
     parser.add_argument("--save-dir", "--save", required=True, type=local_folder, metavar="DIR", help="folder to write")
+    _declare_explanation(parser)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the latest)")
     layout = parser.add_argument_group("layout of the result (by default the layout of the checkpoint)")
     layout.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="tensor-parallel size")
@@ -117,6 +119,16 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--checkpoint-type", choices=("hf", "meta"), help=argparse.SUPPRESS)
     return parser
+
+
+def _declare_explanation(parser: Parser) -> None:
+    parser.add_argument(
+        _EXPLAIN,
+        type=local_folder,
+        metavar="DIR",
+        help="convert nothing; print which model family reads this Hugging Face folder, and as which flags, or how its "
+        "config.json differs from the most similar supported architecture. No other flag can be given",
+    )
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionRequest, list[str]]:
@@ -207,6 +219,9 @@ def _field(flag: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if any(word.partition("=")[0] == _EXPLAIN for word in words):
+        return _explain(words)
     request, notes = parse_arguments(argv)
     # Imported late, so that a wrong flag is reported before torch is imported.
     from megatron.checkpoint import convert
@@ -214,3 +229,16 @@ def main(argv: list[str] | None = None) -> int:
     for note in notes:
         print(note, flush=True)
     return exit_status_of(lambda: convert(request))
+
+
+def _explain(words: Sequence[str]) -> int:
+    """Print the explanation of a model folder and return the exit status."""
+    parser = Parser(prog="convert.py", description=__doc__, allow_abbrev=False)
+    _declare_explanation(parser)
+    values, extras = parser.parse_known_args(words)
+    if extras:
+        parser.error(f"{_EXPLAIN} converts nothing and takes no other flag; omit {extras[0]}")
+    # Imported late: no other use of the command needs the model families here.
+    from megatron.checkpoint.formats.huggingface import explain_family
+
+    return exit_status_of(lambda: print("\n".join(explain_family(values.explain_family))))

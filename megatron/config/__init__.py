@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from megatron.config.extra_arguments import ExtraArgsProvider, ExtraArguments, declare_arguments
     from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, ForeignFlag, foreign_flag
-    from megatron.config.nccl_options import read_nccl_options
+    from megatron.config.nccl_options import notes_on_groups, read_nccl_options
     from megatron.config.printed_config import argument_values, format_arguments, format_config, summarize
     from megatron.config.resolution import DEFAULT_SPLIT, machine_notes
     from megatron.config.run_config import (
@@ -52,7 +52,7 @@ __getattr__ = lazy_exports(
         "deprecated_names": "deprecation_warning rename_words with_current_fields with_current_flags",
         "extra_arguments": "ExtraArgsProvider ExtraArguments declare_arguments",
         "megatron_flags": "ForeignFlag NOT_SUPPORTED NO_EFFECT foreign_flag",
-        "nccl_options": "read_nccl_options",
+        "nccl_options": "notes_on_groups read_nccl_options",
         "printed_config": "argument_values format_arguments format_config summarize",
         "resolution": "DEFAULT_SPLIT machine_notes",
         "run_config": (

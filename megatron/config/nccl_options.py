@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,14 @@ def read_nccl_options(path: str | None) -> dict[str, NcclOptions]:
     if problems := list(_problems(table)):
         raise ConfigurationError(tuple(f"{_FLAG} {path}: {problem}" for problem in problems))
     return {_GROUPS[name]: NcclOptions(**options) for name, options in table.items()}
+
+
+def notes_on_groups(path: str | None, size_of: Callable[[str], int]) -> Iterator[str]:
+    """Yield a note for each group of the file that has one rank, and so no communicator; ``size_of`` its name here."""
+    named = read_nccl_options(path)
+    for name, group in _GROUPS.items():
+        if group in named and size_of(group) == 1:
+            yield f"{_FLAG} {path}: {name} has no effect: the group has one rank"
 
 
 def _problems(table: Mapping[Any, Any]) -> Iterator[str]:

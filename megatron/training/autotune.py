@@ -168,9 +168,9 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
 
 
 def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
-    """Return the backend with the fastest GEMMs of a feed-forward layer, or auto if the default is as fast.
+    """Return the backend with the fastest GEMMs of a layer's attention and feed-forward, or auto if the default is.
 
-    In a model with experts, the layer is an expert's, with the rows that each expert gets under a balanced load.
+    In a model with experts, the GEMMs are an expert's, with the rows that each expert gets under a balanced load.
     """
     model = config.model
     rows = config.data.seq_length * config.training.micro_batch_size // model.context_parallel_size
@@ -186,8 +186,13 @@ def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
     is_small = num_operations < _MIN_OPERATIONS
     if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
         return AUTO
-    rows, width, inner = (min(size, _MAX_SIZE) for size in (rows, width, inner))
-    times = measure_libraries(rows, width, inner, dtype, groups)
+    layers = [(width, inner), (inner, width)]
+    if groups is None and not model.mla.multi_latent_attention:
+        heads = model.query_projection_size + model.gate_projection_size + 2 * model.kv_projection_size
+        shards = model.tensor_model_parallel_size
+        layers += [(width, heads // shards), (model.context_size // shards, width)]
+    capped = [(min(fan_in, _MAX_SIZE), min(fan_out, _MAX_SIZE)) for fan_in, fan_out in layers]
+    times = measure_libraries(min(rows, _MAX_SIZE), capped, dtype, groups)
     default, other = _LIBRARIES if dtype is torch.float32 else _LIBRARIES[::-1]
     quicker = min((other, _MIXED), key=lambda choice: _shortest(times[choice]))
     return quicker if is_quicker(times[quicker], times[default]) else AUTO
@@ -206,16 +211,17 @@ def _shortest(rounds: Sequence[Sequence[float]]) -> float:
 
 
 def measure_libraries(
-    rows: int, width: int, inner: int, dtype: torch.dtype, groups: int | None = None
+    rows: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype, groups: int | None = None
 ) -> dict[str, list[list[float]]]:
-    """Measure the seconds of each GEMM of a feed-forward layer, forward and backward, by backend and round.
+    """Measure the seconds of each GEMM of linear layers, forward and backward, by backend and round.
 
-    With ``groups`` there are that many experts, each with ``rows`` rows. Backends alternate, so that other load affects
-    them equally. The mixed choice is computed from both and not measured again.
+    ``sizes`` are the numbers of input and output features of each linear layer. With ``groups`` there are that many
+    experts, each with ``rows`` rows. Backends alternate, so that other load affects them equally. The mixed choice is
+    computed from both and not measured again.
     """
     make = _products_of if groups is None else partial(_grouped_products_of, groups)
     products: list[Callable[[str], object]] = []
-    for fan_in, fan_out in ((width, inner), (inner, width)):
+    for fan_in, fan_out in sizes:
         products += make(rows, fan_in, fan_out, dtype)
     times: dict[str, list[list[float]]] = {library: [] for library in _LIBRARIES}
     start = time.perf_counter()

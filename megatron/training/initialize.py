@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import RunConfig, machine_notes, read_nccl_options
+from megatron.config import RunConfig, machine_notes, notes_on_groups, read_nccl_options
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import FlightRecorder
@@ -337,6 +337,10 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         for line in machine_notes(config, device.is_cuda, "LOCAL_RANK" in os.environ, has_nccl=is_nccl):
             print_line(line)
+        if is_nccl:
+            path, state = config.initialization.nccl_communicator_config_path, runtime.state
+            for line in notes_on_groups(path, lambda group: getattr(state, group).size):
+                print_line(line)
         if not config.logging.brief_log:
             print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")
             print_line(f"> initialized pipeline model parallel with size {runtime.state.pp.size}")

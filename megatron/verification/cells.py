@@ -57,9 +57,9 @@ SHAPES: dict[str, tuple[str, ...]] = {
 """Model shapes by name: the flags that each adds to the base command line."""
 END_PARTS = (
     *("--untie-embeddings-and-output-weights", "--add-output-bias", "--add-embedding-norm"),
-    *("--normalization", "RMSNorm", "--norm-parameters", "none"),
+    *("--disable-proj-bias", "--normalization", "RMSNorm", "--norm-parameters", "none"),
 )
-"""A norm of the embeddings, a bias of the output layer, and norms without parameters."""
+"""A norm of the embeddings, a bias of the output layer, none of attention's output, and norms without parameters."""
 FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere")
 """Shapes of further model families, each with the features of its family."""
 

@@ -209,6 +209,7 @@ OTHERS = (
         "nanochat",
         "deepseek_v2",
     ),
+    *("gptj", "codegen", "gpt_bigcode", "persimmon"),
     "qwen3_next",
     *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
 )

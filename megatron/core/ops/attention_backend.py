@@ -26,6 +26,7 @@ from megatron.core.ops.attention_sinks import attend_in_blocks, torch_flash_with
 from megatron.core.ops.dot_product_attention import (
     AttentionCore,
     AttentionInputs,
+    batched_attention,
     drawing_as,
     fused_attention,
     masked_attention,
@@ -126,6 +127,7 @@ _BLACKWELL = (10, 0)
 _NARROWEST_FLEX_HEAD = 16
 _WIDEST_ENGINE_HEAD = 128
 _ENGINE_LENGTHS = 128
+_MAX_LENGTH_PER_WIDTH = 2
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,8 @@ def select_attention_core(
     device = torch.device(device)
     if device.type != "cuda":
         sdpa = AttentionKernel(SDPA, lambda call: not call.has_softcap, fused_attention)
-        return AttentionKernels((sdpa, _IN_BLOCKS, plain), softcap is not None)
+        first = (_BATCHED,) if backend == "auto" else ()
+        return AttentionKernels((*first, sdpa, _IN_BLOCKS, plain), softcap is not None)
     packages = _packages(device, softcap) if backend in ("auto", "flash") else []
     if backend in _FLASH_BACKENDS:
         packages = [*_activated(device), *packages]
@@ -242,6 +245,14 @@ def select_attention_core(
     return AttentionKernels((*packages, *of_torch, _IN_BLOCKS, plain), softcap is not None)
 
 
+def _is_short(call: AttentionCall) -> bool:
+    """Return whether the weights of a plain call take at most the memory of queries and keys."""
+    has_rule = call.is_common and not (call.has_dropout or call.has_softcap or call.has_groups)
+    has_lengths = 1 < call.num_queries == call.num_keys <= _MAX_LENGTH_PER_WIDTH * call.head_dim
+    return has_rule and has_lengths and call.dtype in (torch.float32, torch.float64)
+
+
+_BATCHED = AttentionKernel("batched GEMMs", _is_short, batched_attention, takes_narrow_values=True)
 _IN_BLOCKS = AttentionKernel(
     IN_BLOCKS, lambda call: call.has_sinks and not call.has_softcap, attend_in_blocks, takes_sinks=True
 )

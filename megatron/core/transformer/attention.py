@@ -283,7 +283,7 @@ class SelfAttention(nn.Module):
             tp,
             config=config,
             init_std=config.output_init_method_std,
-            bias=config.add_bias_linear,
+            bias=config.has_proj_bias,
             device=device,
             tp_comm_buffer_name="proj",
         )

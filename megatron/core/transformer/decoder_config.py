@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
+from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
@@ -463,6 +463,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
         False, role="weights", excludes=("add_qkv_bias",), seen_as="has_qkv_bias", in_args=False
     )
     """Use no bias in the QKV projection even if the other linear layers have one."""
+    disable_proj_bias: bool = flag(
+        False, role="weights", idle=idle_with("add_bias_linear", False), seen_as="has_proj_bias", in_args=False
+    )
+    """Use no bias in attention's output projection even if the other linear layers have one."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the hidden states."""
@@ -712,6 +716,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def has_qkv_bias(self) -> bool:
         return (self.add_bias_linear and not self.disable_qkv_bias) or self.add_qkv_bias
+
+    @property
+    def has_proj_bias(self) -> bool:
+        return self.add_bias_linear and not self.disable_proj_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -78,7 +78,8 @@ def test_the_default_stays_unless_the_other_is_clearly_quicker(
     monkeypatch.setattr(autotune, "has_library", lambda library, dtype: True)
     measured, lines = let_measure(monkeypatch, onednn, mkl, mixed), list[str]()
     assert choose(LARGE, *flags.split(), lines=lines) == expected
-    assert measured == [(512, 192, 512, torch.bfloat16 if flags else torch.float32, None)]
+    sizes = [(192, 512), (512, 192), (192, 512), (192, 192)]
+    assert measured == [(512, sizes, torch.bfloat16 if flags else torch.float32, None)]
     assert lines == ([] if expected == "auto" else [f" > GEMMs on CPU: {expected} (measured)"])
 
 
@@ -88,7 +89,7 @@ def test_what_is_measured_of_a_model_with_experts_are_their_products(monkeypatch
     experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 384 --micro-batch-size 2 --global-batch-size 2"
     assert choose([*LARGE, "--num-layers", "2"], *experts.split()) == "auto"
     # 1024 tokens, 2 choices each, over 8 experts, of which two have 512 rows.
-    assert measured == [(256, 192, 384, torch.float32, 2)]
+    assert measured == [(256, [(192, 384), (384, 192)], torch.float32, 2)]
 
 
 @pytest.mark.parametrize(("argv", "flags"), [(MINIMAL, ""), (LARGE, "--deterministic-mode"), (LARGE, "--fp16")])
@@ -111,7 +112,7 @@ def test_a_disturbed_round_does_not_decide() -> None:
 @pytest.mark.parametrize("groups", [None, 3])
 def test_a_measurement_computes_six_products_by_each_library_and_draws_no_random_number(groups: int | None) -> None:
     state = torch.get_rng_state()
-    times = measure_libraries(40, 8, 24, torch.float32, groups)
+    times = measure_libraries(40, [(8, 24), (24, 8)], torch.float32, groups)
     assert torch.equal(torch.get_rng_state(), state)
     assert set(times) == {"onednn", "mkl", "mixed"}
     for mixed, onednn, mkl in zip(times["mixed"], times["onednn"], times["mkl"]):

@@ -20,7 +20,7 @@ SHAPE = """
 """
 WEIGHTS = """
     num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights
-    mtp_num_layers shared_parallel_norm norm_parameters add_output_bias add_embedding_norm
+    mtp_num_layers shared_parallel_norm norm_parameters add_output_bias add_embedding_norm disable_proj_bias
 """
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.arguments import resolve_arguments
-from megatron.config.nccl_options import read_nccl_options
+from megatron.config.nccl_options import notes_on_groups, read_nccl_options
 from megatron.core.errors import ConfigurationError
 from megatron.core.process_group import NcclOptions
 from tests.unit.config.command_lines import MINIMAL
@@ -75,3 +75,14 @@ def test_user_buffers_with_sharded_gradients_are_told_to_have_no_effect(strategy
         resolved.notes
     )
     assert not resolved.config.ddp.has_user_buffers
+
+
+def test_options_of_a_group_of_one_rank_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.yaml"
+    path.write_text("tp: {max_ctas: 8}\nmp: {max_ctas: 8}\ndp_cp: {max_ctas: 8}\n", encoding="utf-8")
+    sizes = {"tp": 1, "model_parallel": 1, "dp_cp": 4}
+    assert list(notes_on_groups(str(path), sizes.__getitem__)) == [
+        f"--nccl-communicator-config-path {path}: tp has no effect: the group has one rank",
+        f"--nccl-communicator-config-path {path}: mp has no effect: the group has one rank",
+    ]
+    assert list(notes_on_groups(None, sizes.__getitem__)) == []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.formats.huggingface.explanation import explain_family
     from megatron.checkpoint.formats.huggingface.families import describe_missing_family, recorded_hugging_face_config
     from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, query_key_value_rows, shapes_of
     from megatron.checkpoint.formats.huggingface.hub import HubModel, fetch_model, fetch_on_every_node, find_hub_model
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
+        "explanation": "explain_family",
         "families": "describe_missing_family recorded_hugging_face_config",
         "family": "Family TensorLink query_key_value_rows shapes_of",
         "hub": "HubModel fetch_model fetch_on_every_node find_hub_model",

@@ -282,17 +282,15 @@ class RotaryDecoderFamily:
         return with_fields(config, **self.own_fields(settings))
 
     def _with_usual_names(self, settings: Settings) -> Settings:
-        values = dict(settings.values)
+        given, usual_values = settings.values, dict[str, Any]()
         for name, usual in self.setting_names.items():
-            if name in values and values.get(usual, values[name]) != values[name]:
-                settings.refuse(f"{name} {values[name]!r:.40} and {usual} {values[usual]!r:.40} differ; omit {usual}")
-            if name in values:
-                values[usual] = values[name]
-        return (
-            Settings(values, settings.place, settings.problems, settings.tensor_names)
-            if self.setting_names
-            else settings
-        )
+            if name not in given:
+                continue
+            other = usual_values.get(usual, given.get(usual, given[name]))
+            if other != given[name]:
+                settings.refuse(f"{name} is {given[name]!r:.40}, but another name of this setting has {other!r:.40}")
+            usual_values[usual] = given[name]
+        return settings.replaced(usual_values) if usual_values else settings
 
     def with_own_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings under the architecture's names for them."""

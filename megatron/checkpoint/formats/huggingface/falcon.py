@@ -37,7 +37,7 @@ class FalconFamily(RotaryDecoderFamily):
             "intermediate_size": settings.integer("ffn_hidden_size", 4 * width),
             "num_key_value_heads": groups,
         }
-        return super().read_config(Settings({**settings.values, **sizes}, settings.place, settings.problems))
+        return super().read_config(settings.replaced(sizes))
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of norms and biases."""

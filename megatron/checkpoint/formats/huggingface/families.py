@@ -19,7 +19,9 @@ from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Fa
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
 from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
+from megatron.checkpoint.formats.huggingface.gpt_bigcode import GPTBigCodeFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
+from megatron.checkpoint.formats.huggingface.gptj import CodeGenFamily, GPTJFamily
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.kimi_linear import KimiLinearFamily
@@ -33,6 +35,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
     OlmoeFamily,
     OlmoFamily,
 )
+from megatron.checkpoint.formats.huggingface.persimmon import PersimmonFamily
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
@@ -58,6 +61,10 @@ FAMILIES: tuple[Family, ...] = (
     MixtralFamily(),
     GPTNeoFamily(),
     GPTNeoXFamily(),
+    GPTJFamily(),
+    CodeGenFamily(),
+    GPTBigCodeFamily(),
+    PersimmonFamily(),
     DeepseekV3Family(),
     GptOssFamily(),
     Olmo2Family(),
@@ -94,12 +101,13 @@ FAMILIES: tuple[Family, ...] = (
     KimiLinearFamily(),
 )
 
+HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"
 _LANGUAGE_MODEL = "ForCausalLM"
 _PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 
-_OF_BOTH = ("tie_word_embeddings", "dtype", "torch_dtype")
+_OF_BOTH = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 """Settings of a whole model that apply to its language model."""
 
 
@@ -120,16 +128,22 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
         CheckpointError: the architecture is not supported.
         ConfigurationError: a setting is not supported.
     """
-    read_quantization(settings)
     settings = language_part(settings)
     family = _family_of(settings)
+    config = read_as(family, settings)
+    settings.raise_problems()
+    return family, config
+
+
+def read_as(family: Family, settings: Settings) -> GPTConfig:
+    """Return the configuration that a family reads from the settings; record unsupported settings in ``settings``."""
+    read_quantization(settings)
     if settings.values.get("auto_map") is not None and family.model_type not in _PUBLISHED_WITH_CODE:
         settings.refuse("auto_map is set; only weights of the built-in architectures are supported")
     config = family.read_config(settings)
     for problem in excesses(config):
         settings.refuse(problem)
-    settings.raise_problems()
-    return family, config
+    return config
 
 
 def language_part(settings: Settings) -> Settings:
@@ -148,8 +162,8 @@ def language_part(settings: Settings) -> Settings:
     return settings
 
 
-def family_for(config: GPTConfig, preferred: str | None = None) -> Family:
-    """Return an architecture that can express a model completely, the one with the ``preferred`` type if it can.
+def family_for(config: GPTConfig, preferred: Family | None = None) -> Family:
+    """Return an architecture that can express a model completely: the preferred one if it can.
 
     Raises:
         ConfigurationError: no architecture can; the message lists what the nearest one cannot express.
@@ -157,7 +171,7 @@ def family_for(config: GPTConfig, preferred: str | None = None) -> Family:
     wanted = model_features(config)
     # By architecture: whether it lacks experts that the model has, and what else it cannot express.
     missing: dict[str, tuple[bool, list[str]]] = {}
-    for family in sorted(FAMILIES, key=lambda each: each.model_type != preferred):
+    for family in (*([] if preferred is None else [preferred]), *FAMILIES):
         settings = Settings(family.write_settings(config), family.model_type)
         found = model_features(family.read_config(settings))
         changed = [f"{name} {wanted[name]!r}" for name in wanted if found.get(name, wanted[name]) != wanted[name]]
@@ -181,24 +195,30 @@ def describe_missing_family(config: GPTConfig) -> str | None:
     return None
 
 
-def _family_of(settings: Settings) -> Family:
+def named_family(settings: Settings) -> tuple[str, Family | None]:
+    """Return what names the architecture, ``architectures`` or else ``model_type``, and its family if supported."""
     architectures = settings.values.get("architectures")
     if isinstance(architectures, list) and architectures:
-        names, wanted = ", ".join(map(str, architectures)), [str(name) for name in architectures]
+        wanted = [str(name) for name in architectures]
         found = [family for family in FAMILIES if wanted == [family.architecture]]
-    else:
-        names = f"model_type {settings.values.get('model_type')!r}"
-        found = [family for family in FAMILIES if family.model_type == settings.values.get("model_type")]
-    if not found:
+        return ", ".join(wanted), found[0] if found else None
+    wanted_type = settings.values.get("model_type")
+    found = [family for family in FAMILIES if family.model_type == wanted_type]
+    return f"model_type {wanted_type!r}", found[0] if found else None
+
+
+def _family_of(settings: Settings) -> Family:
+    names, family = named_family(settings)
+    if family is None:
         supported = {family.architecture.removesuffix(_LANGUAGE_MODEL): family.architecture for family in FAMILIES}
         nearest = difflib.get_close_matches(names.removesuffix(_LANGUAGE_MODEL), supported, n=1)
         similar = f" (a similar name is {supported[nearest[0]]})" if nearest else ""
         place = "" if settings.place == names else f"{settings.place}: "
         raise CheckpointError(
             f"{place}{names} is not supported{similar}; docs/huggingface.md lists the supported architectures, "
-            "docs/how_to_add.md#a-family-of-hugging-face-models shows how to add one"
+            f"{HOW_TO_ADD} shows how to add one"
         )
-    return found[0]
+    return family
 
 
 def recorded_hugging_face_config(folder: Path) -> dict[str, dict[str, Any]]:

@@ -36,8 +36,7 @@ class GemmaFamily(RotaryDecoderFamily):
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration; transformers uses the tanh approximation for ``gelu`` too."""
         if settings.values.get("hidden_act") == "gelu":
-            values = {**settings.values, "hidden_act": "gelu_pytorch_tanh"}
-            settings = Settings(values, settings.place, settings.problems, settings.tensor_names)
+            settings = settings.replaced({"hidden_act": "gelu_pytorch_tanh"})
         return super().read_config(settings)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:

@@ -7,17 +7,17 @@ unscaled attention scores, and a sliding window in every second layer. GPT-NeoX 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from megatron.checkpoint.formats.huggingface.family import TensorLink, dtype_fields, query_key_value_rows, rows, whole
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.config_base import from_fields
+from megatron.core.config_base import from_fields, with_fields
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import format_layer_pattern
 
-_GPT2_BUFFER = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
+_GPT2_BUFFER = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias|causal_mask)")
 
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu_new": {"bias_gelu_fusion": True},
@@ -37,29 +37,66 @@ def read_activation(settings: Settings, name: str, default: str) -> dict[str, An
     return ACTIVATIONS.get(activation, {})
 
 
-def written_activation(config: GPTConfig) -> str:
-    """Return the transformers name of the activation.
+def written_activation(config: GPTConfig, tanh_name: str = "gelu_new") -> str:
+    """Return the transformers name of the activation; ``tanh_name`` is the family's name of GELU's tanh form.
 
-    Unsupported activations are written as gelu_new, so the folder then describes a different model, which `family_for`
-    rejects.
+    Unsupported activations are written as that form, so the folder then describes a different model, which
+    `family_for` rejects.
     """
-    return _WRITTEN_ACTIVATIONS.get(config.activation, "gelu_new")
+    name = _WRITTEN_ACTIVATIONS.get(config.activation, "gelu_new")
+    return tanh_name if name == "gelu_new" else name
 
 
 class GPT2Family:
-    """GPT-2 (``GPT2LMHeadModel``)."""
+    """GPT-2 (``GPT2LMHeadModel``), and base of the families with its names of settings and layers.
+
+    ``default_sizes`` and ``default_dropout`` are those of the configuration class. ``linear_names`` are their names of
+    the linear layers after the QKV projection, whose weights ``is_transposed`` in the files.
+    """
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     base_prefix = "transformer."
     other_names: tuple[tuple[str, str], ...] = ()
+    default_sizes: ClassVar[Mapping[str, int]] = {
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    default_dropout = 0.1
+    default_activation = "gelu_new"
+    is_tied_by_default = True
+    is_transposed = True
+    linear_names = ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
-        width = settings.integer("n_embd", 768)
-        heads = settings.integer("n_head", 12)
+        sizes = {name: settings.integer(name, size) for name, size in self.default_sizes.items()}
+        width, heads = sizes["n_embd"], sizes["n_head"]
         if width % heads:
             settings.refuse(f"n_embd {width} is not divisible by n_head {heads}")
+        config = from_fields(
+            GPTConfig,
+            num_layers=sizes["n_layer"],
+            hidden_size=width,
+            num_attention_heads=heads,
+            ffn_hidden_size=settings.integer("n_inner", 4 * width),
+            norm_epsilon=settings.number("layer_norm_epsilon", 1e-5),
+            hidden_dropout=settings.number("resid_pdrop", self.default_dropout),
+            attention_dropout=settings.number("attn_pdrop", self.default_dropout),
+            init_method_std=settings.number("initializer_range", 0.02),
+            vocab_size=sizes["vocab_size"],
+            max_position_embeddings=sizes["n_positions"],
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", self.is_tied_by_default),
+            **read_activation(settings, "activation_function", self.default_activation),
+            **dtype_fields(settings),
+        )
+        return with_fields(config, **self.own_fields(settings, config))
+
+    def own_fields(self, settings: Settings, config: GPTConfig) -> dict[str, Any]:
+        """Return the fields that only this architecture's settings determine; reject unsupported settings."""
         settings.require(
             "scale_attn_weights", True, True, "attention scores are always divided by the square root of the head size"
         )
@@ -67,29 +104,14 @@ class GPT2Family:
             "scale_attn_by_inverse_layer_idx", False, False, "attention scores are scaled alike in every layer"
         )
         settings.require("add_cross_attention", False, False, "cross-attention is not supported")
-        return from_fields(
-            GPTConfig,
-            num_layers=settings.integer("n_layer", 12),
-            hidden_size=width,
-            num_attention_heads=heads,
-            ffn_hidden_size=settings.integer("n_inner", 4 * width),
-            norm_epsilon=settings.number("layer_norm_epsilon", 1e-5),
-            hidden_dropout=settings.number("resid_pdrop", 0.1),
-            attention_dropout=settings.number("attn_pdrop", 0.1),
-            init_method_std=settings.number("initializer_range", 0.02),
-            vocab_size=settings.integer("vocab_size", 50257),
-            max_position_embeddings=settings.integer("n_positions", 1024),
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
-            **read_activation(settings, "activation_function", "gelu_new"),
-            **dtype_fields(settings),
-        )
+        return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "activation_function": written_activation(config),
+            "activation_function": written_activation(config, self.default_activation),
             "attn_pdrop": config.attention_dropout,
             "embd_pdrop": config.hidden_dropout,
             "initializer_range": config.init_method_std,
@@ -110,19 +132,22 @@ class GPT2Family:
         embedding = "model.embedding.word_embeddings.weight"
         positions = "model.embedding.position_embeddings.weight"
         yield whole(embedding, f"{prefix}wte.weight", (config.vocab_size, width))
-        yield whole(positions, f"{prefix}wpe.weight", (config.max_position_embeddings, width))
+        if config.position_embedding_type == "learned_absolute":
+            yield whole(positions, f"{prefix}wpe.weight", (config.max_position_embeddings, width))
         for layer in range(config.num_layers):
             yield from self._layer_links(config, f"model.decoder.layers.{layer}.", f"{prefix}h.{layer}.")
         yield from _norm_links("model.decoder.final_layernorm", f"{prefix}ln_f", (width,))
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
+        if config.add_output_bias:
+            yield whole("model.output_layer.bias", "lm_head.bias", (config.vocab_size,))
 
     def is_buffer(self, name: str) -> bool:
         return _GPT2_BUFFER.fullmatch(name) is not None
 
-    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+    def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of a layer's QKV projection, whose rows in the files are all queries, keys and values."""
         width = config.hidden_size
-        yield from _norm_links(f"{ours}input_layernorm", f"{theirs}ln_1", (width,))
         fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
         starts = {"q": 0, "k": width, "v": 2 * width}
         for kind, trailing in (("weight", (width,)), ("bias", ())):
@@ -136,20 +161,29 @@ class GPT2Family:
                     trailing,
                     is_transposed=True,
                 )
-        yield from _linear(f"{ours}self_attention.linear_proj", f"{theirs}attn.c_proj", (width, width))
-        yield from _norm_links(f"{ours}pre_mlp_layernorm", f"{theirs}ln_2", (width,))
-        yield from _linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.c_fc", (config.ffn_hidden_size, width))
-        yield from _linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.c_proj", (width, config.ffn_hidden_size))
+
+    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        yield from _norm_links(f"{ours}input_layernorm", f"{theirs}ln_1", (width,))
+        yield from self.attention_links(config, ours, theirs)
+        if not config.shared_parallel_norm:
+            yield from _norm_links(f"{ours}pre_mlp_layernorm", f"{theirs}ln_2", (width,))
+        for native, foreign, shape, has_bias in zip(
+            ("self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+            self.linear_names,
+            ((width, width), (ffn, width), (width, ffn)),
+            (config.has_proj_bias, True, True),
+            strict=True,
+        ):
+            names = f"{ours}{native}.weight", f"{theirs}{foreign}.weight"
+            yield whole(*names, shape, is_transposed=self.is_transposed)
+            if has_bias:
+                yield whole(f"{ours}{native}.bias", f"{theirs}{foreign}.bias", shape[:1])
 
 
 def _norm_links(native: str, foreign: str, shape: tuple[int, ...]) -> Iterator[TensorLink]:
     for kind in ("weight", "bias"):
         yield whole(f"{native}.{kind}", f"{foreign}.{kind}", shape)
-
-
-def _linear(native: str, foreign: str, shape: tuple[int, int]) -> Iterator[TensorLink]:
-    yield whole(f"{native}.weight", f"{foreign}.weight", shape, is_transposed=True)
-    yield whole(f"{native}.bias", f"{foreign}.bias", shape[:1])
 
 
 _GPT_NEO_BUFFER = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.attention\.(?:bias|masked_bias)")

@@ -48,11 +48,7 @@ class GptOssFamily(RotaryDecoderFamily):
         """Return the RoPE fields."""
         if rope_object(settings) is None:
             # The list of problems is shared; only the defaults are specific to this architecture.
-            settings = Settings(
-                {**settings.values, "rope_scaling": _UNSAID_ROPE, "rope_parameters": None},
-                settings.place,
-                settings.problems,
-            )
+            settings = settings.replaced({"rope_scaling": _UNSAID_ROPE, "rope_parameters": None})
         return read_rope(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import CheckpointSource
-from megatron.checkpoint.formats.huggingface.families import family_for, read_model
+from megatron.checkpoint.formats.huggingface.families import FAMILIES, family_for, read_model
 from megatron.checkpoint.formats.huggingface.family import (
     Family,
     TensorLink,
@@ -190,7 +190,7 @@ class ExportedView:
 
 
 def choose_family(config: GPTConfig, common: Mapping[str, Any]) -> tuple[Family, ModelRecord | None]:
-    """Return a model's architecture, and the record of its source folder if the model is unchanged.
+    """Return a model's architecture, if possible its source folder's, and the folder's record for an unchanged model.
 
     ``common`` is the section of the checkpoint that may contain the record.
 
@@ -199,12 +199,14 @@ def choose_family(config: GPTConfig, common: Mapping[str, Any]) -> tuple[Family,
         ConfigurationError: no supported architecture can express the model.
     """
     record = decode_record(common)
+    preferred = recorded_model_type(common)
+    family = next((each for each in FAMILIES if each.model_type == preferred), None)
     if record is not None:
         tensors = [name for file in record.files.values() for name in file.tensors]
         family, recorded = read_model(parse_settings(record.config, CONFIG_FILE, lambda: tensors))
         if model_features(recorded) == model_features(config):
             return family, record
-    return family_for(config, recorded_model_type(common)), None
+    return family_for(config, family), None
 
 
 def _check_tensors(source: CheckpointSource, links: Iterable[TensorLink]) -> None:

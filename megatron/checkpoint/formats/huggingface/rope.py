@@ -43,6 +43,17 @@ def read_partial_rope(
     return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
 
 
+def read_rotated_channels(settings: Settings, name: str, default: int, head_dim: int) -> float:
+    """Return ``--rotary-percent`` for the number of rotated channels per head in the setting ``name``."""
+    channels = settings.integer(name, default)
+    if channels % 2 or channels > head_dim:
+        settings.refuse(f"{name} is {channels}; an even number up to the head size, {head_dim}, is expected")
+        return 1.0
+    share = channels / head_dim
+    # The model rounds the product down: 30 / 44 * 44 is less than 30.
+    return share if int(head_dim * share) == channels else math.nextafter(share, 1.0)
+
+
 def rope_object(settings: Settings) -> Settings | None:
     """Return the object with the RoPE settings, if there is one.
 

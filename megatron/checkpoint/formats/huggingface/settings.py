@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,31 @@ _MOST, _LARGEST = 2**31 - 1, sys.float_info.max
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+class ObservedValues(Mapping[str, Any]):
+    """Values of settings, which remember in ``read`` the names that were looked up, whether or not they are there.
+
+    Iteration over the names does not count as a look-up.
+    """
+
+    def __init__(self, values: Mapping[str, Any], read: set[str] | None = None) -> None:
+        self._values = values
+        self.read: set[str] = set() if read is None else read
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def replaced(self, values: Mapping[str, Any]) -> ObservedValues:
+        """Return the values with some replaced, and the same memory of what was looked up."""
+        return ObservedValues({**self._values, **values}, self.read)
+
+
 class Settings:
     """Typed access to the values of one JSON object, which collects all problems with them.
 
@@ -62,6 +87,12 @@ class Settings:
         self.place = place
         self.tensor_names = tensor_names
         self.problems: list[str] = [] if problems is None else problems
+
+    def replaced(self, values: Mapping[str, Any]) -> Settings:
+        """Return the settings with other values for some names; problems are still recorded here."""
+        own = self.values
+        merged = own.replaced(values) if isinstance(own, ObservedValues) else {**own, **values}
+        return Settings(merged, self.place, self.problems, self.tensor_names)
 
     def refuse(self, problem: str) -> None:
         """Record a problem."""

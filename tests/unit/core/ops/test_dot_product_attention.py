@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.attention_backend import select_attention_core
+from megatron.core.ops.attention_backend import SDPA, AttentionCall, select_attention_core
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.dot_product_attention import (
     AttentionInputs,
+    batched_attention,
     fused_attention,
     masked_attention,
     plain_attention,
@@ -66,6 +67,43 @@ def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
     assert output.dtype == torch.float64
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), sees)
     np.testing.assert_allclose(output.numpy(), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("value_width", [WIDTH, 7])
+def test_batched_gemms_equal_unfused_attention_with_their_gradients(is_causal: bool, value_width: int) -> None:
+    query, key, value = tensors(9, 9, HEADS)
+    # Views of a fused projection, as in a layer.
+    mixed = torch.cat((query, key, value[..., :value_width]), dim=-1).requires_grad_()
+    widths, pattern = (WIDTH, WIDTH, value_width), AttentionPattern(is_causal=is_causal)
+    grad = torch.randn(9, BATCH, HEADS, value_width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    results = []
+    for core in (plain_attention, batched_attention):
+        output = core(AttentionInputs(*mixed.split(widths, dim=-1), pattern))
+        results.append((output.detach(), *torch.autograd.grad(output, mixed, grad)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "expected"),
+    [
+        (128, {}, "batched GEMMs"),
+        (129, {}, SDPA),
+        (1, {}, SDPA),
+        (64, {"num_queries": 8}, SDPA),
+        (64, {"has_groups": True}, SDPA),
+        (64, {"has_dropout": True}, SDPA),
+        (64, {"dtype": torch.bfloat16}, SDPA),
+        (64, {"pattern": AttentionPattern(window=8)}, SDPA),
+        (64, {"has_softcap": True}, "unfused, with all scores in memory"),
+    ],
+)
+def test_cpus_compute_short_sequences_with_batched_gemms(length: int, options: dict[str, Any], expected: str) -> None:
+    call = AttentionCall(**{
+        "dtype": torch.float32, "head_dim": 64, "num_queries": length, "num_keys": length, "pattern": CAUSAL, **options
+    })  # fmt: skip
+    assert select_attention_core("auto", "cpu").choose(call).name == expected
+    assert select_attention_core("fused", "cpu").choose(call).name != "batched GEMMs"
 
 
 @pytest.mark.parametrize("num_queries", [1, 4])

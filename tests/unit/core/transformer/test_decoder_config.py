@@ -67,7 +67,8 @@ def test_activations(fields: dict[str, Any], activation: str, is_gated: bool) ->
         ({"init_method_std": 0.5}, {"output_init_method_std": 0.125}),
         ({}, {"has_qkv_bias": True, "score_scalar": 16}),
         ({"disable_qkv_bias": True, "query_pre_attn_scalar": 25}, {"has_qkv_bias": False, "score_scalar": 25}),
-        ({"add_bias_linear": False}, {"has_qkv_bias": False}),
+        ({"disable_proj_bias": True}, {"has_proj_bias": False, "has_qkv_bias": True}),
+        ({"add_bias_linear": False}, {"has_qkv_bias": False, "has_proj_bias": False}),
         ({"add_bias_linear": False, "add_qkv_bias": True}, {"has_qkv_bias": True}),
     ],
 )

@@ -45,6 +45,15 @@ NEO = {
     "embed_dropout": 0,
     "resid_dropout": 0,
 }
+GPTJ = GPT2 | {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "rotary_dim": 6}
+CODEGEN = GPT2 | {"architectures": ["CodeGenForCausalLM"], "model_type": "codegen", "n_head": 8, "rotary_dim": 4}
+GPT_BIGCODE = GPT2 | {"architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode"}
+PERSIMMON = LLAMA | {
+    "architectures": ["PersimmonForCausalLM"],
+    "model_type": "persimmon",
+    "num_key_value_heads": 6,
+    "hidden_act": "relu2",
+}
 OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
