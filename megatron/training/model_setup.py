@@ -52,7 +52,7 @@ from megatron.core.pipeline_parallel import (
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
-from megatron.core.transformer import DecoderConfig, GraphedLayers, describe_attention
+from megatron.core.transformer import DecoderConfig, GraphedLayers, QueryKeyClip, describe_attention
 from megatron.core.transformer.moe import ExpertLoads, loads_of
 from megatron.training.compiled_regions import compile_regions
 from megatron.training.initialize import Runtime
@@ -182,8 +182,8 @@ class ModelAndOptimizer:
     weight gradients if the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers with CUDA
     graphs, if configured. ``weights`` are the layer weights that are offloaded during a step's passes.
     ``late_grads`` defers the weight gradients of the output layer in the last chunk. ``float8`` is the state of delayed
-    scaling, if there is any. ``expert_loads`` counts the tokens per expert in MoE models. ``num_replicas_in_loss``
-    divides the loss of each step (see `num_replicas_in_loss`).
+    scaling, if there is any. ``expert_loads`` counts the tokens per expert in MoE models. ``qk_clip`` observes
+    attention logits for QK-clip. ``num_replicas_in_loss`` divides the loss of each step (see `num_replicas_in_loss`).
     """
 
     chunks: tuple[Model, ...]
@@ -197,6 +197,7 @@ class ModelAndOptimizer:
     late_grads: WeightGradQueue | None = None
     float8: Float8State | None = None
     expert_loads: ExpertLoads | None = None
+    qk_clip: QueryKeyClip | None = None
     num_replicas_in_loss: int = 1
 
 
@@ -254,6 +255,10 @@ def build_model_and_optimizer(
         wrap_model(chunk, config.ddp, runtime.state, calculate_per_token_loss=sums_gradients) for chunk in chunks
     )
     optimizer = build_optimizer(config, runtime, ddp_chunks, log)
+    qk_clip: QueryKeyClip | None = None
+    if model.qk_clip:
+        qk_clip = QueryKeyClip(chunks, model, runtime.state.world, device)
+        optimizer.row_factors = qk_clip.row_factors
     weights: tuple[WeightOffload, ...] = ()
     if config.model.num_offloaded_layers:
         weights = offload_layers(chunks, runtime.device.host_copies(), config.model)
@@ -273,6 +278,7 @@ def build_model_and_optimizer(
         late_grads=make_late_grads(config, chunks),
         float8=float8,
         expert_loads=loads_of(chunks, config.model, runtime.state),
+        qk_clip=qk_clip,
         num_replicas_in_loss=in_loss,
     )
 

@@ -368,6 +368,8 @@ class TrainingStep:
             graphs.begin_step()
         if self.parts.expert_loads is not None:
             self.parts.expert_loads.begin_step()
+        if self.parts.qk_clip is not None:
+            self.parts.qk_clip.begin_step()
         of_data_sets = self._data_sets.begin()
         result = replace(self._forward_backward(source, begun, shift), data_sets=of_data_sets)
         if self.config.training.empty_unused_memory_level >= 2:

@@ -269,6 +269,11 @@ class PeftSource:
                 continue
             stored -= names
             *stacked, out_features, in_features = base.tensors[module.weight].global_shape
+            if module.weight.endswith(".in_proj.weight") and module.num_rows < out_features:
+                raise CheckpointError(
+                    f"{self.folder}: {module.name} is a part of the input projection of a recurrent layer, which has "
+                    "one adapter for all of its rows here: merge it with the peft package"
+                )
             part = _part_of(module, out_features)
             parts_of.setdefault(module.weight, set()).add(part)
             rows = paired_rows(module.rows, part_rows(config, part, out_features))

@@ -7,22 +7,28 @@ from collections.abc import Iterator
 from megatron.config import RunConfig
 from megatron.config.checks.parallelism import Check, divisors
 from megatron.core.config_base import field_specs
+from megatron.core.context_parallel import copies_of_key_value_heads
+from megatron.core.errors import choices
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,
     GATED_ACTIVATIONS,
+    KIMI_DELTA_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
     MOE,
+    NAMES_OF_RECURRENCES,
     HybridConfig,
     LayerParts,
 )
 
 _PREFIXES = {"linear_": (LINEAR_ATTENTION, "gated delta-net or KDA"), "mamba_": ((MAMBA,), "Mamba-2")}
 """Layers with the flags of a prefix, and their name."""
+_EXCHANGES = ("p2p", "a2a")
+"""Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
-    *("attn_logit_softcapping", "no_rope_freq"),
+    *("attn_logit_softcapping", "no_rope_freq", "qk_clip"),
 )
 
 
@@ -139,6 +145,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
             )
         yield from _check_sharding("--linear-num-key-heads", keys, tensor)
         yield from _check_sharding("--linear-num-value-heads", values, tensor)
+        yield from _check_context(config, "--linear-num-value-heads", values, "--linear-num-key-heads", keys)
     if MAMBA in used:
         if hybrid.mamba_num_heads is None and 2 * model.hidden_size % hybrid.mamba_head_dim:
             yield (
@@ -153,6 +160,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 f"{divisors(heads, heads)}"
             )
         yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        yield from _check_context(config, "--mamba-num-heads", heads, "--mamba-num-groups", groups)
 
 
 def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
@@ -163,19 +171,59 @@ def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
         )
 
 
+def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str, groups: int) -> Iterator[str]:
+    """Reject context-parallel ranks that cannot share the heads of a recurrent layer."""
+    model = config.model
+    tensor, context = max(model.tensor_model_parallel_size, 1), model.context_parallel_size
+    if context <= 1 or heads % groups or heads % tensor or groups % tensor:
+        return
+    own_heads, own_groups = heads // tensor, groups // tensor
+    if copies_of_key_value_heads(own_heads, own_groups, context) is None:
+        sizes = [size for size in range(1, own_heads + 1) if copies_of_key_value_heads(own_heads, own_groups, size)]
+        yield (
+            f"{name} {heads} with {name_of_groups} {groups}: the {own_heads} heads of a tensor-parallel rank, in "
+            f"{own_groups} groups, cannot be divided among --context-parallel-size {context} ranks; context-parallel "
+            f"sizes that work: {choices(sizes)}"
+        )
+
+
+def _check_exchanges(config: RunConfig) -> Iterator[str]:
+    """Reject a type of communication per layer that is not the one of the layer's recurrence."""
+    model, parts = config.model, _parts(config.model)
+    exchanges = model.cp_comm_type
+    if not model.hybrid.is_hybrid or model.context_parallel_size <= 1 or not parts:
+        return
+    if len(exchanges) == 1 and not any(each.mixer == ATTENTION for each in parts) and exchanges[0] not in _EXCHANGES:
+        yield (
+            f"--cp-comm-type {exchanges[0]} has no effect: the model has no attention layer, and recurrent layers "
+            "exchange heads by all-to-all; omit it"
+        )
+    if len(exchanges) != len(parts):
+        return
+    for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=True)):
+        if each.mixer in NAMES_OF_RECURRENCES and exchange != "a2a":
+            yield (
+                f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({NAMES_OF_RECURRENCES[each.mixer]}) "
+                f"exchanges heads by all-to-all, and not by {exchange}; use a2a for it"
+            )
+            return
+
+
 def _check_unsupported(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.hybrid.is_hybrid:
         return
     others = {
-        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
-        f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
-        f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
-        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-        "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
         "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
         and config.optimizer.optimizer_cpu_offload,
     }
+    if any(each.mixer == KIMI_DELTA_ATTENTION for each in _parts(model)):
+        others |= {
+            f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
+            f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
+            f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
+            "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
+        }
     for name, is_given in others.items():
         if is_given:
             yield f"{_given(model)} is not supported with {name} yet; omit {name}"
@@ -193,14 +241,23 @@ HYBRID_CHECKS = (
     Check(
         (
             *(spec.name for spec in field_specs(HybridConfig)),
-            *("num_layers", "hidden_size", "tensor_model_parallel_size", *_OF_ATTENTION, *GATED_ACTIVATIONS),
+            *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
+            *GATED_ACTIVATIONS,
         ),
         _check_shapes,
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern", "context_parallel_size", "fp8_format"),
-            *("fp4_format", "lora_rank", "cuda_graph_impl", "optimizer_offload_policy", "optimizer_cpu_offload"),
+            *("experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern", "num_layers"),
+            *("cp_comm_type", "context_parallel_size"),
+        ),
+        _check_exchanges,
+    ),
+    Check(
+        (
+            *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "num_layers"),
+            *("optimizer_offload_policy", "optimizer_cpu_offload", "fp8_format", "fp4_format", "lora_rank"),
+            "cuda_graph_impl",
         ),
         _check_unsupported,
     ),

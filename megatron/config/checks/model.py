@@ -9,14 +9,24 @@ from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
-from megatron.core.config_base import field_specs, field_value
+from megatron.core.config_base import field_specs, field_value, with_fields
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.registry import is_registered
-from megatron.core.transformer import FOUR_BIT_BLOCK, GATED_ACTIVATIONS, adapted_parts
+from megatron.core.transformer import (
+    ATTENTION,
+    FOUR_BIT_BLOCK,
+    GATED_ACTIVATIONS,
+    GATED_DELTA_NET,
+    MAMBA,
+    NAMES_OF_RECURRENCES,
+    HybridConfig,
+    adapted_parts,
+)
 
+_PATTERN = ("num_layers", "experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern")
 _MOST_VALUES = 10**13
 """Upper bound of the memory of a rank in bytes: twenty GPUs of 2 TB."""
 
@@ -209,7 +219,11 @@ def _check_adapted_layers(config: RunConfig) -> Iterator[str]:
     if not names:
         return
     try:
-        adapted_parts(names, config.model.is_gated)
+        linear_layers = config.model.linear_layers
+    except ValueError:
+        return  # The check of the pattern reports it.
+    try:
+        adapted_parts(names, config.model.is_gated, linear_layers)
     except ValueError as error:
         yield f"--lora-target-modules {' '.join(names)}: {error}"
 
@@ -258,10 +272,16 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
     if model.cpu_offloading_weights:
         yield f"{refused} --cpu-offloading-weights cannot offload quantized weights; omit it"
     tp, experts = max(model.tensor_model_parallel_size, 1), max(model.parallel_sizes.expert_tp, 1)
-    widths = {
-        "--hidden-size": (model.hidden_size, 1),
-        "--num-attention-heads x --kv-channels": (model.context_size, tp),
-    }
+    widths = {"--hidden-size": (model.hidden_size, 1)}
+    mixers = _mixers(model)
+    if ATTENTION in mixers:
+        widths["--num-attention-heads x --kv-channels"] = model.context_size, tp
+    if GATED_DELTA_NET in mixers:
+        names = "--linear-num-value-heads x --linear-value-head-dim"
+        widths[names] = model.hybrid.inner_size(GATED_DELTA_NET, model.hidden_size), tp
+    if MAMBA in mixers:
+        inner = model.hybrid.inner_size(MAMBA, model.hidden_size)
+        widths["--mamba-num-heads x --mamba-head-dim"] = inner, tp
     if model.moe.num_experts is None or model.moe.moe_layer_freq.strip() != "1":
         widths["--ffn-hidden-size"] = (model.ffn_hidden_size, tp)
     if model.moe.num_experts is not None:
@@ -355,7 +375,7 @@ MODEL_CHECKS = (
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
-    Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS), _check_adapted_layers),
+    Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS, *_PATTERN), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
     Check(
         (
@@ -504,6 +524,21 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
             yield f"--rope-type yarn and {name} both scale rotary frequencies; omit one of them"
 
 
+def _check_clipped_logits(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.qk_clip:
+        return
+    if model.qk_layernorm and not model.mla.multi_latent_attention:
+        yield "--qk-clip has no effect with --qk-layernorm, which normalizes queries and keys; omit one of them"
+    if config.optimizer.optimizer_cpu_offload:
+        yield "--qk-clip is not supported with --optimizer-cpu-offload; omit one of them"
+    if config.ddp.overlap_param_gather_with_optimizer_step:
+        yield (
+            "--qk-clip changes weights after the update of all of them, but --overlap-param-gather-with-optimizer-step "
+            "gathers weights before; omit one of them"
+        )
+
+
 def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.mla.multi_latent_attention:
@@ -530,6 +565,13 @@ def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 MLA_CHECKS = (
+    Check(
+        (
+            *("qk_clip", "qk_layernorm", "multi_latent_attention", "optimizer_cpu_offload"),
+            "overlap_param_gather_with_optimizer_step",
+        ),
+        _check_clipped_logits,
+    ),
     Check(
         (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
@@ -928,6 +970,8 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"use {_rounded(width, multiple * tensor)}"
         )
     heads, groups = model.num_attention_heads, model.num_query_groups
+    if ATTENTION not in _mixers(model):
+        return
     if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
@@ -968,6 +1012,52 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
             yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
 
 
+def _mixers(model: GPTConfig) -> set[str | None]:
+    """Return the kinds of sequence mixers of the layers, or nothing if another check reports an invalid pattern."""
+    try:
+        return {parts.mixer for parts in model.layer_parts}
+    except ValueError:
+        return set()
+
+
+def _projection_widths(model: GPTConfig, mixer: str, heads: str, number: int) -> tuple[int, int]:
+    """Return the rows of a recurrent layer's input projection and the columns of its output projection on a rank.
+
+    ``heads`` is the field of its number of heads, for which ``number`` is taken.
+    """
+    hybrid = with_fields(model.hybrid, **{heads: number})
+    rows, columns = hybrid.projection_rows(mixer, model.hidden_size), hybrid.inner_size(mixer, model.hidden_size)
+    return sum(rows) // model.tensor_model_parallel_size, columns // model.tensor_model_parallel_size
+
+
+def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
+    model, hybrid, multiple = config.model, config.model.hybrid, _multiple(config)
+    if not model.fp8.is_quantized or model.tensor_model_parallel_size <= 0:
+        return
+    shapes = {
+        GATED_DELTA_NET: ("linear_num_value_heads", hybrid.linear_num_value_heads, hybrid.linear_num_key_heads),
+        MAMBA: ("mamba_num_heads", hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups),
+    }
+    for mixer, (field, heads, groups) in shapes.items():
+        if mixer not in _mixers(model) or groups % model.tensor_model_parallel_size or heads % groups:
+            continue  # The checks of the shapes report the last two.
+        rows, columns = _projection_widths(model, mixer, field, heads)
+        if rows % multiple == columns % multiple == 0:
+            continue
+        numbers = range(heads + groups, heads + groups * multiple + 1, groups)
+        fitting = (
+            number
+            for number in numbers
+            if not any(width % multiple for width in _projection_widths(model, mixer, field, number))
+        )
+        number, typed = next(fitting, None), f"--{field.replace('_', '-')}"
+        yield (
+            f"{typed} {heads} gives the projections of a {NAMES_OF_RECURRENCES[mixer]} layer {rows} rows and {columns} "
+            f"columns on each tensor-parallel rank, but {_asked(config)} needs a multiple of {multiple}; use "
+            + (f"{typed} {number}" if number else f"heads whose widths are multiples of {multiple}")
+        )
+
+
 def _check_tokens(config: RunConfig) -> Iterator[str]:
     model, length, batch = config.model, config.data.seq_length, config.training.micro_batch_size
     multiple = _multiple(config)
@@ -1006,6 +1096,7 @@ FLOAT8_CHECKS = (
     Check(("num_layers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _check_float8_layers),
     Check((*_SHAPE, *MODEL_SIZE_NAMES), _check_widths),
     Check((*_LATENT, *MODEL_SIZE_NAMES), _check_latent_widths),
+    Check((*_SHAPE, *MODEL_SIZE_NAMES, *(spec.name for spec in field_specs(HybridConfig))), _check_recurrent_widths),
     Check(("seq_length", "micro_batch_size", *MODEL_SIZE_NAMES), _check_tokens),
     Check(("use_distributed_optimizer", *MODEL_SIZE_NAMES), _check_param_gather),
 )

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
         LINEAR_ATTENTION,
         MAMBA,
         MOE,
+        NAMES_OF_RECURRENCES,
         HybridConfig,
         LayerParts,
+        layer_parts,
     )
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
@@ -43,8 +45,10 @@ if TYPE_CHECKING:
         LINEAR_LAYERS,
         PART_OF,
         QUERY_KEY_VALUE,
+        TRANSFORMER_LAYERS,
         WHOLE,
         adapted_parts,
+        linear_layers_of,
         plain_names,
     )
     from megatron.core.transformer.mlp import (
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
         mtp_targets,
     )
     from megatron.core.transformer.norm import Norm, ResidualNorm, ResidualSum, add_and_normalize, add_branch, normalize
+    from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
         RotaryEmbedding,
@@ -84,18 +89,21 @@ __getattr__ = lazy_exports(
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
         "hybrid_config": (
-            "ATTENTION GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE HybridConfig LayerParts"
+            "ATTENTION GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE NAMES_OF_RECURRENCES "
+            "HybridConfig LayerParts layer_parts"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",
         "lora_targets": (
-            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
+            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE TRANSFORMER_LAYERS WHOLE "
+            "adapted_parts linear_layers_of plain_names"
         ),
         "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
+        "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2305.13245. The softmax may have an attention sink per hea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,6 +44,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
+from megatron.core.transformer.hybrid_config import ATTENTION
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
 from megatron.core.transformer.rotary_pos_embedding import (
@@ -52,6 +53,9 @@ from megatron.core.transformer.rotary_pos_embedding import (
     split_and_rotate,
     split_projection,
 )
+
+LogitObserver = Callable[["SelfAttention", torch.Tensor, torch.Tensor, AttentionPattern], None]
+"""Function that receives an attention layer, and the queries, keys and pattern of its logits in training."""
 
 
 class AttentionSinks(nn.Module):
@@ -191,6 +195,8 @@ def describe_attention(
     pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
     names: Counter[str] = Counter()
     for number, window in enumerate(config.layer_windows):
+        if config.layer_parts[number].mixer != ATTENTION:
+            continue
         exchange = config.cp_exchange(number) if size > 1 else ""
         has_window = window is not None and window < seq_length
         if exchange in ("p2p", "a2a+p2p"):
@@ -213,6 +219,8 @@ def describe_attention(
             value_dim=value_width_of_core(config),
         )
         names[kernels.choose(call).name] += 1
+    if not names:
+        return "attention kernel: none, because no layer has attention"
     if len(names) == 1:
         return f"attention kernel: {names.popitem()[0]}"
     return "attention kernels: " + "; ".join(f"{name} ({count} layers)" for name, count in names.items())
@@ -243,6 +251,9 @@ class SelfAttention(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
+    has_gate = False
+    """Whether the fused projection has rows of an output gate after those of the queries."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -262,7 +273,8 @@ class SelfAttention(nn.Module):
         self.score_factor = self._factor_of_scores(config)
         self.clip = config.clip_qkv
         self.dropout = config.attention_dropout
-        self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
+        self.logit_observers: list[LogitObserver] = []
+        self.tp_size = tp.size
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         _activate_flash(config, device)
@@ -368,8 +380,9 @@ class SelfAttention(nn.Module):
             query = query * self.score_factor
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
-        if self.observe_logits is not None and self.training:
-            self.observe_logits(query, key, pattern)
+        if self.training:
+            for observe in self.logit_observers:
+                observe(self, query, key, pattern)
         of_weights = None
         if self.training and self.dropout > 0.0:
             of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
@@ -427,6 +440,32 @@ class SelfAttention(nn.Module):
         if angles is not None:
             query, key = self.rotate(query, key, angles)
         return query, key, value
+
+    def rows_to_clip(self, eta: torch.Tensor, alpha: float) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters that make queries and keys, with the factor of each row that scales the logits by eta.
+
+        Queries are scaled by ``eta ** alpha`` and keys by ``eta ** (1 - alpha)``.
+
+        Shapes: ``eta: [groups of rank]``; ``parameter: [rows, …]``, ``factors: [rows]``.
+        """
+        heads, dim = self.num_heads // self.num_groups, self.head_dim
+        of_query, of_key, unchanged = eta**alpha, eta ** (1 - alpha), torch.ones_like(eta)
+        queries = [(of_query, heads * dim)]
+        if self.has_gate:
+            queries.append((unchanged, heads * dim))
+        keys = [(of_key, dim), (unchanged, dim)]
+        linear = self.linear_qkv
+        if isinstance(linear, SharedGroupQueryKeyValue):
+            held = {"query": queries, "key_value": keys}
+            parameters = {name: (f"{name}_weight", f"{name}_bias") for name in held}
+        else:
+            held, parameters = {"all": [*queries, *keys]}, {"all": ("weight", "bias")}
+        for part, rows in held.items():
+            factors = torch.cat([each[:, None].expand(-1, count) for each, count in rows], dim=1).flatten()
+            for name in parameters[part]:
+                parameter = getattr(linear, name)
+                if parameter is not None:
+                    yield parameter, factors
 
     def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the projection's bias if Triton sums its gradient while joining the QKV gradients, else None."""

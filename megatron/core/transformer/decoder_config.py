@@ -10,12 +10,19 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
+from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
-from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
+from megatron.core.transformer.hybrid_config import (
+    ATTENTION,
+    MOE,
+    HybridConfig,
+    LayerParts,
+    format_layers,
+    layer_parts,
+)
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
-from megatron.core.transformer.lora_targets import adapted_parts
+from megatron.core.transformer.lora_targets import adapted_parts, linear_layers_of
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
@@ -419,6 +426,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
         None, role="meaning", bounds=POSITIVE, in_args=False, excludes=("attention_output_gate",)
     )
     """Clip queries, keys and values to this absolute value after their projection."""
+    qk_clip: bool = flag(False, role="recipe", excludes=("clip_qkv", "lora_rank", "attention"))
+    """QK-clip (MuonClip): scale query and key weights after an update if a head's logits exceeded a threshold."""
+    qk_clip_alpha: float = flag(0.5, role="recipe", bounds=FRACTION, needs="qk_clip")
+    """Exponent of the factor of query weights; the exponent of the key weights is 1 minus it."""
+    qk_clip_threshold: float = flag(100.0, role="recipe", bounds=POSITIVE, needs="qk_clip")
+    """Largest attention logit that is not clipped."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
     """Sliding window: a query attends to its own position and the N before it only."""
     window_attn_skip_freq: str | None = flag(
@@ -661,7 +674,18 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: --lora-target-modules does not fit the model; the message gives the reason.
         """
-        return adapted_parts(self.lora_target_modules, self.is_gated) if self.lora_rank else {}
+        if not self.lora_rank:
+            return {}
+        return adapted_parts(self.lora_target_modules, self.is_gated, self.linear_layers)
+
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """Return the names of the linear layers of the model, without those of MLA.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        return linear_layers_of(self.layer_parts)
 
     @property
     def width_multiplier(self) -> float:
@@ -770,6 +794,18 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """Return the initial standard deviation of the layers that end a residual branch."""
         branches = 1.0 if self.hybrid.hybrid_override_pattern is not None else 2.0
         return float(self.init_method_std / (branches * self.num_layers) ** 0.5)
+
+    @property
+    def attention_exchanges(self) -> frozenset[str]:
+        """Return the context-parallel communication types of the layers with attention.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        types = self.cp_comm_type
+        if len(types) != len(self.layer_parts):
+            return frozenset(types)
+        return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.mixer == ATTENTION)
 
     def kind_of(self, layer_number: int) -> int:
         """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""

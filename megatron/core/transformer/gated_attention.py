@@ -18,6 +18,8 @@ from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 class GatedAttention(SelfAttention):
     """Self-attention with a gate per channel of the heads' output."""
 
+    has_gate = True
+
     def context(
         self,
         x: torch.Tensor,

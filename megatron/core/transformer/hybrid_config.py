@@ -19,6 +19,9 @@ LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
 """Sequence mixers with the shapes of ``linear_*``."""
 MLP, MOE = "mlp", "moe"
 
+NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", KIMI_DELTA_ATTENTION: "KDA", MAMBA: "Mamba-2"}
+"""Names of recurrent layers in messages."""
+
 _VARIANT, _PATTERN = "experimental_attention_variant", "hybrid_override_pattern"
 
 
@@ -107,24 +110,38 @@ class HybridConfig(Config, in_args=False):
     def mamba_heads(self, hidden_size: int) -> int:
         return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
 
+    def projection_rows(self, mixer: str, hidden_size: int) -> tuple[int, ...]:
+        """Return the rows of each tensor that the input projection of a recurrent layer stacks.
+
+        They are queries, keys, values, the gate of the output, beta and the decay input of a gated delta-net, those but
+        for the gate and the decay input of KDA, and the gate z, x, B, C and the step sizes dt of Mamba-2.
+        """
+        if mixer in LINEAR_ATTENTION:
+            keys, values, heads = self.linear_key_size, self.linear_value_size, self.linear_num_value_heads
+            is_kda = mixer == KIMI_DELTA_ATTENTION
+            return (keys, keys, values, heads) if is_kda else (keys, keys, values, values, heads, heads)
+        heads = self.mamba_heads(hidden_size)
+        inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
+        return inner, inner, states, states, heads
+
+    def inner_size(self, mixer: str, hidden_size: int) -> int:
+        """Return the width of the input of the output projection of a recurrent layer."""
+        return self.linear_value_size if mixer in LINEAR_ATTENTION else self.projection_rows(mixer, hidden_size)[0]
+
     def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
         """Return the multiply-adds per token of a layer with a recurrence: of its GEMMs, and of the recurrence.
 
         The recurrence is counted with its convolution as Megatron-LM does.
         """
+        inner = self.inner_size(mixer, hidden_size)
+        gemms = hidden_size * (sum(self.projection_rows(mixer, hidden_size)) + inner)
+        if mixer == KIMI_DELTA_ATTENTION:
+            # The gate and the decays are projected to the dimension of a head first.
+            gemms += self.linear_value_head_dim * (2 * hidden_size + inner + self.linear_key_size)
         if mixer in LINEAR_ATTENTION:
-            keys, values, heads = self.linear_key_size, self.linear_value_size, self.linear_num_value_heads
-            convolution = self.linear_conv_kernel_dim * (2 * keys + values)
-            # Queries, keys, values, beta and output; then the gate and the decays.
-            gemms = hidden_size * (2 * keys + 2 * values + heads)
-            rank = self.linear_value_head_dim
-            gemms += (
-                hidden_size * (values + heads) if mixer == GATED_DELTA_NET else rank * (2 * hidden_size + values + keys)
-            )
-            return gemms, convolution + 4 * values * self.linear_key_head_dim
-        heads = self.mamba_heads(hidden_size)
-        inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
-        return hidden_size * (3 * inner + 2 * states + heads), 3.5 * inner * self.mamba_state_dim
+            convolution = self.linear_conv_kernel_dim * (2 * self.linear_key_size + inner)
+            return gemms, convolution + 4 * inner * self.linear_key_head_dim
+        return gemms, 3.5 * inner * self.mamba_state_dim
 
 
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.

@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.hybrid_config import KIMI_DELTA_ATTENTION
 from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
 
 
@@ -20,13 +21,13 @@ class KimiDeltaAttention(GatedDeltaNet):
     projection are queries, keys, values and beta.
     """
 
-    def _add_decays(self, config: DecoderConfig) -> None:
-        self._add_decay(config.hybrid.linear_num_key_heads, config.hybrid.linear_key_size)
+    def _add_decays(self, config: DecoderConfig, copies: int) -> None:
+        self._add_decay(config.hybrid.linear_num_key_heads, self.key_dim, copies)
 
     def _add_all_projections(self, config: DecoderConfig) -> None:
         hybrid = config.hybrid
         keys, values = hybrid.linear_key_size, hybrid.linear_value_size
-        self.rows = (keys, keys, values, hybrid.linear_num_value_heads)
+        self.rows = hybrid.projection_rows(KIMI_DELTA_ATTENTION, config.hidden_size)
         self._add_projections(config, values)
 
         def down() -> ReplicatedLinear:
@@ -47,7 +48,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.g_a_proj, self.g_b_proj = down(), up(values)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        qkv, beta = self.in_proj(x).tensor_split((-self.widths[2],), dim=-1)
+        qkv, beta = self.in_proj(x).tensor_split((-self.rows[-1] // self.tp.size,), dim=-1)
         return torch.cat((qkv, self.g_b_proj(self.g_a_proj(x)), beta, self.f_b_proj(self.f_a_proj(x))), dim=-1)
 
     def opening(self, gate: torch.Tensor) -> torch.Tensor:

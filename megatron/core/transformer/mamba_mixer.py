@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron.core.context_parallel import StackedHeads, copies_of_key_value_heads
 from megatron.core.ops.linear_attention import selective_scan
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_shards
 from megatron.core.tensor_parallel import make_parameter
 from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.hybrid_config import MAMBA
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution
 
 _CONVOLUTION_WIDTH = 4
@@ -52,15 +54,27 @@ class MambaMixer(RecurrentMixer):
     The rows of the input projection are the gate z, x, B, C and the step sizes dt.
     """
 
-    def __init__(self, config: DecoderConfig, layer_number: int, tp: Group, device: torch.device | str) -> None:
-        super().__init__(config, layer_number, tp, device)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_number: int,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None = None,
+    ) -> None:
+        super().__init__(config, layer_number, tp, device, cp)
         hybrid = config.hybrid
         num_heads, self.head_dim = hybrid.mamba_heads(config.hidden_size), hybrid.mamba_head_dim
-        inner, self.state_dim = num_heads * self.head_dim, hybrid.mamba_state_dim
-        states = hybrid.mamba_num_groups * self.state_dim
-        self.rows = (inner, inner, states, states, num_heads)
+        inner, self.state_dim = hybrid.inner_size(MAMBA, config.hidden_size), hybrid.mamba_state_dim
+        self.rows = hybrid.projection_rows(MAMBA, config.hidden_size)
+        own_heads, own_groups = num_heads // tp.size, hybrid.mamba_num_groups // tp.size
+        copies = copies_of_key_value_heads(own_heads, own_groups, self.cp.size)
+        assert copies is not None, f"{own_heads} heads in {own_groups} groups cannot be shared by {self.cp.size} ranks"
+        of_states = StackedHeads(own_groups, self.state_dim, copies)
+        of_conv = (StackedHeads(own_heads, self.head_dim), of_states, of_states)
+        self.stacked = (of_conv, (StackedHeads(own_heads),))
         self.conv1d = StackedConvolution(
-            (inner, states, states), _CONVOLUTION_WIDTH, tp, has_bias=True, dtype=self.dtype, device=device
+            of_conv, _CONVOLUTION_WIDTH, tp, self.cp, has_bias=True, dtype=self.dtype, device=device
         )
         self._add_decay(num_heads)
         self.D = self._per_head("D", num_heads, init_mean=1.0)
@@ -78,21 +92,23 @@ class MambaMixer(RecurrentMixer):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         inner, _, width, _, heads = (rows // self.tp.size for rows in self.rows)
         z, xbc, dt = mixed.transpose(0, 1).split_with_sizes((inner, inner + 2 * width, heads), dim=-1)
+        xbc, dt = self.to_heads((xbc, dt), self.stacked)
         of_conv, of_scan = (None, None) if states is None else states
         xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)
-        x, to_state, from_state = xbc.split_with_sizes((inner, width, width), dim=-1)
+        shares = [heads.rows_of_rank(self.cp.size) for heads in self.stacked[0]]
+        x, to_state, from_state = xbc.split_with_sizes(shares, dim=-1)
         y, scan_state = selective_scan(
             x.unflatten(-1, (-1, self.head_dim)),
             self.steps(dt, padding),
             self.decay_rates(),
             to_state.unflatten(-1, (-1, self.state_dim)),
             from_state.unflatten(-1, (-1, self.state_dim)),
-            self.D,
+            self.own_heads(self.D),
             of_scan,
             starts,
             return_state=return_states,
         )
-        output = self.norm(y.flatten(2), z).transpose(0, 1).contiguous()
+        output = self.norm(self.to_sequence(y).flatten(2), z).transpose(0, 1).contiguous()
         if conv_state is None or scan_state is None:
             return output, ()
         return output, (conv_state, scan_state)

@@ -5,6 +5,7 @@ DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -198,6 +199,22 @@ class LatentAttention(SelfAttention):
             query_factor=self.query_factor,
             copies_value=self.recomputes_up,
         )
+
+    def rows_to_clip(self, eta: torch.Tensor, alpha: float) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the up-projections; the rotary part of the keys, which all heads share, leaves eta to the queries.
+
+        Shapes: ``eta: [n/tp]``; ``parameter: [rows, …]``, ``factors: [rows]``.
+        """
+        of_query = self.linear_q_proj if self.q_layernorm is None else self.linear_q_up_proj
+        rows_of_heads = (
+            (of_query.weight, ((eta**alpha, self.plain_width), (eta, self.rotary_width))),
+            (
+                self.linear_kv_up_proj.weight,
+                ((eta ** (1 - alpha), self.plain_width), (torch.ones_like(eta), self.value_width)),
+            ),
+        )
+        for weight, rows in rows_of_heads:
+            yield weight, torch.cat([each[:, None].expand(-1, count) for each, count in rows], dim=1).flatten()
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * v]``."""

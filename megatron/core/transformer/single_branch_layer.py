@@ -73,6 +73,7 @@ class SingleBranchLayer(TransformerLayer):
             of_sample = require_keys(dropout)
             after = of_sample.after_feed_forward if self.has_feed_forward else of_sample.after_attention
             keys = after(self.layer_number)
+        self.hand_keys(dropout)
         if ahead is None or ahead.normalized is None:
             x, normalized = self.input_layernorm(x)
         else:

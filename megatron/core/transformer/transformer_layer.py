@@ -81,7 +81,7 @@ def make_attention(
     """
     mixer, _ = config.layer_parts[config.kind_of(layer_number)]
     if mixer in _RECURRENT:
-        return _RECURRENT[mixer](config, layer_number, tp, device)
+        return _RECURRENT[mixer](config, layer_number, tp, device, cp)
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
     if config.attention_output_gate:
@@ -239,8 +239,9 @@ class TransformerLayer(nn.Module):
             adapter.keys = dropout
         for quantizers in self.keyed_quantizers:
             quantizers.keys = dropout
-        if isinstance(self.mlp, ExpertLayer) and self.mlp.config.routes_at_random:
-            self.mlp.router.keys, self.mlp.router.layer_number = dropout, self.layer_number
+        feed_forward = getattr(self, "mlp", None)
+        if isinstance(feed_forward, ExpertLayer) and feed_forward.config.routes_at_random:
+            feed_forward.router.keys, feed_forward.router.layer_number = dropout, self.layer_number
 
     def _recomputed(
         self, norm: nn.Module, stream: torch.Tensor, normalized: torch.Tensor

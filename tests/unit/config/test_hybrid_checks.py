@@ -49,9 +49,31 @@ WRONG = [
     (f"{MIXED} --mtp-num-layers 1 --no-position-embedding", "is not supported with --mtp-num-layers 1"),
     (f"{MIXED} --mamba-head-dim 24", "twice --hidden-size 32 is not divisible by --mamba-head-dim 24"),
     (f"{MIXED} --mamba-num-heads 12", "12 Mamba-2 heads are not divisible by --mamba-num-groups 8; numbers of groups"),
-    (f"{FOUR} --bf16 --fp8-format hybrid", "is not supported with --fp8-format hybrid yet; omit"),
-    (f"{FOUR} --bf16 --fp4-format e2m1", "is not supported with --fp4-format e2m1 yet; omit"),
-    (f"{FOUR} --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
+    (
+        f"{FOUR} --bf16 --fp8-format hybrid --linear-num-key-heads 2 --linear-num-value-heads 6 "
+        "--linear-key-head-dim 8 --linear-value-head-dim 8",
+        "--linear-num-value-heads 6 gives the projections of a gated delta-net layer 140 rows and 48 columns on each "
+        "tensor-parallel rank, but --fp8-format hybrid needs a multiple of 16; use --linear-num-value-heads 8",
+    ),
+    (
+        f"{MIXED} --bf16 --fp4-format e2m1 --mamba-num-heads 8 --mamba-head-dim 8",
+        "--mamba-num-heads 8 gives the projections of a Mamba-2 layer 2184 rows and 64 columns on each tensor-parallel "
+        "rank, but --fp4-format e2m1 needs a multiple of 32; use --mamba-num-heads 32",
+    ),
+    (
+        f"{MIXED} --lora-rank 2 --lora-target-modules x_proj",
+        "x_proj is not a linear layer of this model; its linear layers are linear_qkv linear_proj linear_fc1 "
+        "linear_fc2 in_proj out_proj q_proj",
+    ),
+    (
+        "--hybrid-override-pattern MMGG --lora-rank 2 --lora-target-modules linear_qkv",
+        "linear_qkv is not a linear layer of this model; its linear layers are in_proj out_proj",
+    ),
+    (
+        "--hybrid-override-pattern MMGG --mamba-head-dim 8 --lora-rank 2 --lora-base-quantization nf4 "
+        "--hidden-size 64 --linear-num-value-heads 16 --linear-value-head-dim 6",
+        "--linear-num-value-heads x --linear-value-head-dim 96 is not a whole number of blocks of 64 input features",
+    ),
     (f"{FOUR} --save x --ckpt-format torch_dist", "cannot store a model with --experimental-attention-variant"),
     (
         f"{MIXED} --mamba-num-heads 16 --save x --ckpt-format torch",
@@ -97,9 +119,44 @@ def test_heads_are_sharded_evenly(words: str, message: str) -> None:
         resolve_arguments([*BASE.split(), *words.split(), "--tensor-model-parallel-size", "2"], 2)
 
 
-def test_context_parallelism_is_not_supported_yet() -> None:
-    with pytest.raises(ConfigurationError, match="is not supported with --context-parallel-size 2 yet; omit"):
-        resolve_arguments([*BASE.split(), *FOUR.split(), "--context-parallel-size", "2"], 2)
+SHARED = "--seq-length 24 --context-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"{FOUR} --linear-num-key-heads 2 --linear-num-value-heads 6 {SHARED} 4",
+            "--linear-num-value-heads 6 with --linear-num-key-heads 2: the 6 heads of a tensor-parallel rank, in 2 "
+            "groups, cannot be divided among --context-parallel-size 4 ranks; context-parallel sizes that work: 1, 2, "
+            "3, 6",
+        ),
+        (
+            f"{MIXED} --mamba-head-dim 8 --mamba-num-groups 2 {SHARED} 3",
+            "--mamba-num-heads 8 with --mamba-num-groups 2: the 8 heads of a tensor-parallel rank, in 2 groups",
+        ),
+        (
+            f"{MIXED} --mamba-num-heads 8 {SHARED} 2 --cp-comm-type a2a p2p p2p all_gather",
+            "layer 4 (Mamba-2) exchanges heads by all-to-all, and not by all_gather; use a2a for it",
+        ),
+        (
+            f"--hybrid-override-pattern M-M- --mamba-num-heads 8 {SHARED} 2 --cp-comm-type all_gather",
+            "--cp-comm-type all_gather has no effect: the model has no attention layer, and recurrent layers exchange",
+        ),
+    ],
+)
+def test_context_parallel_ranks_share_heads(words: str, message: str) -> None:
+    size = int(words.split("--context-parallel-size ")[1].split()[0])
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*BASE.split(), *words.split()], size)
+    assert any(message in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_each_layer_may_have_its_communication_type() -> None:
+    words = f"{MIXED} --mamba-num-heads 8 {SHARED} 8 --seq-length 32 --cp-comm-type a2a p2p p2p a2a"
+    # Eight ranks cannot share the four heads of the attention layer, which has a ring.
+    model = resolve_arguments([*BASE.split(), *words.split(), "--max-position-embeddings", "32"], 8).config.model
+    assert model.attention_exchanges == {"p2p"}
 
 
 def test_symbols_and_names_are_the_same_pattern() -> None:

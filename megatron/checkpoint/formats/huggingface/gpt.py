@@ -285,12 +285,16 @@ class GPTNeoFamily:
 
 
 def _read_windows(settings: Settings, num_layers: int) -> dict[str, Any]:
-    """Return the fields of sliding windows; ``attention_types`` is a list of [kinds of layers, repetitions]."""
+    """Return the fields of sliding windows; ``attention_types`` is a list of [kinds of layers, repetitions].
+
+    transformers derives ``attention_layers`` from it and also stores them, and reads them with precedence.
+    """
     types = settings.values.get("attention_types", _DEFAULT_TYPES)
     try:
         kinds = [kind for part, times in types for _ in range(times) for kind in part]
     except (TypeError, ValueError):
         kinds = []
+    settings.require("attention_layers", kinds, kinds, "attention_types gives other kinds of layers")
     if len(kinds) != num_layers or not set(kinds) <= {_FULL, _WINDOW}:
         settings.refuse(
             f"attention_types {types!r} does not describe {num_layers} layers of the kinds {_FULL} and {_WINDOW}"

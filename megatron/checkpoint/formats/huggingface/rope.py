@@ -158,8 +158,8 @@ def _read_stretching(scaling: Settings, positions: int) -> dict[str, Any]:
         "rope_type": "yarn",
         "rotary_scaling_factor": _above_one(scaling),
         "original_max_position_embeddings": scaling.integer("original_max_position_embeddings", positions),
-        "beta_fast": scaling.number("beta_fast", 32.0),
-        "beta_slow": scaling.number("beta_slow", 1.0),
+        "beta_fast": scaling.positive("beta_fast", 32.0),
+        "beta_slow": scaling.positive("beta_slow", 1.0),
         "yarn_correction_range_round_to_int": scaling.switch("truncate", True),
         **_amplitudes(scaling),
     }

@@ -252,8 +252,16 @@ def changes_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((name, other) for other in (value * 4, 0.5) if other != value)
         elif isinstance(value, str) and "act" in name:
             yield from ((name, other) for other in ACTIVATIONS if other != value)
+        elif isinstance(value, list) and value:
+            yield from ((name, other) for other in (value[::-1], value[:1] * len(value)) if other != value)
+        elif value is None:
+            yield from ((name, other) for other in (True, 8, 0.5))
     for name, values in UNSAID.items():
         yield from ((name, value) for value in values if config.get(name) != value)
+    for name, value in config.items():
+        if isinstance(value, dict) and name not in INVISIBLE:
+            inner = {key: number for key, number in value.items() if isinstance(number, (int, float))}
+            yield from ((name, {**value, key: other}) for key, number in inner.items() for other in (0, 2 * number))
 
 
 def outcome_of(kind: str, config: dict[str, Any], name: str, value: Any, folder: Path) -> str:
