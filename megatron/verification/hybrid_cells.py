@@ -36,7 +36,7 @@ HYBRID_SHAPES: dict[str, tuple[str, ...]] = {
         *("--experimental-attention-variant", "kimi_delta_attention", "--linear-attention-freq", "4", *_DELTA[2:]),
         *("--multi-latent-attention", "--no-position-embedding", "--num-query-groups", "4", "--kv-lora-rank", "10"),
         *("--qk-head-dim", "6", "--qk-pos-emb-head-dim", "3", "--v-head-dim", "8"),
-        *("--qk-layernorm", "--qk-layernorm-epsilon", "1e-3", *_EXPERTS, "--moe-layer-freq", "[0,1,1,1]"),
+        *("--qk-layernorm", "--latent-norm-epsilon", "1e-3", *_EXPERTS, "--moe-layer-freq", "[0,1,1,1]"),
         *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     ),
 }

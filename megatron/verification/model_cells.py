@@ -28,6 +28,7 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
         *SHAPES["llama"],
         *_EXPERTS,
         *("--moe-router-score-function", "sigmoid", "--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
+        *("--moe-router-group-score-topk", "2"),
         *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
         *("--moe-router-topk-scaling-factor", "1.5", "--moe-layer-freq", "([0]+[1]*3)"),
         *("--moe-shared-expert-intermediate-size", "16"),
@@ -188,7 +189,7 @@ LATENT_SHAPES: dict[str, tuple[str, ...]] = {
     "latent-yarn": (
         *(*_GATED, *_LATENT, "--q-lora-rank", "12", "--v-head-dim", "8", "--qk-layernorm"),
         *("--rotary-scaling-factor", "4", "--original-max-position-embeddings", "8"),
-        *("--mscale", "0.8", "--mscale-all-dim", "0.5"),
+        *("--mscale", "0.8", "--mscale-all-dim", "0.5", "--latent-norm-epsilon", "0.1"),
         *("--mtp-num-layers", "1", "--untie-embeddings-and-output-weights"),
     ),
 }

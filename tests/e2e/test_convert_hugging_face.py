@@ -49,6 +49,17 @@ def test_there_and_back_is_byte_equal_with_logits_checked(kind: str, tmp_path: P
     assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
 
 
+def test_a_model_type_that_transformers_does_not_know_is_compared_by_its_architecture(tmp_path: Path) -> None:
+    """As Kimi-K2's, whose folder has code of its own, which is not run."""
+    save_model("moonlight", tmp_path / "hf")
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    edit_config(tmp_path / "hf", lambda values: values.update(model_type="kimi_k2", auto_map=code))
+    run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron --test-logits")
+    lines = run_converter(tmp_path / "native", tmp_path / "back", "--saver hf --test-logits")
+    assert any("transformers package" in line for line in lines)
+    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
+
+
 def test_tokenizer_and_generation_settings_cross_megatrons_format(tmp_path: Path) -> None:
     save_model("llama31", tmp_path / "hf")
     engine = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
@@ -208,9 +219,17 @@ OTHERS = (
         "cohere2",
         "nanochat",
         "deepseek_v2",
+        "deepseek_v2_groups",
+        "moonlight",
+        "ministral",
+        "ministral3",
+        "solar_open",
+        "glm4_moe_lite",
+        "exaone_moe",
     ),
     *("gptj", "codegen", "gpt_bigcode", "persimmon"),
     "qwen3_next",
+    *("bloomz", "mpt_1b", "opt_125m", "xglm_7b"),
     *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -232,7 +251,7 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     changes: dict[str, Any] = {"num_hidden_layers": 4}
     if kind in ("gemma2", "gemma3"):
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
-    if kind in ("olmo3", "exaone4", "cohere2"):
+    if kind in ("olmo3", "exaone4", "cohere2", "ministral", "exaone_moe"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     if kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         changes |= {"layer_types": ["linear_attention", "full_attention"] * 2}
@@ -241,6 +260,8 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
             "kda_layers": [1, 3, 4],
             "full_attn_layers": [2],
         }
+    if kind == "glm4_moe_lite":
+        changes |= {"mlp_layer_types": ["sparse", "dense"] * 2}
     if kind == "smollm3":
         changes |= {"no_rope_layers": [1, 0, 1, 0]}
     if kind == "gpt_oss":

@@ -82,6 +82,14 @@ def _check_positions(config: RunConfig) -> Iterator[str]:
             f"--seq-length {length} is greater than --max-position-embeddings {positions}, but position embeddings are "
             f"learned; use --max-position-embeddings {length}, or a shorter --seq-length"
         )
+    kind, offset = config.model.position_embedding_type, config.model.position_embedding_offset
+    if offset and kind not in ("learned_absolute", "sinusoidal"):
+        yield (
+            f"--position-embedding-offset {offset} has no effect with --position-embedding-type {kind}; omit it, or "
+            "use learned_absolute or sinusoidal"
+        )
+    if kind == "sinusoidal" and config.model.hidden_size < 4:
+        yield "--position-embedding-type sinusoidal needs two frequencies; use --hidden-size 4 or more"
 
 
 def _check_sequence_length(config: RunConfig) -> Iterator[str]:
@@ -329,7 +337,7 @@ def _check_parameters(config: RunConfig) -> Iterator[str]:
     feed_forward = model.hidden_size * model.ffn_hidden_size * (3 if model.is_gated else 2)
     rows = model.vocab_size or config.tokenizer.vocab_size or 0
     if model.position_embedding_type == "learned_absolute":
-        rows += model.max_position_embeddings
+        rows += model.num_position_embeddings
     total = model.num_layers * (attention + feed_forward) + rows * model.hidden_size
     if total > _MOST_VALUES * ranks:
         yield (
@@ -364,7 +372,13 @@ MODEL_CHECKS = (
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
     Check(("num_attention_heads", "num_query_groups"), _check_query_groups),
-    Check(("seq_length", "max_position_embeddings", "position_embedding_type"), _check_positions),
+    Check(
+        (
+            *("seq_length", "max_position_embeddings", "position_embedding_type", "position_embedding_offset"),
+            "hidden_size",
+        ),
+        _check_positions,
+    ),
     Check(("seq_length",), _check_sequence_length),
     Check(
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
@@ -422,6 +436,18 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
+def _check_linear_biases(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "alibi":
+        return
+    others = {"--softmax-type": model.has_sinks, "--attn-logit-softcapping": model.attn_logit_softcapping is not None}
+    for name in (name for name, is_given in others.items() if is_given):
+        yield (
+            f"--position-embedding-type alibi is not supported with {name}: biases are exact up to a constant per "
+            "query, which only a plain softmax ignores; omit one of them"
+        )
+
+
 def _check_flash_version(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.attention_backend not in ("fa3", "fa4"):
@@ -455,6 +481,7 @@ def _check_flash_version(config: RunConfig) -> Iterator[str]:
 
 
 ATTENTION_CHECKS = (
+    Check(("position_embedding_type", "softmax_type", "attn_logit_softcapping"), _check_linear_biases),
     Check(
         (
             *("attention_backend", "attention_dropout", "attn_logit_softcapping", "reset_attention_mask", "seq_length"),
@@ -509,6 +536,11 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
                     f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one "
                     "of them"
                 )
+        if model.rope.attention_temperature_beta:
+            yield (
+                f"--attention-temperature-beta {model.rope.attention_temperature_beta} starts at YaRN's "
+                "--original-max-position-embeddings; add --rope-type yarn"
+            )
         return
     if model.position_embedding_type != "rope":
         yield (
@@ -575,7 +607,7 @@ MLA_CHECKS = (
     Check(
         (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
-            *("rotary_seq_len_interpolation_factor", *STRETCH_FIELDS),
+            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta", *STRETCH_FIELDS),
         ),
         _check_yarn,
     ),
@@ -605,10 +637,10 @@ def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
     given = f"--mtp-num-layers {model.mtp.mtp_num_layers}"
     if model.mtp.mtp_num_layers >= length > 1:
         yield f"{given} predicts tokens beyond the end of --seq-length {length}; values from 1 to {length - 1} work"
-    if model.position_embedding_type == "learned_absolute":
+    if model.position_embedding_type in ("learned_absolute", "sinusoidal"):
         yield (
-            f"{given} does not support learned position embeddings; use --position-embedding-type rope or "
-            "--no-position-embedding"
+            f"{given} does not support learned or sinusoidal position embeddings; use --position-embedding-type rope "
+            "or --no-position-embedding"
         )
     tensor = model.tensor_model_parallel_size
     if tensor > 0 and model.hidden_size % tensor:
@@ -715,6 +747,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return
+    ranked_by, size = moe.moe_router_group_score_topk, experts // groups
     if experts % groups:
         yield (
             f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; numbers of groups that "
@@ -725,11 +758,16 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; values from 1 to "
             f"{groups} work"
         )
-    elif not group_topk <= topk <= group_topk * (experts // groups):
-        works = [n for n in range(1, groups + 1) if n <= topk <= n * (experts // groups)]
+    elif ranked_by is not None and ranked_by > size:
+        yield (
+            f"--moe-router-group-score-topk {ranked_by} is greater than {size}, the number of experts per group; "
+            f"values from 1 to {size} work"
+        )
+    elif not (group_topk if ranked_by is None else 1) <= topk <= group_topk * size:
+        works = [n for n in range(1, groups + 1) if (n if ranked_by is None else 1) <= topk <= n * size]
         yield (
             f"--moe-router-topk {topk} experts cannot be selected from --moe-router-group-topk {group_topk} groups "
-            f"with {experts // groups} experts each; numbers of groups that work: {choices(works)}"
+            f"with {size} experts each; numbers of groups that work: {choices(works)}"
         )
 
 
@@ -867,7 +905,13 @@ SPREAD = Check(
 MOE_CHECKS = (
     Check(("num_layers", "num_experts", "moe_layer_freq"), _check_moe_layers),
     SPREAD,
-    Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
+    Check(
+        (
+            *("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
+            "moe_router_group_score_topk",
+        ),
+        _check_choice,
+    ),
     Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
     Check(

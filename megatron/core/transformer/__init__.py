@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.alibi import alibi_slopes
     from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue, describe_attention
     from megatron.core.transformer.cuda_graphs import GraphedLayers
     from megatron.core.transformer.decoder_config import (
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
+        "alibi": "alibi_slopes",
         "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",

@@ -46,6 +46,7 @@ from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.hybrid_config import ATTENTION
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.linear_biases import LinearBiases
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -264,7 +265,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.head_dim = config.head_width
+        self.head_dim = config.value_width if config.alibi_slopes is not None else config.head_width
         self.num_heads = config.num_attention_heads // tp.size
         self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
@@ -277,6 +278,8 @@ class SelfAttention(nn.Module):
         self.tp_size = tp.size
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
+        slopes = config.alibi_slopes
+        self.biases = None if slopes is None else LinearBiases([slopes[head] for head in self.heads], self.cp)
         _activate_flash(config, device)
         self.core = with_context_parallel(
             select_attention_core(
@@ -327,7 +330,7 @@ class SelfAttention(nn.Module):
         return Norm(
             config.normalization,
             config.kv_channels,
-            config.query_key_norm_epsilon,
+            config.norm_epsilon,
             tp,
             partial_gradient=True,
             centered_weight=config.apply_layernorm_1p,
@@ -366,7 +369,7 @@ class SelfAttention(nn.Module):
         dropout: DropoutKeys | None,
     ) -> torch.Tensor:
         """Return the output of core attention for this rank's heads. Shapes: ``-> [s, b, n/tp * d]``."""
-        return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout)
+        return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout, angles)
 
     def _weighted(
         self,
@@ -375,9 +378,12 @@ class SelfAttention(nn.Module):
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: DropoutKeys | None,
+        angles: RotaryAngles | None,
     ) -> torch.Tensor:
         if self.score_factor is not None:
             query = query * self.score_factor
+        if angles is not None and angles.query_scale is not None:
+            query = (query * angles.query_scale).to(query.dtype)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
         if self.training:
@@ -474,5 +480,5 @@ class SelfAttention(nn.Module):
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        context = self.core(inputs)
+        context = self.core(inputs if self.biases is None else self.biases.extend(inputs))[..., : self.head_dim]
         return context.reshape(*context.shape[:2], -1)

@@ -10,9 +10,20 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
+from megatron.core.config_base import (
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Config,
+    flag,
+    group,
+    idle_with,
+    idle_without,
+)
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
+from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
     ATTENTION,
     MOE,
@@ -58,6 +69,15 @@ class MLAConfig(Config):
     embeddings."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Value dimension per head."""
+    latent_norm_epsilon: float | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        needs=_LATENT,
+        idle=idle_without("qk_layernorm"),
+        seen_as="epsilon_of_latent_norms",
+    )
+    """Epsilon of the norms of MLA's latent vectors; by default --norm-epsilon."""
 
     @property
     def latent_query_width(self) -> int:
@@ -110,6 +130,11 @@ class RotaryConfig(Config):
     """YaRN: growth of the rotary part of queries and keys with the logarithm of the factor."""
     mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: growth of attention scores with the logarithm of the factor, instead of the rotary part."""
+
+    attention_temperature_beta: float = flag(
+        0.0, role="meaning", bounds=NOT_NEGATIVE, excludes=("multi_latent_attention",)
+    )
+    """YaRN: multiply rotated queries at position p by 1 + this x ln(1 + p // --original-max-position-embeddings)."""
 
     def yarn_mscale(self, scale: float) -> float:
         """Return YaRN's mscale: 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1, or 1 for a factor of at most 1."""
@@ -229,6 +254,10 @@ class MoEConfig(Config, in_args=False):
     """Equal groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
     """Groups per token: those whose best experts have the largest sum of scores."""
+    moe_router_group_score_topk: int | None = flag(
+        None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk", seen_as="experts_that_rank_a_group"
+    )
+    """Best experts whose scores rank a group; by default --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
     """Multiply the weights of the selected experts by this factor."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
@@ -275,6 +304,13 @@ class MoEConfig(Config, in_args=False):
     )
     """Dispatch of tokens to other ranks' experts: all-gather or all-to-all. flex is alltoall: no DeepEP or HybridEP
     kernels."""
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """Return the number of best experts whose scores rank a group; None without group-limited routing."""
+        if self.moe_router_group_topk is None:
+            return None
+        return self.moe_router_group_score_topk or max(self.moe_router_topk // self.moe_router_group_topk, 1)
 
     @property
     def moe_aux_losses(self) -> dict[str, float]:
@@ -382,15 +418,6 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
-    qk_layernorm_epsilon: float | None = flag(
-        None,
-        role="meaning",
-        bounds=POSITIVE,
-        needs="qk_layernorm",
-        seen_as="query_key_norm_epsilon",
-        in_args=False,
-    )
-    """Epsilon of the norms of queries and keys, or of MLA's latent vectors; by default --norm-epsilon."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
     attention_output_gate: bool = flag(
@@ -441,14 +468,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     activation_func: str | None = flag(
         None,
-        choices=tuple(_FLAG_OF_ACTIVATION),
+        choices=(*_FLAG_OF_ACTIVATION, "relu"),
         registry="activation",
         role="shape",
         excludes=_ACTIVATION_SWITCHES,
         in_args=False,
         seen_as="activation",
     )
-    """Activation by name: one that a script registered, or a built-in one, for which this is the same as its flag."""
+    """Activation by name: one that a script registered, relu, or another built-in one, for which this is the same as
+    its flag."""
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU activation."""
     geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
@@ -616,6 +644,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return moe_layers(self.moe, self.num_layers)
 
     @property
+    def experts_that_rank_a_group(self) -> int | None:
+        """Return the number of best experts whose scores rank a group; None without group-limited routing."""
+        return self.moe.group_score_topk
+
+    @property
+    def epsilon_of_latent_norms(self) -> float:
+        return self.norm_epsilon if self.mla.latent_norm_epsilon is None else self.mla.latent_norm_epsilon
+
+    @property
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """Return for each layer the kinds of its sequence mixer and of its feed-forward.
 
@@ -699,6 +736,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return kind == "yarn" and self.rope.rotary_scaling_factor != 1.0
 
     @property
+    def attention_temperature(self) -> tuple[float, int] | None:
+        """Return the growth of queries with the position, and the length at which it starts; None without growth."""
+        beta = self.rope.attention_temperature_beta
+        return (beta, self.rope.original_max_position_embeddings) if beta else None
+
+    @property
     def rotary_amplitude(self) -> float:
         """Return YaRN's factor for the rotary part of queries and keys."""
         if not self.stretches_positions:
@@ -725,11 +768,6 @@ class DecoderConfig(ParallelConfig, in_args=True):
     def score_scale(self) -> float:
         """Return the number by which attention scores are multiplied."""
         return float(self.score_scalar**-0.5) if self.softmax_scale is None else self.softmax_scale
-
-    @property
-    def query_key_norm_epsilon(self) -> float:
-        """Return the epsilon of the norms of queries and keys, or of MLA's latent vectors."""
-        return self.norm_epsilon if self.qk_layernorm_epsilon is None else self.qk_layernorm_epsilon
 
     @property
     def norm_parameter_names(self) -> tuple[str, ...]:
@@ -772,7 +810,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def head_width(self) -> int:
         """Return the head width of queries, keys and values that attention kernels see."""
+        if self.alibi_slopes is not None:
+            return extended_head_width(self.kv_channels, self.params_dtype)
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return None
 
     @property
     def value_width(self) -> int:

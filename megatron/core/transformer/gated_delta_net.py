@@ -106,8 +106,8 @@ class GatedDeltaNet(RecurrentMixer):
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        of_conv, of_beta, of_steps = ([heads.num_rows for heads in own] for own in self.stacked)
-        sizes = (sum(of_conv), of_conv[-1], *of_beta, *of_steps)
+        convolved, beta_rows, step_rows = ([heads.num_rows for heads in own] for own in self.stacked)
+        sizes = (sum(convolved), convolved[-1], *beta_rows, *step_rows)
         qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes(sizes, dim=-1)
         qkv, b, a = self.to_heads((qkv, b, a), self.stacked)
         of_conv, of_rule = (None, None) if states is None else states

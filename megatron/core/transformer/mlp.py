@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
 
@@ -88,11 +89,11 @@ class FeedForward(nn.Module):
 
 def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
+    if config.activation in ACTIVATIONS:
+        return ACTIVATIONS[config.activation]
     if config.activation_func is not None:
         own: Callable[[torch.Tensor], torch.Tensor] = find_registered("activation", config.activation_func).value
         return partial(_gated_by, own) if config.is_gated else own
-    if not config.is_gated:
-        return ACTIVATIONS[config.activation]
     offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
     return partial(gated_activation, kind=config.activation, offset=offset, limit=limit)
 

@@ -97,7 +97,7 @@ class LatentAttention(SelfAttention):
             return Norm(
                 config.normalization,
                 width,
-                config.query_key_norm_epsilon,
+                config.epsilon_of_latent_norms,
                 tp,
                 partial_gradient=config.sequence_parallel,
                 centered_weight=config.apply_layernorm_1p,
@@ -139,7 +139,7 @@ class LatentAttention(SelfAttention):
         widen = partial(self._widen, angles)
         heads = widen(*narrow)
         with several_saved_as_inputs(heads, widen, *narrow):
-            return self._weighted(*heads, pattern, dropout)
+            return self._weighted(*heads, pattern, dropout, angles)
 
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None

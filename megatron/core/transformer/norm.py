@@ -157,7 +157,7 @@ class AcrossHeadsNorm(nn.Module):
     def __init__(self, config: DecoderConfig, num_heads: int, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
-        self.epsilon = config.query_key_norm_epsilon
+        self.epsilon = config.norm_epsilon
         self.mean_weight = 1.0 if config.apply_layernorm_1p else 0.0
         num_shards = min(num_heads, tp.size)
         self.copies = tp.size // num_shards

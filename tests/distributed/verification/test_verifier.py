@@ -19,6 +19,7 @@ from megatron.verification.cells import (
     IN_PARTS,
     MAX_WORLD_SIZE,
     MODULES,
+    POSITION_PARTS,
     PP_OVERLAP,
     TP_OVERLAP,
     Cell,
@@ -77,6 +78,7 @@ REPRESENTATIVE = (
     # Families least alike once; the whole matrix has all of them at all of their layouts.
     make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
+    make_cell("bloom", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",)), "packed"),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.
@@ -117,6 +119,7 @@ FURTHER = (
     make_cell("olmo2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("gemma3", Layout(tp=2, cp=2), "packed"),
     make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=END_PARTS),
+    make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=POSITION_PARTS),
 )
 """Cells whose parts the others have in other mixtures."""
 

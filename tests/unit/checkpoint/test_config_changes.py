@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 
 SHAPE = """
     hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size
-    position_embedding_type max_position_embeddings normalization apply_layernorm_1p swiglu
+    position_embedding_type max_position_embeddings position_embedding_offset normalization apply_layernorm_1p swiglu
     norm_placement qk_layernorm_across_heads geglu quick_geglu
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias

@@ -92,7 +92,6 @@ WRONG = [
         "--multi-latent-attention --no-position-embedding --save x --ckpt-format torch",
         "cannot store a model with --position-embedding-type none",
     ),
-    ("--qk-layernorm-epsilon 1e-3", "--qk-layernorm-epsilon 0.001 has no effect without --qk-layernorm"),
     (f"{KDA} --linear-attention-freq 4 --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
     ("--attention-output-gate --lora-rank 2", "exclude each other"),
 ]

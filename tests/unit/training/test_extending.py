@@ -74,11 +74,11 @@ def problems_of(*more: str) -> tuple[str, ...]:
 
 
 def test_a_registered_name_is_accepted_and_shown() -> None:
-    shown = "--activation-func {swiglu,geglu,quick_geglu,squared_relu,gelu,gelu_tanh"
+    shown = "--activation-func {swiglu,geglu,quick_geglu,squared_relu,gelu,gelu_tanh,relu"
     assert f"{shown}}}" in build_parser().format_help()
     assert problems_of("--activation-func", "mish") == (
-        "--activation-func mish: possible values are swiglu, geglu, quick_geglu, squared_relu, gelu, gelu_tanh; a "
-        "script that registers mish adds it (--script FILE)",
+        "--activation-func mish: possible values are swiglu, geglu, quick_geglu, squared_relu, gelu, gelu_tanh, relu; "
+        "a script that registers mish adds it (--script FILE)",
     )
     register_activation("mish", torch.nn.functional.mish)
     assert f"{shown},mish}}" in build_parser().format_help()

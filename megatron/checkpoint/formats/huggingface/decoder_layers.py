@@ -171,6 +171,56 @@ def norm_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorL
         yield whole(f"{native}.{kind}", f"{foreign}.{kind}", (config.hidden_size,))
 
 
+LINEAR_QKV = "self_attention.linear_qkv"
+STACKED_QKV = "stacked query, key and value"
+"""Name in tables of links of a projection with the rows of all queries, then all keys, then all values."""
+
+
+def named_layer_links(
+    config: GPTConfig, ours: str, theirs: str, names: Iterable[tuple[str, str]]
+) -> Iterator[TensorLink]:
+    """Yield the links of a dense layer, given pairs of our and their module names, in the order of their tensors.
+
+    ``LINEAR_QKV`` is a projection with the native order of rows, or, if its name has ``{}`` for ``q``, ``k`` or ``v``,
+    three projections. ``STACKED_QKV`` is one with all queries first.
+    """
+    width, ffn = config.hidden_size, config.ffn_hidden_size
+    shapes = {
+        LINEAR_QKV: (config.query_projection_size + 2 * config.kv_projection_size, width),
+        "self_attention.linear_proj": (width, config.context_size),
+        "mlp.linear_fc1": (ffn, width),
+        "mlp.linear_fc2": (width, ffn),
+    }
+    for native, foreign in names:
+        if native == STACKED_QKV or "{}" in foreign:
+            yield from projection_links(config, f"{ours}{LINEAR_QKV}", f"{theirs}{foreign}")
+        elif native == LINEAR_QKV:
+            yield whole(f"{ours}{native}.weight", f"{theirs}{foreign}.weight", shapes[native])
+            if config.has_qkv_bias:
+                yield whole(f"{ours}{native}.bias", f"{theirs}{foreign}.bias", shapes[native][:1])
+        elif native in shapes:
+            yield from linear_links(config, f"{ours}{native}", f"{theirs}{foreign}", shapes[native])
+        else:
+            yield from norm_links(config, f"{ours}{native}", f"{theirs}{foreign}")
+
+
+def projection_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorLink]:
+    """Yield the links of query, key and value projections.
+
+    ``foreign`` has ``{}`` for ``q``, ``k`` or ``v``, or is the name of one projection, with all queries first.
+    """
+    fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
+    starts, keys = {"q": 0, "k": 0, "v": 0}, config.query_projection_size
+    if "{}" not in foreign:
+        starts = {"q": 0, "k": keys, "v": keys + config.kv_projection_size}
+    for name in ("q", "k", "v"):
+        for kind, trailing in (("weight", (config.hidden_size,)), ("bias", ()))[: 2 if config.has_qkv_bias else 1]:
+            for part, native_start, foreign_start, count in fused:
+                if part == name:
+                    their_name, start = f"{foreign.format(name)}.{kind}", starts[name] + foreign_start
+                    yield rows(f"{native}.{kind}", native_start, their_name, start, count, trailing)
+
+
 def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
     """Convert a loaded model's weights to the form of its files: the experts, stacked in memory, become separate.
 
@@ -368,15 +418,7 @@ class RotaryDecoderFamily:
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QKV projections."""
-        width = config.hidden_size
-        fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
-        for name in ("q", "k", "v"):
-            for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.has_qkv_bias else 1]:
-                for part, native_start, foreign_start, count in fused:
-                    if part == name:
-                        native = f"{ours}self_attention.linear_qkv.{kind}"
-                        foreign = f"{theirs}self_attn.{name}_proj.{kind}"
-                        yield rows(native, native_start, foreign, foreign_start, count, trailing)
+        yield from projection_links(config, f"{ours}{LINEAR_QKV}", f"{theirs}self_attn.{{}}_proj")
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QK norms."""

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
+from megatron.checkpoint.formats.huggingface.bloom import BloomFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
-from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family
+from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family, ExaoneMoeFamily
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
-from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily
+from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily, Glm4MoeLiteFamily, SolarOpenFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
 from megatron.checkpoint.formats.huggingface.gpt_bigcode import GPTBigCodeFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
@@ -26,7 +27,13 @@ from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, Grani
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.kimi_linear import KimiLinearFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
-from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
+from megatron.checkpoint.formats.huggingface.mistral import (
+    Ministral3Family,
+    MinistralFamily,
+    MistralFamily,
+    MixtralFamily,
+)
+from megatron.checkpoint.formats.huggingface.mpt import MptFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
@@ -35,6 +42,7 @@ from megatron.checkpoint.formats.huggingface.olmo import (
     OlmoeFamily,
     OlmoFamily,
 )
+from megatron.checkpoint.formats.huggingface.opt import OptFamily
 from megatron.checkpoint.formats.huggingface.persimmon import PersimmonFamily
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
@@ -47,6 +55,7 @@ from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
 from megatron.checkpoint.formats.huggingface.stablelm import StableLmFamily
 from megatron.checkpoint.formats.huggingface.starcoder2 import Starcoder2Family
 from megatron.checkpoint.formats.huggingface.tokenizer_files import tokenizer_settings
+from megatron.checkpoint.formats.huggingface.xglm import XglmFamily
 from megatron.core.config_base import config_to_dict, excesses
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import GPTConfig
@@ -58,6 +67,8 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3Family(),
     Qwen3MoEFamily(),
     MistralFamily(),
+    MinistralFamily(),
+    Ministral3Family(),
     MixtralFamily(),
     GPTNeoFamily(),
     GPTNeoXFamily(),
@@ -84,7 +95,10 @@ FAMILIES: tuple[Family, ...] = (
     HeliumFamily(),
     Ernie4_5Family(),
     StableLmFamily(),
+    SolarOpenFamily(),
     Glm4MoeFamily(),
+    Glm4MoeLiteFamily(),
+    ExaoneMoeFamily(),
     FlexOlmoFamily(),
     GraniteFamily(),
     GraniteMoeFamily(),
@@ -96,6 +110,10 @@ FAMILIES: tuple[Family, ...] = (
     NanoChatFamily(),
     DeepseekV2Family(),
     Qwen3NextFamily(),
+    BloomFamily(),
+    MptFamily(),
+    OptFamily(),
+    XglmFamily(),
     Qwen3_5Family(),
     Qwen3_5MoEFamily(),
     KimiLinearFamily(),
@@ -103,7 +121,7 @@ FAMILIES: tuple[Family, ...] = (
 
 HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "kimi_linear")
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "kimi_linear", "mpt")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
 
 
@@ -200,7 +218,9 @@ def named_family(settings: Settings) -> tuple[str, Family | None]:
     architectures = settings.values.get("architectures")
     if isinstance(architectures, list) and architectures:
         wanted = [str(name) for name in architectures]
-        found = [family for family in FAMILIES if wanted == [family.architecture]]
+        # MPT's own code spells the name differently from transformers.
+        in_lower_case = [name.lower() for name in wanted]
+        found = [family for family in FAMILIES if in_lower_case == [family.architecture.lower()]]
         return ", ".join(wanted), found[0] if found else None
     wanted_type = settings.values.get("model_type")
     found = [family for family in FAMILIES if family.model_type == wanted_type]

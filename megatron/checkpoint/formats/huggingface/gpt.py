@@ -24,9 +24,10 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
     "gelu": {"bias_gelu_fusion": False},
     "relu2": {"squared_relu": True},
+    "relu": {"activation_func": "relu"},
 }
 """Hugging Face names of activations without a gate."""
-_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2", "relu": "relu"}
 
 
 def read_activation(settings: Settings, name: str, default: str) -> dict[str, Any]:

@@ -11,12 +11,16 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     FULL,
     LINEAR,
     ExpertNames,
-    layer_frequency,
     linear_attention_fields,
     read_layer_types,
     written_linear_layers,
 )
-from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
+from megatron.checkpoint.formats.huggingface.deepseek_v3 import (
+    DeepseekV3Family,
+    count_of,
+    typed_layers,
+    written_layers,
+)
 from megatron.checkpoint.formats.huggingface.family import TensorLink, stacked_rows, whole
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
@@ -34,7 +38,9 @@ class KimiLinearFamily(DeepseekV3Family):
     default_positions = 1048576
     default_groups = 32
     default_epsilon = 1e-5
-    default_query_rank = None
+    has_mtp = False
+    bias_name = "block_sparse_moe.gate.e_score_correction_bias"
+    latent_defaults: Mapping[str, Any] = MappingProxyType({**DeepseekV3Family.latent_defaults, "q_lora_rank": None})
     expert_names = ExpertNames(
         *("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
         shared="block_sparse_moe.shared_experts",
@@ -100,7 +106,6 @@ class KimiLinearFamily(DeepseekV3Family):
         return {
             **self.experts_of(settings),
             **self.latent_fields(settings),
-            "mtp_num_layers": None,
             "position_embedding_type": "none",
             **(kda if any(is_linear) else {}),
             **linear_attention_fields(KIMI_DELTA_ATTENTION, is_linear),
@@ -108,13 +113,7 @@ class KimiLinearFamily(DeepseekV3Family):
 
     def layers_with_experts(self, settings: Settings) -> str:
         """Return the value of ``--moe-layer-freq``; reject a model whose layers are all dense."""
-        if settings.values.get("mlp_layer_types") is None:
-            return super().layers_with_experts(settings)
-        usual = [True] * min(settings.integer("num_hidden_layers"), 100_000)
-        found = read_layer_types(settings, usual, "sparse", "dense", "mlp_layer_types")
-        if not any(found):
-            settings.refuse("mlp_layer_types leaves no layer with experts; use sparse for at least one layer")
-        return layer_frequency(found)
+        return typed_layers(settings, count_of(settings, "first_k_dense_replace", 1))
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
@@ -127,9 +126,8 @@ class KimiLinearFamily(DeepseekV3Family):
             "short_conv_kernel_size": hybrid.linear_conv_kernel_dim,
             **{name: [i + 1 for i, kind in enumerate(kinds) if kind == _LISTS[name]] for name in _LISTS},
         }
-        dense = ["sparse" if has_experts else "dense" for has_experts in config.moe_layers]
         # The default is a token that a smaller vocabulary does not have.
-        own = {"linear_attn_config": linear, "mlp_layer_types": dense, "pad_token_id": None}
+        own = {"linear_attn_config": linear, "pad_token_id": None, **written_layers(config)}
         return self.with_own_names(settings) | _FIXED | own
 
     def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:

@@ -182,6 +182,19 @@ class Settings:
         if given != value or type(given) is not type(value):
             self.refuse(f"{name} is {json.dumps(given)}, but only {json.dumps(value)} is supported: {reason}")
 
+    def require_zero(self, name: str, reason: str) -> None:
+        """Record a problem unless the setting is 0, as an integer or not, or absent."""
+        value = self.number(name, 0.0)
+        if value:
+            self.refuse(f"{name} is {value}, but only 0 is supported: {reason}")
+
+    def name_of(self, name: str, other: str) -> str:
+        """Return the name, of two for the same setting, that is used; record a problem if their values differ."""
+        values = {each: self.values[each] for each in (name, other) if self.values.get(each) is not None}
+        if len(values) == 2 and values[name] != values[other]:
+            self.refuse(f"{name} is {values[name]!r:.40}, but {other}, another name of it, is {values[other]!r:.40}")
+        return next(iter(values), name)
+
     def dtype(self) -> str | None:
         """Return the name of the weights' dtype, or None if it is not specified."""
         for key in _DTYPE_KEYS:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig
+from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig, alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,16 @@ class GPTConfig(DecoderConfig, in_args=True):
         0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, where=("position_embedding_type", "learned_absolute")
     )
     """Positions of the model; by default the sequence length."""
+    position_embedding_offset: int = flag(0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=False)
+    """Row of the first position in the table of learned or sinusoidal positions."""
     position_embedding_type: str = flag(
         "learned_absolute",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "alibi", "sinusoidal", "none"),
         not_built=("relative", "mrope"),
         role="shape",
     )
-    """Type of position embedding."""
+    """Type of position embedding; alibi adds a bias to attention scores, linear in the distance, with a slope per head;
+    sinusoidal adds sines and cosines to the embeddings."""
     use_rotary_position_embeddings: bool = flag(
         False,
         aliases=("--use-llama2-rotary-position-embeddings",),
@@ -130,6 +133,16 @@ class GPTConfig(DecoderConfig, in_args=True):
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
 
     @property
+    def num_position_embeddings(self) -> int:
+        """Return the number of rows of a table of learned positions."""
+        return self.max_position_embeddings + self.position_embedding_offset
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return alibi_slopes(self.num_attention_heads) if self.position_embedding_type == "alibi" else None
+
+    @property
     def rotary_dim(self) -> int:
         return int(self.kv_channels * self.rotary_percent)
 
@@ -148,10 +161,20 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
+_IN_NO_ARGS = (
+    *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
+    "attention_temperature_beta",
+)
+"""Fields of experts, MLA and YaRN that Megatron's ``args`` do not have with experts or MLA."""
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *(field.name for kind in (MoEConfig, MTPConfig) for field in dataclasses.fields(kind)),
+    *(
+        field.name
+        for kind in (MoEConfig, MTPConfig)
+        for field in dataclasses.fields(kind)
+        if field.name not in _IN_NO_ARGS
+    ),
 )
 """Fields that Megatron's ``args`` represent in another form."""
 STRETCH_FIELDS = (
@@ -163,7 +186,7 @@ _OF_LATENT = {
     field.name
     for kind in (MLAConfig, RotaryConfig)
     for field in dataclasses.fields(kind)
-    if field.name != "yarn_correction_range_round_to_int"
+    if field.name not in _IN_NO_ARGS
 }
 """MLA fields; Megatron's ``args`` contain them for MLA, and Megatron always rounds YaRN's correction range."""
 

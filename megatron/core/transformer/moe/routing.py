@@ -90,6 +90,7 @@ def choose_experts(
         use_pre_softmax=config.moe_router_pre_softmax,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        group_score_topk=config.group_score_topk,
         scaling_factor=config.moe_router_topk_scaling_factor,
         score_function=config.moe_router_score_function,
         expert_bias=expert_bias,
@@ -103,22 +104,25 @@ def topk_experts(
     use_pre_softmax: bool = False,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float | None = None,
     score_function: str = "softmax",
     expert_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each token and their weights, the best first.
 
-    With ``expert_bias`` the choice uses score plus bias, and the weights use the score alone.
+    With ``expert_bias`` the choice uses score plus bias, and the weights use the score alone. See `best_experts` for
+    the arguments of group-limited routing.
 
     Shapes: ``logits: [n, experts]``, ``expert_bias: [experts] -> [n, k]`` int64 and ``[n, k]``.
     """
     if score_function == "softmax" and not use_pre_softmax:
-        indices = best_experts(logits, topk, num_groups, group_topk)
+        indices = best_experts(logits, topk, num_groups, group_topk, group_score_topk)
         weights = logits.gather(1, indices).softmax(dim=-1)
     else:
         scores = expert_scores(logits, score_function)
-        indices = best_experts(scores if expert_bias is None else scores + expert_bias, topk, num_groups, group_topk)
+        ranked = scores if expert_bias is None else scores + expert_bias
+        indices = best_experts(ranked, topk, num_groups, group_topk, group_score_topk)
         weights = scores.gather(1, indices)
         if score_function == "sigmoid" and topk > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
@@ -126,14 +130,22 @@ def topk_experts(
 
 
 @torch.no_grad()
-def best_experts(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> torch.Tensor:
+def best_experts(
+    scores: torch.Tensor,
+    topk: int,
+    num_groups: int | None,
+    group_topk: int | None,
+    group_score_topk: int | None = None,
+) -> torch.Tensor:
     """Return the experts with the largest scores, with group-limited routing only those of the best groups.
+
+    The sum of the ``group_score_topk`` largest scores of a group, by default ``topk // group_topk``, ranks it.
 
     Shapes: ``[n, experts] -> [n, k]`` int64.
     """
     if num_groups is not None and group_topk is not None:
         by_group = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
-        of_group = by_group.topk(max(topk // group_topk, 1), dim=-1).values.sum(dim=-1)
+        of_group = by_group.topk(group_score_topk or max(topk // group_topk, 1), dim=-1).values.sum(dim=-1)
         chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(group_topk).indices, True)
         scores = by_group.masked_fill(~chosen.unsqueeze(-1), -math.inf).view_as(scores)
     return scores.topk(topk, dim=-1).indices

@@ -35,6 +35,7 @@ CASES = [
     ({}, gelu_tanh),
     ({"openai_gelu": True, "bias_gelu_fusion": False}, gelu_tanh),
     ({"squared_relu": True}, lambda x: np.maximum(x, 0) ** 2),
+    ({"activation_func": "relu"}, lambda x: np.maximum(x, 0)),
     ({"swiglu": True}, swiglu),
 ]
 

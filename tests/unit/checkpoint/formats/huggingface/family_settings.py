@@ -135,6 +135,26 @@ DEEPSEEK_V2 = LLAMA | {
     "num_experts_per_tok": 6,
     "rms_norm_eps": 1e-6,
 }
+BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 48, "n_head": 6, "n_layer": 3}
+OPT = LLAMA | {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 88}
+XGLM = {
+    "architectures": ["XGLMForCausalLM"],
+    "model_type": "xglm",
+    "d_model": 48,
+    "attention_heads": 6,
+    "num_layers": 3,
+}
+MPT = {"architectures": ["MptForCausalLM"], "model_type": "mpt", "d_model": 48, "n_heads": 6, "n_layers": 3}
+MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+SOLAR_OPEN = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
+GLM4_MOE_LITE = LLAMA | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 6,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+}
+EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

@@ -38,6 +38,13 @@ KINDS = [
     {"moe_router_topk": 3, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5},
     {"moe_router_topk": 4, "moe_router_num_groups": 6, "moe_router_group_topk": 2},
     {
+        "moe_router_topk": 5,
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 3,
+        "moe_router_group_score_topk": 2,
+    },
+    {
         "moe_router_topk": 4,
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": 4,
@@ -61,7 +68,7 @@ def plain_twin(logits: np.ndarray, bias: np.ndarray | None, config: MoEConfig) -
     if config.moe_router_num_groups is not None and config.moe_router_group_topk is not None:
         size = len(logits) // config.moe_router_num_groups
         groups = [allowed[start : start + size] for start in range(0, len(logits), size)]
-        num_best = config.moe_router_topk // config.moe_router_group_topk
+        num_best = config.moe_router_group_score_topk or config.moe_router_topk // config.moe_router_group_topk
         worth = {i: sum(sorted((ranked[e] for e in g), reverse=True)[:num_best]) for i, g in enumerate(groups)}
         best = sorted(worth, key=lambda i: -worth[i])[: config.moe_router_group_topk]
         allowed = [expert for group in best for expert in groups[group]]
