@@ -14,6 +14,22 @@ _DELTA = (
     *("--linear-value-head-dim", "6", "--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
 )
 _MAMBA = ("--mamba-state-dim", "5", "--mamba-head-dim", "6", "--mamba-num-groups", "4")
+_BAMBA = (
+    *("--mamba-state-dim", "6", "--mamba-conv-kernel-dim", "3", "--disable-mamba-conv-bias", "--mamba-proj-bias"),
+    *("--mamba-dt-lower-limit", "0.01", "--mamba-dt-upper-limit", "0.05"),
+)
+_FALCON_H1 = (
+    *("--hybrid-override-pattern", "PMP-", "--mamba-state-dim", "6", "--mamba-norm", "before-gate", "--swiglu"),
+    *("--mamba-multipliers", "0.7", "1.2", "0.8", "1.1", "0.9", "--parallel-attention-multiplier", "0.6"),
+    *("--parallel-mamba-multiplier", "1.3", "--mlp-gate-multiplier", "0.7", "--mlp-output-multiplier", "1.4"),
+)
+_FEW_GROUPS = (
+    ("1", Layout(tp=2, sequence_parallel=True, pp=2)),
+    ("2", Layout(tp=4, sequence_parallel=True)),
+    ("1", Layout(tp=2, dp=2, recompute=MODULES)),
+    ("1", fully_sharded(Layout(tp=2, sequence_parallel=True, dp=2), overlap=True)),
+)
+"""Layouts with fewer groups of Mamba-2 heads than tensor-parallel ranks, with the number of groups."""
 _EXPERTS = (
     *("--num-experts", "8", "--moe-ffn-hidden-size", "12", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.1"),
     *("--moe-shared-expert-intermediate-size", "16", "--moe-shared-expert-gate"),
@@ -136,3 +152,6 @@ def _cells() -> Iterator[Cell]:
     yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
     yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))
+    for flags in (_BAMBA, _FALCON_H1):
+        for groups, layout in _FEW_GROUPS:
+            yield make_hybrid_cell("mamba", layout, "packed", extra=("--mamba-num-groups", groups, *flags))

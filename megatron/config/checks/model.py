@@ -60,6 +60,7 @@ def _check_gate(config: RunConfig) -> Iterator[str]:
     model = config.model
     offset, limit = model.glu_linear_offset, model.activation_func_clamp_value
     given = {"--glu-linear-offset": offset or None, "--activation-func-clamp-value": limit}
+    given["--mlp-gate-multiplier"] = None if model.mlp_gate_multiplier == 1.0 else model.mlp_gate_multiplier
     for name, value in given.items():
         if value is not None and not model.is_gated:
             yield f"{name} {value} applies only to gated FFN layers; add --swiglu, --geglu or --quick-geglu"
@@ -385,7 +386,7 @@ MODEL_CHECKS = (
         _check_rotary,
     ),
     Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl"), _check_norms),
-    Check(("glu_linear_offset", "activation_func_clamp_value"), _check_gate),
+    Check(("glu_linear_offset", "activation_func_clamp_value", "mlp_gate_multiplier"), _check_gate),
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),

@@ -489,6 +489,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Offset added to the linear part of a gated activation."""
     activation_func_clamp_value: float | None = flag(None, role="meaning", bounds=POSITIVE)
     """Clamp a gated activation's gate input from above, and its linear part on both sides, at this value."""
+    mlp_gate_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
+    """Multiplier of the gate of a gated FFN layer before its activation."""
+    mlp_output_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
+    """Multiplier of the output of FFN layers."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
@@ -888,13 +892,17 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
-        mixer, feed_forward = self.layer_parts[kind]
+        parts = self.layer_parts[kind]
+        mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
             gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
-        if mixer != ATTENTION:
-            gemms, core = (0, 0.0) if mixer is None else self.hybrid.multiply_adds(mixer, hidden)
+        if not parts.has_attention:
+            gemms, core = 0, 0.0
+        if mixer is not None:
+            more_gemms, recurrence = self.hybrid.multiply_adds(mixer, hidden)
+            gemms, core = gemms + more_gemms, core + recurrence
         num_matrices = 3 if self.is_gated else 2
         if feed_forward == MOE:
             # Routed experts (top-k), the shared expert and the router.

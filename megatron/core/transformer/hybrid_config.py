@@ -10,10 +10,11 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
 
 ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
+ATTENTION_AND_MAMBA = "attention_and_mamba"
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
 LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
 """Sequence mixers with the shapes of ``linear_*``."""
@@ -31,12 +32,17 @@ class LayerParts(NamedTuple):
     mixer: str | None
     feed_forward: str | None
 
+    @property
+    def has_attention(self) -> bool:
+        return self.mixer in (ATTENTION, ATTENTION_AND_MAMBA)
+
 
 SYMBOLS = {
     "M": LayerParts(MAMBA, None),
     "*": LayerParts(ATTENTION, None),
     "G": LayerParts(GATED_DELTA_NET, None),
     "K": LayerParts(KIMI_DELTA_ATTENTION, None),
+    "P": LayerParts(ATTENTION_AND_MAMBA, None),
     "-": LayerParts(None, MLP),
     "E": LayerParts(None, MOE),
 }
@@ -82,8 +88,9 @@ class HybridConfig(Config, in_args=False):
     """Number of value heads of linear attention, a multiple of the key heads."""
 
     hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
-    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, -
-    MLP, E experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
+    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, P
+    attention and Mamba-2 in parallel, - MLP, E experts, such as M-M*-; or a list of names:
+    ([mamba,mlp]*3+[attention,mlp])*2."""
     mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """State dimension of Mamba-2."""
     mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)
@@ -92,6 +99,26 @@ class HybridConfig(Config, in_args=False):
     """Groups of Mamba-2 heads that share B and C."""
     mamba_num_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """Number of Mamba-2 heads; by default 2 x hidden size / --mamba-head-dim."""
+    mamba_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE, needs=_PATTERN)
+    """Positions that the convolution of Mamba-2 covers, its own included."""
+    mamba_conv_bias: bool = flag(True, negative="--disable-mamba-conv-bias", role="weights", needs=_PATTERN)
+    """Add a bias to the convolution of Mamba-2. Off: use a convolution of Mamba-2 without bias."""
+    mamba_proj_bias: bool = flag(False, role="weights", needs=_PATTERN)
+    """Add biases to the input and output projections of Mamba-2."""
+    mamba_dt_lower_limit: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE, needs=_PATTERN)
+    """Clamp the step sizes dt of Mamba-2 to this value or more."""
+    mamba_dt_upper_limit: float | None = flag(None, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Clamp the step sizes dt of Mamba-2 to this value or less; by default they have no upper limit."""
+    mamba_norm: str = flag("after-gate", choices=("after-gate", "before-gate", "none"), role="shape", needs=_PATTERN)
+    """Normalize the output of Mamba-2 after its gate, before its gate, or not at all."""
+    mamba_multipliers: tuple[float, ...] = flag(
+        (1.0,) * 5, nargs="+", metavar="X", role="meaning", bounds=None, needs=_PATTERN
+    )
+    """Multipliers of the gate z, x, B, C and the step sizes dt of Mamba-2 after the input projection: five numbers."""
+    parallel_attention_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Multiplier of the output of attention in parallel with Mamba-2."""
+    parallel_mamba_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Multiplier of the output of Mamba-2 in parallel with attention."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -129,10 +156,12 @@ class HybridConfig(Config, in_args=False):
         return self.linear_value_size if mixer in LINEAR_ATTENTION else self.projection_rows(mixer, hidden_size)[0]
 
     def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
-        """Return the multiply-adds per token of a layer with a recurrence: of its GEMMs, and of the recurrence.
+        """Return the multiply-adds per token of the recurrent part of a mixer: of its GEMMs, and of the recurrence.
 
         The recurrence is counted with its convolution as Megatron-LM does.
         """
+        if mixer == ATTENTION:
+            return 0, 0.0
         inner = self.inner_size(mixer, hidden_size)
         gemms = hidden_size * (sum(self.projection_rows(mixer, hidden_size)) + inner)
         if mixer == KIMI_DELTA_ATTENTION:

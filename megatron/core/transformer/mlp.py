@@ -42,6 +42,7 @@ class FeedForward(nn.Module):
         self.kind = config.activation
         self.is_gated = config.is_gated
         self.activation = activation_of(config)
+        self.output_multiplier = config.mlp_output_multiplier
         self.linear_fc1 = ColumnShardedLinear(
             config.hidden_size,
             config.ffn_hidden_size * stride,
@@ -65,7 +66,8 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:
-        return LayerOutput(self.linear_fc2(self._activated(x)))
+        output = self.linear_fc2(self._activated(x))
+        return LayerOutput(output if self.output_multiplier == 1.0 else output * self.output_multiplier)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.linear_fc1.bias
@@ -89,6 +91,19 @@ class FeedForward(nn.Module):
 
 def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
+    activation = _unscaled_activation_of(config)
+    multiplier = config.mlp_gate_multiplier
+    return activation if multiplier == 1.0 else partial(_with_scaled_gate, activation, multiplier)
+
+
+def _with_scaled_gate(
+    activation: Callable[[torch.Tensor], torch.Tensor], multiplier: float, x: torch.Tensor
+) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activation(torch.cat((gate * multiplier, up), dim=-1))
+
+
+def _unscaled_activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     if config.activation in ACTIVATIONS:
         return ACTIVATIONS[config.activation]
     if config.activation_func is not None:

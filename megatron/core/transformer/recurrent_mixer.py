@@ -114,7 +114,7 @@ class RecurrentMixer(nn.Module, ABC):
         self.tp, self.device, self.dtype = tp, device, dtype_from_name(config.params_dtype)
         self.recomputes_core = "core_attn" in config.recomputed_modules
 
-    def _add_projections(self, config: DecoderConfig, inner: int) -> None:
+    def _add_projections(self, config: DecoderConfig, inner: int, *, has_bias: bool = False) -> None:
         """Create the input projection, whose rows are sharded tensor by tensor, and the output projection."""
         self.in_proj = ColumnShardedLinear(
             config.hidden_size,
@@ -122,20 +122,21 @@ class RecurrentMixer(nn.Module, ABC):
             self.tp,
             config=config,
             init_std=config.init_method_std,
-            bias=False,
+            bias=has_bias,
             device=self.device,
             tp_comm_buffer_name="fc1",
         )
-        spec = spec_of(self.in_proj.weight)
-        shards = stacked_shards(spec.global_shape, 0, self.tp.rank, self.tp.size, self.rows)
-        attach_spec(self.in_proj.weight, replace(spec, shards=shards, fused_rows=self.rows))
+        for parameter in self.in_proj.parameters():
+            spec = spec_of(parameter)
+            shards = stacked_shards(spec.global_shape, 0, self.tp.rank, self.tp.size, self.rows)
+            attach_spec(parameter, replace(spec, shards=shards, fused_rows=self.rows if parameter.dim() > 1 else ()))
         self.out_proj = RowShardedLinear(
             inner,
             config.hidden_size,
             self.tp,
             config=config,
             init_std=config.output_init_method_std,
-            bias=False,
+            bias=has_bias,
             device=self.device,
             tp_comm_buffer_name="fc2",
         )

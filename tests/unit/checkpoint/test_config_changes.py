@@ -16,11 +16,12 @@ SHAPE = """
     softmax_type attention activation_func attention_output_gate
     hybrid_override_pattern experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
-    mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups
+    mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups mamba_conv_kernel_dim mamba_norm
 """
 WEIGHTS = """
     num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights
     mtp_num_layers shared_parallel_norm norm_parameters add_output_bias add_embedding_norm disable_proj_bias
+    mamba_conv_bias mamba_proj_bias
 """
 
 

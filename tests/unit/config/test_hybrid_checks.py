@@ -49,6 +49,26 @@ WRONG = [
     (f"{MIXED} --mtp-num-layers 1 --no-position-embedding", "is not supported with --mtp-num-layers 1"),
     (f"{MIXED} --mamba-head-dim 24", "twice --hidden-size 32 is not divisible by --mamba-head-dim 24"),
     (f"{MIXED} --mamba-num-heads 12", "12 Mamba-2 heads are not divisible by --mamba-num-groups 8; numbers of groups"),
+    (f"{MIXED} --mamba-multipliers 1 2", "--mamba-multipliers 1.0 2.0: five numbers greater than 0 are expected"),
+    (f"{MIXED} --mamba-multipliers 1 2 0 1 1", "five numbers greater than 0 are expected, of z, x, B, C and dt"),
+    (
+        f"{MIXED} --mamba-dt-lower-limit 2 --mamba-dt-upper-limit 1",
+        "--mamba-dt-lower-limit 2.0 is above --mamba-dt-upper-limit 1.0; use a smaller lower limit",
+    ),
+    (
+        f"{MIXED} --parallel-mamba-multiplier 2",
+        "--parallel-mamba-multiplier 2.0 has no effect: the model has no layer of attention and Mamba-2; omit it",
+    ),
+    (
+        "--parallel-mamba-multiplier 2",
+        "--parallel-mamba-multiplier 2.0 has no effect without --hybrid-override-pattern",
+    ),
+    ("--mlp-gate-multiplier 2", "--mlp-gate-multiplier 2.0 applies only to gated FFN layers; add --swiglu"),
+    (
+        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid",
+        "attention and Mamba-2 in parallel (P) is not supported with --fp8-format hybrid yet; omit --fp8-format hybrid",
+    ),
+    ("--hybrid-override-pattern P-P- --lora-rank 2", "(P) is not supported with --lora-rank 2 yet; omit"),
     (
         f"{FOUR} --bf16 --fp8-format hybrid --linear-num-key-heads 2 --linear-num-value-heads 6 "
         "--linear-key-head-dim 8 --linear-value-head-dim 8",
@@ -110,7 +130,12 @@ def test_a_problem_is_one_line_that_says_what_works(words: str, message: str) ->
     ("words", "message"),
     [
         (f"{FOUR} --linear-num-key-heads 3 --linear-num-value-heads 6", "--linear-num-key-heads 3 is not divisible by"),
-        (f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 4", "--mamba-num-groups 1 is not divisible by"),
+        (f"{MIXED} --mamba-num-groups 3 --mamba-num-heads 6", "--mamba-num-groups 3 is not divisible by"),
+        (f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 5", "5 Mamba-2 heads are not divisible by --tensor-model"),
+        (
+            f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 4 --mamba-state-dim 5",
+            "--mamba-num-groups 1 x --mamba-state-dim 5 is not divisible by --tensor-model-parallel-size 2, whose",
+        ),
     ],
 )
 def test_heads_are_sharded_evenly(words: str, message: str) -> None:
@@ -159,11 +184,11 @@ def test_each_layer_may_have_its_communication_type() -> None:
 
 
 def test_symbols_and_names_are_the_same_pattern() -> None:
-    symbols = parse_hybrid_pattern("M-M-*EGK")
-    names = "[mamba, mlp]*2 + [attention, moe, gated_delta_net, kimi_delta_attention]"
+    symbols = parse_hybrid_pattern("M-M-*EGKP")
+    names = "[mamba, mlp]*2 + [attention, moe, gated_delta_net, kimi_delta_attention, attention_and_mamba]"
     assert symbols == parse_hybrid_pattern(names)
     assert symbols[:2] == (LayerParts("mamba", None), LayerParts(None, "mlp"))
-    assert symbols[4:] == (SYMBOLS["*"], SYMBOLS["E"], SYMBOLS["G"], SYMBOLS["K"])
+    assert symbols[4:] == (SYMBOLS["*"], SYMBOLS["E"], SYMBOLS["G"], SYMBOLS["K"], SYMBOLS["P"])
 
 
 def test_layers_and_experts_follow_the_flags() -> None:
@@ -192,5 +217,7 @@ def test_the_work_of_each_part_is_counted() -> None:
     assert kimi == (48 * (32 * (2 * 16 + 32 + 4) + low_rank + 32 * 32), delta[1])
     assert mlp == (48 * 2 * 32 * 40, 0)
     assert attention == (48 * 4 * 32 * 32, 48 * 2 * 32 * 24 / 2)
+    both = resolve_arguments([*BASE.split(), *flags.replace("MG-*", "PG-*").split()], 1).config.model
+    assert both.layer_forward_flops(0, 24) == (mamba[0] + attention[0], mamba[1] + attention[1])
     gated = resolve_arguments([*BASE.split(), "--attention-output-gate"], 1).config.model
     assert gated.layer_forward_flops(0, 24)[0] == 48 * (5 * 32 * 32 + 2 * 32 * 40)

@@ -97,14 +97,13 @@ def window_of_all_layers(config: GPTConfig) -> int | None:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Tensor names of a layer's router and experts, of the projections of each expert, and of the shared expert."""
+    """Tensor names of a layer's router and experts, and of the three projections of each expert."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    shared: str = "mlp.shared_experts"
 
 
 _IN_MEMORY = ExpertNames()
@@ -140,9 +139,9 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
     yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
     for expert in range(count):
         of_expert = f"{theirs}{names.experts}.{expert}."
-        gated = f"{ours}mlp.experts.linear_fc1.weight"
-        yield one_of(gated, expert, 0, f"{of_expert}{names.gate}.weight", (ffn, width))
-        yield one_of(gated, expert, ffn, f"{of_expert}{names.up}.weight", (ffn, width))
+        for number, name in enumerate((names.gate, names.up)[0 if config.is_gated else 1 :]):
+            first = f"{ours}mlp.experts.linear_fc1.weight"
+            yield one_of(first, expert, number * ffn, f"{of_expert}{name}.weight", (ffn, width))
         yield one_of(f"{ours}mlp.experts.linear_fc2.weight", expert, 0, f"{of_expert}{names.down}.weight", (width, ffn))
 
 
@@ -152,9 +151,9 @@ def shared_expert_links(
     """Yield the links of a layer's shared expert, which has the given name in the files."""
     width, ffn = config.hidden_size, config.moe.moe_shared_expert_intermediate_size
     assert ffn is not None
-    gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}{name}."
-    yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))
-    yield rows(gated, ffn, f"{of_shared}up_proj.weight", 0, ffn, (width,))
+    first, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}{name}."
+    for number, part in enumerate(("gate_proj", "up_proj")[0 if config.is_gated else 1 :]):
+        yield rows(first, number * ffn, f"{of_shared}{part}.weight", 0, ffn, (width,))
     yield whole(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{of_shared}down_proj.weight", (width, ffn))
 
 
@@ -232,8 +231,10 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
         if of_router:
             found[f"{layer}.{names.router}.{kind}"] = weight
             continue
-        layer, of_experts, kind = name.partition(f".{_IN_MEMORY.experts}.")
-        parts = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}.get(kind)
+        place = names.experts if f".{names.experts}." in name else _IN_MEMORY.experts
+        layer, of_experts, kind = name.partition(f".{place}.")
+        stacked = {"gate_up_proj": (names.gate, names.up), "up_proj": (names.up,), "down_proj": (names.down,)}
+        parts = stacked.get(kind)
         if not of_experts or parts is None:
             found[name] = weight
             continue
@@ -253,8 +254,10 @@ class RotaryDecoderFamily:
     ``has_qkv_bias`` states whether the QKV projections have biases, unless ``own_fields`` decides. The defaults are
     those of the architecture's configuration class, since its files may omit them. By default each head has its own
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
-    names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
-    up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
+    names of a layer's norms with theirs. ``embedding_name``, ``attention_name`` and ``mlp_name`` are their names of
+    these parts, and ``mlp_names`` of the MLP's projections: gate if it has one, up, and down. ``native_layers`` is the
+    number of our layers per layer of theirs: 2 if ours have one part each, a mixer or a feed-forward. ``expert_names``
+    is None if the files stack the experts as a model in memory does.
     ``other_names`` pairs parts of tensor names with those of other folders, or of models in memory, and
     ``stacked_in_memory`` maps a part of the name of a tensor in memory to those of the tensors that it stacks.
     ``multimodal_architecture`` names folders whose ``text_config`` describes the model; their vision part is left out.
@@ -275,8 +278,12 @@ class RotaryDecoderFamily:
     activation = ("hidden_act", "silu", "swiglu")
     """Setting of the activation, its only supported value, and the corresponding flag."""
     epsilon_name = "rms_norm_eps"
+    embedding_name = "embed_tokens"
+    attention_name = "self_attn"
     attention_output = "o_proj"
     final_norm = "norm"
+    native_layers = 1
+    mlp_name = "mlp"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     expert_names: ExpertNames | None = ExpertNames()
     other_names: tuple[tuple[str, str], ...] = ()
@@ -366,7 +373,7 @@ class RotaryDecoderFamily:
             "intermediate_size": config.ffn_hidden_size,
             "max_position_embeddings": config.max_position_embeddings,
             "num_attention_heads": config.num_attention_heads,
-            "num_hidden_layers": config.num_layers,
+            "num_hidden_layers": config.num_layers // self.native_layers,
             "num_key_value_heads": config.num_query_groups,
             self.epsilon_name: config.norm_epsilon,
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
@@ -379,11 +386,10 @@ class RotaryDecoderFamily:
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
         """Yield every link, in the order of the tensors in their model."""
         width, prefix = config.hidden_size, self.base_prefix
-        yield whole(
-            "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
-        )
+        embedding = f"{prefix}{self.embedding_name}.weight"
+        yield whole("model.embedding.word_embeddings.weight", embedding, (config.vocab_size, width))
         for layer in range(config.num_layers):
-            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
+            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer // self.native_layers}."
             yield from self.layer_links(config, ours, theirs, config.layer_parts[layer])
         yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}{self.final_norm}")
         if config.untie_embeddings_and_output_weights:
@@ -413,12 +419,12 @@ class RotaryDecoderFamily:
         width, ffn = config.hidden_size, config.ffn_hidden_size
         for number, name in enumerate(self.mlp_names[:-1]):
             for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.add_bias_linear else 1]:
-                native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}mlp.{name}.{kind}"
+                native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}{self.mlp_name}.{name}.{kind}"
                 yield rows(native, number * ffn, foreign, 0, ffn, trailing)
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QKV projections."""
-        yield from projection_links(config, f"{ours}{LINEAR_QKV}", f"{theirs}self_attn.{{}}_proj")
+        yield from projection_links(config, f"{ours}{LINEAR_QKV}", f"{theirs}{self.attention_name}.{{}}_proj")
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QK norms."""
@@ -436,7 +442,7 @@ class RotaryDecoderFamily:
         """Yield the links of a layer's attention."""
         yield from self.attention_links(config, ours, theirs)
         projection = (config.hidden_size, config.context_size)
-        output = f"{theirs}self_attn.{self.attention_output}"
+        output = f"{theirs}{self.attention_name}.{self.attention_output}"
         yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
@@ -444,13 +450,19 @@ class RotaryDecoderFamily:
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
         """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
-        yield from self.mixer_links(config, ours, theirs, parts)
+        if parts.mixer is not None:
+            yield from self.mixer_links(config, ours, theirs, parts)
         if parts.feed_forward == MOE:
             yield from self.expert_layer_links(config, ours, theirs)
-        else:
+        elif parts.feed_forward is not None:
+            down = f"{theirs}{self.mlp_name}.{self.mlp_names[-1]}"
             yield from self.fc1_links(config, ours, theirs)
-            yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
-        for name, their_name in self.norm_names[: 1 if config.shared_parallel_norm else None]:
+            yield from linear_links(config, f"{ours}mlp.linear_fc2", down, (width, ffn))
+        names = self.norm_names[: 1 if config.shared_parallel_norm else None]
+        if not all(parts):
+            # A layer with one part has one norm, under the name of the first.
+            names = ((names[0][0], names[0 if parts.mixer else -1][1]),)
+        for name, their_name in names:
             yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:

@@ -32,6 +32,7 @@ class SharedExpertFamily(RotaryDecoderFamily):
     """
 
     expert_defaults: Mapping[str, Any]
+    shared_name = "mlp.shared_experts"
     group_score_topk = 2
     experts_setting, shared_setting = "n_routed_experts", "n_shared_experts"
     bias_name = "mlp.gate.e_score_correction_bias"
@@ -131,13 +132,11 @@ class SharedExpertFamily(RotaryDecoderFamily):
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of router, experts, shared expert and the router's expert bias."""
         yield from super().expert_layer_links(config, ours, theirs)
-        names = self.expert_names
-        assert names is not None, "the files have separate experts"
         if config.moe.moe_router_enable_expert_bias:
             bias = f"{theirs}{self.bias_name}"
             yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
         if config.moe.moe_shared_expert_intermediate_size is not None:
-            yield from shared_expert_links(config, ours, theirs, names.shared)
+            yield from shared_expert_links(config, ours, theirs, self.shared_name)
 
 
 _DENSE, _SPARSE = "dense", "sparse"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
+from megatron.checkpoint.formats.huggingface.bamba import BambaFamily
 from megatron.checkpoint.formats.huggingface.bloom import BloomFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
 from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
@@ -15,6 +16,7 @@ from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family, ExaoneMoeFamily
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
+from megatron.checkpoint.formats.huggingface.falcon_h1 import FalconH1Family
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
@@ -24,6 +26,7 @@ from megatron.checkpoint.formats.huggingface.gpt_bigcode import GPTBigCodeFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
 from megatron.checkpoint.formats.huggingface.gptj import CodeGenFamily, GPTJFamily
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
+from megatron.checkpoint.formats.huggingface.granite_hybrid import GraniteMoeHybridFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.kimi_linear import KimiLinearFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
@@ -35,6 +38,7 @@ from megatron.checkpoint.formats.huggingface.mistral import (
 )
 from megatron.checkpoint.formats.huggingface.mpt import MptFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
+from megatron.checkpoint.formats.huggingface.nemotron_h import NemotronHFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
     Olmo2Family,
@@ -110,6 +114,10 @@ FAMILIES: tuple[Family, ...] = (
     NanoChatFamily(),
     DeepseekV2Family(),
     Qwen3NextFamily(),
+    BambaFamily(),
+    GraniteMoeHybridFamily(),
+    NemotronHFamily(),
+    FalconH1Family(),
     BloomFamily(),
     MptFamily(),
     OptFamily(),

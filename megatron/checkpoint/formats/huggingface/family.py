@@ -13,6 +13,7 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, full_shards
+from megatron.core.transformer import MOE
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +244,7 @@ def _unused_features(config: GPTConfig) -> set[str]:
         unused |= {"kv_channels", "rotary_dim", "score_scale", "rotary_interleaved"}
     # A factor of 1 leaves RoPE unchanged. MLA uses YaRN by default.
     unused |= {"rope_type"} if config.stretches_positions else _YARN
-    if config.moe.num_experts is not None and all(config.moe_layers):
+    if config.moe.num_experts is not None and all(parts.feed_forward in (None, MOE) for parts in config.layer_parts):
         unused.add("ffn_hidden_size")
     return unused
 

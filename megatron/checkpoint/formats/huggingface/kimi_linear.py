@@ -39,11 +39,11 @@ class KimiLinearFamily(DeepseekV3Family):
     default_groups = 32
     default_epsilon = 1e-5
     has_mtp = False
+    shared_name = "block_sparse_moe.shared_experts"
     bias_name = "block_sparse_moe.gate.e_score_correction_bias"
     latent_defaults: Mapping[str, Any] = MappingProxyType({**DeepseekV3Family.latent_defaults, "q_lora_rank": None})
     expert_names = ExpertNames(
         *("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
-        shared="block_sparse_moe.shared_experts",
     )
     other_names = (
         # transformers writes the dense layers under the name of the experts.

@@ -144,6 +144,17 @@ class Settings:
             return default
         return None if value is None else float(value)
 
+    def positive_numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """Return a setting that must be a list of as many numbers above 0 as the default; null counts as absent."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        is_list = isinstance(value, list) and len(value) == len(default)
+        if not is_list or any(type(each) not in (int, float) or not 0 < each <= _LARGEST for each in value):
+            self.refuse(f"{name} is {value!r:.40}; a list of {len(default)} numbers greater than 0 is expected")
+            return default
+        return tuple(map(float, value))
+
     def switch(self, name: str, default: bool) -> bool:
         """Return a boolean setting; null counts as absent."""
         value = self.values.get(name)

@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, object]] = {
     },
     "mamba": {
         "num_layers": 5,
-        "hybrid_override_pattern": "MG*-M",
+        "hybrid_override_pattern": "MGP-*",
         "attention_output_gate": True,
         "mamba_state_dim": 5,
         "mamba_head_dim": 6,

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BambaConfig, KimiLinearConfig, Qwen3NextConfig
+from transformers import BambaConfig, FalconH1Config, KimiLinearConfig, Qwen3NextConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer, compute_mup_vector
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextAttention,
@@ -159,12 +160,82 @@ def test_a_mamba_mixer_is_that_of_bamba() -> None:
         num_attention_heads=4,
     )
     theirs = BambaMixer(settings, 0).double()
+    copy_parameters(mixer, theirs)
+    with torch.no_grad():
+        x = hidden_states(45)
+        check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
+
+
+def test_a_mamba_mixer_with_biases_and_limited_steps_is_that_of_bamba() -> None:
+    mixer = make(
+        "M",
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        mamba_conv_kernel_dim=3,
+        mamba_num_groups=1,
+        mamba_dt_lower_limit=0.01,
+        mamba_dt_upper_limit=0.05,
+    )
+    perturb(mixer)
+    settings = BambaConfig(
+        hidden_size=HIDDEN,
+        mamba_n_heads=8,
+        mamba_d_head=6,
+        mamba_n_groups=1,
+        mamba_d_state=5,
+        mamba_d_conv=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        time_step_limit=[0.01, 0.05],
+        mamba_chunk_size=16,
+        rms_norm_eps=1e-6,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    theirs = BambaMixer(settings, 0).double()
+    copy_parameters(mixer, theirs)
+    x = hidden_states(45)
+    with torch.no_grad():
+        expected = theirs(x.transpose(0, 1))
+        check_output(mixer(x, CAUSAL, None).hidden, expected)
+        mixer.dt_limits = (0.0, None)
+        assert (mixer(x, CAUSAL, None).hidden.transpose(0, 1) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("norm", ["after-gate", "before-gate", "none"])
+def test_a_mamba_mixer_with_multipliers_is_that_of_falcon_h1(norm: str) -> None:
+    multipliers = (0.7, 1.2, 0.8, 1.1, 0.9)
+    mixer = make("M", mamba_norm=norm, mamba_multipliers=multipliers)
+    perturb(mixer)
+    settings = FalconH1Config(
+        hidden_size=HIDDEN,
+        mamba_d_ssm=48,
+        mamba_n_heads=8,
+        mamba_d_head=6,
+        mamba_n_groups=2,
+        mamba_d_state=5,
+        mamba_chunk_size=16,
+        mamba_rms_norm=norm != "none",
+        mamba_norm_before_gate=norm == "before-gate",
+        ssm_multipliers=list(multipliers),
+        rms_norm_eps=1e-6,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    theirs = FalconH1Mixer(settings, 0).double()
+    theirs.mup_vector = compute_mup_vector(settings).double()
+    copy_parameters(mixer, theirs)
+    x = hidden_states(45)
+    with torch.no_grad():
+        check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
+
+
+def copy_parameters(mixer: RecurrentMixer, theirs: torch.nn.Module) -> None:
     ours = dict(mixer.named_parameters())
+    assert ours.keys() == dict(theirs.named_parameters()).keys()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.copy_(ours[name])
-        x = hidden_states(45)
-        check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
 
 
 def test_a_gated_attention_is_that_of_qwen3_next() -> None:

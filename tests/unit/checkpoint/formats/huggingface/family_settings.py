@@ -135,6 +135,34 @@ DEEPSEEK_V2 = LLAMA | {
     "num_experts_per_tok": 6,
     "rms_norm_eps": 1e-6,
 }
+BAMBA = LLAMA | {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+GRANITE_HYBRID = LLAMA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+NEMOTRON_H = LLAMA | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M*",
+    "n_groups": 2,
+    "mamba_num_heads": 8,
+}
+FALCON_H1 = LLAMA | {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
 BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 48, "n_head": 6, "n_layer": 3}
 OPT = LLAMA | {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 88}
 XGLM = {

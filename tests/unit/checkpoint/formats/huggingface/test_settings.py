@@ -232,6 +232,14 @@ UNSAID: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, False),
 }
 """Settings that a folder may have whether or not its own class names them."""
+LISTS: dict[str, list[Any]] = {
+    "attn_layer_indices": [0, 2],
+    "layers_block_type": ["full_attention", "mlp", "linear_attention", "moe"],
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 0.8],
+    "time_step_limit": [0.05, 0.2],
+}
+"""Other values of lists that a folder has."""
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
 INVISIBLE = frozenset(
     (
@@ -254,6 +262,8 @@ def changes_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((name, other) for other in (value * 4, 0.5) if other != value)
         elif isinstance(value, str) and "act" in name:
             yield from ((name, other) for other in ACTIVATIONS if other != value)
+        elif name in LISTS:
+            yield name, LISTS[name]
         elif isinstance(value, list) and value:
             yield from ((name, other) for other in (value[::-1], value[:1] * len(value)) if other != value)
         elif value is None:
@@ -273,7 +283,9 @@ def outcome_of(kind: str, config: dict[str, Any], name: str, value: Any, folder:
     changed = json.dumps(config | {name: value})
     try:
         # What reads settings changes objects within them.
-        model = make_model(kind, config=type(make_model(kind).config).from_dict(json.loads(changed)))
+        folder.mkdir()
+        (folder / "config.json").write_text(changed)
+        model = make_model(kind, config=type(make_model(kind).config).from_pretrained(folder))
         model.save_pretrained(folder)
         (folder / "config.json").write_text(changed)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
