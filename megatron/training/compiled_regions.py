@@ -310,16 +310,15 @@ class _Inputs:
         if isinstance(attention.q_layernorm, Norm):
             width = attention.q_layernorm.shape[0]
             yield (LatentAttention, "query"), attention.q_layernorm, lambda: [self._zeros(rows, batch, width)]
-        if angles is not None:
-            yield (
-                (LatentAttention, "heads"),
-                partial(attention.split_latent, angles=angles),
-                lambda: [
-                    self._zeros(*whole, query_width),
-                    self._zeros(*whole, kv_width),
-                    self._zeros(*whole, 1, attention.rotary_width),
-                ],
-            )
+        yield (
+            (LatentAttention, "heads"),
+            partial(attention.split_latent, angles=angles),
+            lambda: [
+                self._zeros(*whole, query_width),
+                self._zeros(*whole, kv_width),
+                self._zeros(*whole, 1, attention.rotary_width),
+            ],
+        )
 
     def _branch(self) -> list[Any]:
         """Return a residual stream, a branch, and the dropout of the branch."""

@@ -1,4 +1,4 @@
-"""Parity test cases of hybrid models: gated delta-net and Mamba-2 layers among attention, MLP and experts."""
+"""Parity test cases of hybrid models: gated delta-net, KDA and Mamba-2 layers among attention, MLP and experts."""
 
 from __future__ import annotations
 
@@ -46,6 +46,14 @@ HYBRID_SHAPES: dict[str, tuple[str, ...]] = {
         *("--normalization", "RMSNorm", "--no-position-embedding", "--disable-bias-linear", "--squared-relu"),
         *(*_MAMBA, "--hybrid-override-pattern", "[mamba,moe,gated_delta_net,attention]"),
         *(*_DELTA[2:], *_EXPERTS, "--untie-embeddings-and-output-weights"),
+    ),
+    "kimi-linear": (
+        *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+        *("--experimental-attention-variant", "kimi_delta_attention", "--linear-attention-freq", "4", *_DELTA[2:]),
+        *("--multi-latent-attention", "--no-position-embedding", "--num-query-groups", "4", "--kv-lora-rank", "10"),
+        *("--qk-head-dim", "6", "--qk-pos-emb-head-dim", "3", "--v-head-dim", "8"),
+        *("--qk-layernorm", "--latent-norm-epsilon", "1e-3", *_EXPERTS, "--moe-layer-freq", "[0,1,1,1]"),
+        *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     ),
 }
 """Hybrid model shapes by name: the flags that each adds to the base command line."""
@@ -129,6 +137,9 @@ def _cells() -> Iterator[Cell]:
         yield make_hybrid_cell(
             shape, Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True), extra=MUON
         )
+    kimi = ("--experimental-attention-variant", "kimi_delta_attention")
+    for layout in (*_DENSE_LAYOUTS, Layout(tp=2, sequence_parallel=True, recompute=MODULES)):
+        yield make_hybrid_cell("delta-net", layout, extra=kimi)
     for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(cp=2)):
         yield make_hybrid_cell("delta-net", layout, extra=("--mtp-num-layers", "1"))
     for layout in (

@@ -251,6 +251,8 @@ def _latent_cells() -> Iterator[Cell]:
     for layout in (Layout(cp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
         yield make_latent_cell("latent", layout, "packed")
         yield make_latent_cell("latent-yarn", layout, extra=DROPOUT)
+    sharded = Layout(tp=2, sequence_parallel=True, cp=2)
+    yield make_latent_cell("latent", sharded, extra=("--position-embedding-type", "none"))
     for expert_layout in (ExpertLayout(pp=2, dp=2, ep=2), ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)):
         yield make_expert_cell(
             "deepseek-experts", expert_layout, extra=(*LATENT_SHAPES["latent"], "--mtp-num-layers", "1")

@@ -238,6 +238,7 @@ OTHERS = (
     "phimoe",
     "dots1",
     "nemotron",
+    *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
@@ -260,8 +261,13 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
     if kind in ("olmo3", "exaone4", "cohere2", "ministral", "exaone_moe"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
-    if kind in ("qwen3_next", "granite_hybrid", "granite_hybrid_dense"):
+    if kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid", "granite_hybrid_dense"):
         changes |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+    if kind == "kimi_linear":
+        changes["linear_attn_config"] = KINDS[kind]["linear_attn_config"] | {
+            "kda_layers": [1, 3, 4],
+            "full_attn_layers": [2],
+        }
     if kind == "glm4_moe_lite":
         changes |= {"mlp_layer_types": ["sparse", "dense"] * 2}
     if kind == "smollm3":

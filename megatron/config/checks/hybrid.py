@@ -14,7 +14,8 @@ from megatron.core.transformer import (
     ATTENTION,
     ATTENTION_AND_MAMBA,
     GATED_ACTIVATIONS,
-    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    LINEAR_ATTENTION,
     MAMBA,
     MOE,
     NAMES_OF_RECURRENCES,
@@ -22,9 +23,12 @@ from megatron.core.transformer import (
     LayerParts,
 )
 
-_PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_", ATTENTION_AND_MAMBA: "parallel_"}
-_NAMES = {name: f"{text} layer" for name, text in NAMES_OF_RECURRENCES.items()}
-_NAMES[ATTENTION_AND_MAMBA] = "layer of attention and Mamba-2"
+_PREFIXES = {
+    "linear_": (LINEAR_ATTENTION, "gated delta-net or KDA layer"),
+    "mamba_": ((MAMBA,), "Mamba-2 layer"),
+    "parallel_": ((ATTENTION_AND_MAMBA,), "layer of attention and Mamba-2"),
+}
+"""Layers with the flags of a prefix, and their name."""
 _EXCHANGES = ("p2p", "a2a")
 """Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
 _OF_ATTENTION = (
@@ -57,8 +61,8 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
         if hybrid.hybrid_override_pattern is not None:
             yield (
                 f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
-                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbol of gated "
-                "delta-net is G)"
+                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbols are G for gated "
+                "delta-net and K for KDA)"
             )
             return
         if hybrid.linear_attention_freq is None:
@@ -77,7 +81,7 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
             yield f"--linear-attention-freq {hybrid.linear_attention_freq}: {error}"
         return
     is_linear = hybrid.experimental_attention_variant is not None
-    if is_linear and not any(each.mixer == GATED_DELTA_NET for each in parts):
+    if is_linear and not any(each.mixer in LINEAR_ATTENTION for each in parts):
         yield (
             f"--linear-attention-freq {hybrid.linear_attention_freq} gives linear attention to none of the "
             f"{model.num_layers} layers; use a list with a 1, or omit {_given(model)}"
@@ -124,13 +128,13 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     if ATTENTION_AND_MAMBA in used:
         used |= {ATTENTION, MAMBA}
     for spec in field_specs(HybridConfig):
-        for mixer, prefix in _PREFIXES.items():
+        for prefix, (mixers, name) in _PREFIXES.items():
             value = getattr(hybrid, spec.name)
-            is_idle = spec.name.startswith(prefix) and value != spec.default and mixer not in used
+            is_idle = spec.name.startswith(prefix) and value != spec.default and used.isdisjoint(mixers)
             # Another check reports flags of Mamba-2 without a pattern.
-            is_checked = mixer in (MAMBA, ATTENTION_AND_MAMBA) and hybrid.hybrid_override_pattern is None
+            is_checked = prefix != "linear_" and hybrid.hybrid_override_pattern is None
             if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]}; omit it"
+                yield f"{spec.typed(value)} has no effect: the model has no {name}; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
         absent |= dict.fromkeys((*GATED_ACTIVATIONS, "xielu"), "feed-forward")
@@ -139,7 +143,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         if found is not None and found[1] != found[0].default:
             yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
     tensor = max(model.tensor_model_parallel_size, 1)
-    if GATED_DELTA_NET in used:
+    if not used.isdisjoint(LINEAR_ATTENTION):
         keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
         if values % keys:
             yield (
@@ -257,6 +261,13 @@ def _check_unsupported(config: RunConfig) -> Iterator[str]:
         "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
         and config.optimizer.optimizer_cpu_offload,
     }
+    if any(each.mixer == KIMI_DELTA_ATTENTION for each in _parts(model)):
+        others |= {
+            f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
+            f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
+            f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
+            "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
+        }
     for name, is_given in others.items():
         if is_given:
             yield f"{_given(model)} is not supported with {name} yet; omit {name}"
@@ -289,8 +300,8 @@ HYBRID_CHECKS = (
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern", "context_parallel_size", "fp8_format"),
-            *("fp4_format", "lora_rank", "cuda_graph_impl", "qk_clip"),
+            *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "num_layers"),
+            *("context_parallel_size", "fp8_format", "fp4_format", "lora_rank", "cuda_graph_impl", "qk_clip"),
             *("optimizer_offload_policy", "optimizer_cpu_offload"),
         ),
         _check_unsupported,

@@ -525,18 +525,22 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
             f"{given} has keys and values per head, but --num-query-groups {groups} shares them; omit "
             f"--num-query-groups, or use --num-query-groups {heads}"
         )
-    if model.position_embedding_type != "rope":
+    if model.position_embedding_type not in ("rope", "none"):
         yield (
-            f"{given} requires rotary position embeddings, but --position-embedding-type is "
+            f"{given} requires rotary position embeddings or none, but --position-embedding-type is "
             f"{model.position_embedding_type}; use --position-embedding-type rope"
         )
-    if width % 2:
+    if width % 2 and model.position_embedding_type == "rope":
         yield f"--qk-pos-emb-head-dim {width}: rotary position embeddings need an even number; use {width + 1}"
 
 
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.mla.multi_latent_attention:
+        for spec in field_specs(GPTConfig) if model.position_embedding_type == "none" else ():
+            value = field_value(model, spec.name)
+            if spec.name in ("rope_type", *STRETCH_FIELDS) and value != spec.default:
+                yield f"{spec.typed(value)} has no effect with --position-embedding-type none; omit it"
         return
     if model.rope.rope_type != "yarn":
         for spec in field_specs(GPTConfig):
@@ -617,7 +621,7 @@ MLA_CHECKS = (
     Check(
         (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
-            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta"),
+            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta", *STRETCH_FIELDS),
         ),
         _check_yarn,
     ),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         ATTENTION,
         ATTENTION_AND_MAMBA,
         GATED_DELTA_NET,
+        KIMI_DELTA_ATTENTION,
+        LINEAR_ATTENTION,
         MAMBA,
         MOE,
         NAMES_OF_RECURRENCES,
@@ -91,8 +93,8 @@ __getattr__ = lazy_exports(
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
         "hybrid_config": (
-            "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET MAMBA MOE NAMES_OF_RECURRENCES HybridConfig LayerParts "
-            "layer_parts"
+            "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
+            "NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",

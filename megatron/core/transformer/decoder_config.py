@@ -65,7 +65,8 @@ class MLAConfig(Config):
     qk_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Query and key dimension per head without the rotary part."""
     qk_pos_emb_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Dimension of the rotary part of queries and keys; all heads share the key's."""
+    """Dimension of the rotary part of queries and keys; all heads share the key's. It is not rotated without position
+    embeddings."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Value dimension per head."""
     latent_norm_epsilon: float | None = flag(

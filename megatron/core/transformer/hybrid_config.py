@@ -1,4 +1,4 @@
-"""Flags of hybrid models: which layers are gated delta-nets or Mamba-2 layers, and their shapes.
+"""Flags of hybrid models: which layers are gated delta-nets, KDA or Mamba-2 layers, and their shapes.
 
 Importing this module does not import torch.
 """
@@ -15,9 +15,12 @@ from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_laye
 
 ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
 ATTENTION_AND_MAMBA = "attention_and_mamba"
+KIMI_DELTA_ATTENTION = "kimi_delta_attention"
+LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
+"""Sequence mixers with the shapes of ``linear_*``."""
 MLP, MOE = "mlp", "moe"
 
-NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
+NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", KIMI_DELTA_ATTENTION: "KDA", MAMBA: "Mamba-2"}
 """Names of recurrent layers in messages."""
 
 _VARIANT, _PATTERN = "experimental_attention_variant", "hybrid_override_pattern"
@@ -38,6 +41,7 @@ SYMBOLS = {
     "M": LayerParts(MAMBA, None),
     "*": LayerParts(ATTENTION, None),
     "G": LayerParts(GATED_DELTA_NET, None),
+    "K": LayerParts(KIMI_DELTA_ATTENTION, None),
     "P": LayerParts(ATTENTION_AND_MAMBA, None),
     "-": LayerParts(None, MLP),
     "E": LayerParts(None, MOE),
@@ -57,19 +61,19 @@ def format_layers(layers: Sequence[LayerParts]) -> str:
 class HybridConfig(Config, in_args=False):
     """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
 
-    Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464. Mamba-2: Dao and Gu 2024,
-    https://arxiv.org/abs/2405.21060.
+    Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464. Kimi Delta Attention (KDA): Kimi Team 2025,
+    https://arxiv.org/abs/2510.26692. Mamba-2: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
     """
 
     experimental_attention_variant: str | None = flag(
         None,
-        choices=(GATED_DELTA_NET,),
-        not_built=("kimi_delta_attention", "dsa", "dsv4_hybrid"),
+        choices=LINEAR_ATTENTION,
+        not_built=("dsa", "dsv4_hybrid"),
         role="shape",
         seen_as="hybrid_layers",
     )
     """Linear attention instead of attention in the layers of --linear-attention-freq: gated delta-net, as Qwen3-Next
-    has."""
+    has, or Kimi Delta Attention (KDA), as Kimi Linear has."""
     linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT, seen_as="hybrid_layers")
     """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
     linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
@@ -84,8 +88,9 @@ class HybridConfig(Config, in_args=False):
     """Number of value heads of linear attention, a multiple of the key heads."""
 
     hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
-    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, P attention
-    and Mamba-2 in parallel, - MLP, E experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
+    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, P
+    attention and Mamba-2 in parallel, - MLP, E experts, such as M-M*-; or a list of names:
+    ([mamba,mlp]*3+[attention,mlp])*2."""
     mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """State dimension of Mamba-2."""
     mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)
@@ -133,21 +138,22 @@ class HybridConfig(Config, in_args=False):
         return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
 
     def projection_rows(self, mixer: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the rows of each tensor that the input projection of a gated delta-net or Mamba-2 stacks.
+        """Return the rows of each tensor that the input projection of a recurrent layer stacks.
 
-        They are queries, keys, values, the gate of the output, beta and the decay input of a gated delta-net, and the
-        gate z, x, B, C and the step sizes dt of Mamba-2.
+        They are queries, keys, values, the gate of the output, beta and the decay input of a gated delta-net, those but
+        for the gate and the decay input of KDA, and the gate z, x, B, C and the step sizes dt of Mamba-2.
         """
-        if mixer == GATED_DELTA_NET:
+        if mixer in LINEAR_ATTENTION:
             keys, values, heads = self.linear_key_size, self.linear_value_size, self.linear_num_value_heads
-            return keys, keys, values, values, heads, heads
+            is_kda = mixer == KIMI_DELTA_ATTENTION
+            return (keys, keys, values, heads) if is_kda else (keys, keys, values, values, heads, heads)
         heads = self.mamba_heads(hidden_size)
         inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
         return inner, inner, states, states, heads
 
     def inner_size(self, mixer: str, hidden_size: int) -> int:
-        """Return the width of the input of the output projection of a gated delta-net or Mamba-2."""
-        return self.linear_value_size if mixer == GATED_DELTA_NET else self.projection_rows(mixer, hidden_size)[0]
+        """Return the width of the input of the output projection of a recurrent layer."""
+        return self.linear_value_size if mixer in LINEAR_ATTENTION else self.projection_rows(mixer, hidden_size)[0]
 
     def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
         """Return the multiply-adds per token of the recurrent part of a mixer: of its GEMMs, and of the recurrence.
@@ -158,7 +164,10 @@ class HybridConfig(Config, in_args=False):
             return 0, 0.0
         inner = self.inner_size(mixer, hidden_size)
         gemms = hidden_size * (sum(self.projection_rows(mixer, hidden_size)) + inner)
-        if mixer == GATED_DELTA_NET:
+        if mixer == KIMI_DELTA_ATTENTION:
+            # The gate and the decays are projected to the dimension of a head first.
+            gemms += self.linear_value_head_dim * (2 * hidden_size + inner + self.linear_key_size)
+        if mixer in LINEAR_ATTENTION:
             convolution = self.linear_conv_kernel_dim * (2 * self.linear_key_size + inner)
             return gemms, convolution + 4 * inner * self.linear_key_head_dim
         return gemms, 3.5 * inner * self.mamba_state_dim
@@ -209,6 +218,6 @@ def layer_parts(hybrid: HybridConfig, num_layers: int, has_experts: tuple[bool, 
     if hybrid.experimental_attention_variant is not None:
         is_linear = parse_layer_pattern(hybrid.linear_attention_freq or "0", num_layers)
     return tuple(
-        LayerParts(GATED_DELTA_NET if linear else ATTENTION, MOE if has else MLP)
+        LayerParts(hybrid.experimental_attention_variant if linear else ATTENTION, MOE if has else MLP)
         for linear, has in zip(is_linear, has_experts, strict=True)
     )

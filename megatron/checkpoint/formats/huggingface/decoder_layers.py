@@ -20,29 +20,44 @@ from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import from_fields, with_fields
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import MOE, LayerParts, format_layer_pattern
+from megatron.core.transformer import LINEAR_ATTENTION, MOE, LayerParts, format_layer_pattern
 
 if TYPE_CHECKING:
     import torch
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def read_layer_types(settings: Settings, default: Sequence[bool]) -> list[bool]:
-    """Return whether each layer has a sliding window according to ``layer_types``; ``default`` if it is absent."""
-    types = settings.values.get("layer_types")
+def read_layer_types(
+    settings: Settings, default: Sequence[bool], kind: str = SLIDING, other: str = FULL, name: str = "layer_types"
+) -> list[bool]:
+    """Return whether each layer is of one of the two kinds of a setting; ``default`` if the setting is absent."""
+    types = settings.values.get(name)
     if types is None:
         return list(default)
     kinds = list(types) if isinstance(types, list) else [types]
-    unknown = sorted({str(kind) for kind in kinds if kind not in (FULL, SLIDING)})
+    unknown = sorted({str(each) for each in kinds if each not in (other, kind)})
     if unknown:
-        settings.refuse(f"layer_types contains {', '.join(unknown)}; supported values are {FULL} and {SLIDING}")
+        settings.refuse(f"{name} contains {', '.join(unknown)}; supported values are {other} and {kind}")
     elif len(kinds) != len(default):
-        settings.refuse(f"layer_types has {len(kinds)} entries, but the model has {len(default)} layers")
+        settings.refuse(f"{name} has {len(kinds)} entries, but the model has {len(default)} layers")
     else:
-        return [kind == SLIDING for kind in kinds]
+        return [each == kind for each in kinds]
     return list(default)
+
+
+def linear_attention_fields(variant: str, is_linear: Sequence[bool]) -> dict[str, Any]:
+    """Return the fields of a model with linear attention in some layers; empty if it has none."""
+    if not any(is_linear):
+        return {}
+    pattern = str([1] * len(is_linear)) if all(is_linear) else format_layer_pattern(is_linear)
+    return {"experimental_attention_variant": variant, "linear_attention_freq": pattern}
+
+
+def written_linear_layers(config: GPTConfig) -> list[str]:
+    """Return ``layer_types`` of a model with linear attention in some layers."""
+    return [LINEAR if parts.mixer in LINEAR_ATTENTION else FULL for parts in config.layer_parts]
 
 
 def window_fields(settings: Settings, has_window: Sequence[bool], default: int | None) -> dict[str, Any]:
@@ -231,6 +246,7 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
     return found
 
 
+_VISION = "model.visual."
 _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -244,11 +260,17 @@ class RotaryDecoderFamily:
     ``attention_name`` and ``mlp_name`` are their names of these parts, and ``mlp_names`` of the MLP's projections: gate
     if it has one, up, and down. ``native_layers`` is the number of our layers per layer of theirs: 2 if ours have one
     part each, a mixer or a feed-forward. ``expert_names`` is None if the files stack the experts as a model in memory
-    does. ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
+    does.
+
+    ``other_names`` pairs parts of tensor names with those of other folders, or of models in memory, and
+    ``stacked_in_memory`` maps a part of the name of a tensor in memory to those of the tensors that it stacks.
+    ``multimodal_architecture`` names folders whose ``text_config`` describes the model; their vision part is left out.
+    ``setting_names`` maps names of settings to the names that are read here, the one that is written first.
     """
 
     model_type: str
     architecture: str
+    multimodal_architecture: str | None = None
     base_prefix = "model."
     has_qkv_bias = False
     default_positions: int
@@ -269,14 +291,18 @@ class RotaryDecoderFamily:
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     head_norm_names: Mapping[str, str] = MappingProxyType({"q": "q_norm", "k": "k_norm"})
     expert_names: ExpertNames | None = ExpertNames()
-    names_in_memory: tuple[tuple[str, str], ...] = ()
+    other_names: tuple[tuple[str, str], ...] = ()
+    stacked_in_memory: Mapping[str, Sequence[str]] = MappingProxyType({})
+    setting_names: Mapping[str, str] = MappingProxyType({})
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
     )
+    default_ffn_size: int | None = None
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
+        settings = self._with_usual_names(settings)
         width = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
         # A null value, unlike an absent setting, means that the value is computed from the other sizes.
@@ -296,7 +322,7 @@ class RotaryDecoderFamily:
             num_attention_heads=heads,
             num_query_groups=groups,
             group_query_attention=groups != heads,
-            ffn_hidden_size=settings.integer("intermediate_size"),
+            ffn_hidden_size=settings.integer("intermediate_size", self.default_ffn_size),
             kv_channels=head_dim,
             normalization="RMSNorm",
             norm_epsilon=settings.number(self.epsilon_name, self.default_epsilon),
@@ -317,6 +343,22 @@ class RotaryDecoderFamily:
             **dtype_fields(settings),
         )
         return with_fields(config, **self.own_fields(settings))
+
+    def _with_usual_names(self, settings: Settings) -> Settings:
+        given, usual_values = settings.values, dict[str, Any]()
+        for name, usual in self.setting_names.items():
+            if name not in given:
+                continue
+            other = usual_values.get(usual, given.get(usual, given[name]))
+            if other != given[name]:
+                settings.refuse(f"{name} is {given[name]!r:.40}, but another name of this setting has {other!r:.40}")
+            usual_values[usual] = given[name]
+        return settings.replaced(usual_values) if usual_values else settings
+
+    def with_own_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings under the architecture's names for them."""
+        own = {usual: name for name, usual in reversed([*self.setting_names.items()])}
+        return {own.get(name, name): value for name, value in values.items()}
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         return read_rope(settings, positions, self.default_rotary_base)
@@ -361,9 +403,22 @@ class RotaryDecoderFamily:
         if config.add_output_bias:
             yield whole("model.output_layer.bias", "lm_head.bias", (config.vocab_size,))
 
+    def as_in_files(self, config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Convert a loaded model's weights to the form of its files."""
+        if config.moe.num_experts is not None and self.expert_names is not None:
+            weights = weights_as_in_files(weights, self.expert_names)
+        for stacked, parts in self.stacked_in_memory.items():
+            found: dict[str, torch.Tensor] = {}
+            for name, weight in weights.items():
+                names = [name.replace(stacked, part) for part in parts] if stacked in name else [name]
+                found |= zip(names, weight.chunk(len(names)) if stacked in name else [weight])
+            weights = found
+        return weights
+
     def is_buffer(self, name: str) -> bool:
-        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain."""
-        return _BUFFER.fullmatch(name) is not None
+        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain, or of a vision part."""
+        is_vision = self.multimodal_architecture is not None and name.startswith(_VISION)
+        return is_vision or _BUFFER.fullmatch(name) is not None
 
     def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a dense layer's gate and up projections."""

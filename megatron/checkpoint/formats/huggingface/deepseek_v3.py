@@ -171,6 +171,7 @@ class DeepseekV3Family(SharedExpertFamily):
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     default_positions = 4096
+    default_query_rank: int | None = 1536
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {
             "moe_intermediate_size": 2048,
@@ -265,13 +266,13 @@ class DeepseekV3Family(SharedExpertFamily):
             settings.refuse(f"qk_rope_head_dim is {rotary}; rotary position embeddings need an even number")
 
 
-def further_layers(settings: Settings, name_part: str) -> int:
+def further_layers(settings: Settings, name_part: str, setting: str = "num_nextn_predict_layers") -> int:
     """Return the number of MTP modules, whose tensor names contain ``name_part``.
 
     transformers writes the number but not the modules.
     """
     names = settings.tensor_names
-    stated = count_of(settings, "num_nextn_predict_layers", 0 if names is None else 1)
+    stated = count_of(settings, setting, 0 if names is None else 1)
     if names is not None and not any(name_part in name for name in names()):
         return 0
     return stated

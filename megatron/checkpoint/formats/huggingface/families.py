@@ -11,6 +11,7 @@ from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
 from megatron.checkpoint.formats.huggingface.bamba import BambaFamily
 from megatron.checkpoint.formats.huggingface.bloom import BloomFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.dots1 import Dots1Family
@@ -30,6 +31,7 @@ from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, Grani
 from megatron.checkpoint.formats.huggingface.granite_hybrid import GraniteMoeHybridFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.hunyuan import HunYuanDenseV1Family, HunYuanMoEV1Family
+from megatron.checkpoint.formats.huggingface.kimi_linear import KimiLinearFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.minimax_m2 import MiniMaxM2Family
 from megatron.checkpoint.formats.huggingface.mistral import (
@@ -55,6 +57,7 @@ from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
 from megatron.checkpoint.formats.huggingface.phimoe import PhimoeFamily
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
+from megatron.checkpoint.formats.huggingface.qwen3_5 import Qwen3_5Family, Qwen3_5MoEFamily
 from megatron.checkpoint.formats.huggingface.qwen3_next import Qwen3NextFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings, read_quantization, read_settings
@@ -132,12 +135,19 @@ FAMILIES: tuple[Family, ...] = (
     PhimoeFamily(),
     Dots1Family(),
     NemotronFamily(),
+    Qwen3_5Family(),
+    Qwen3_5MoEFamily(),
+    KimiLinearFamily(),
 )
 
 HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "minimax_m2", "mpt")
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "kimi_linear", "minimax_m2", "mpt")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
+
+
+_OF_BOTH = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+"""Settings of a whole model that apply to its language model."""
 
 
 def hugging_face_config(folder: str | Path) -> GPTConfig:
@@ -157,6 +167,7 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
         CheckpointError: the architecture is not supported.
         ConfigurationError: a setting is not supported.
     """
+    settings = language_part(settings)
     family = _family_of(settings)
     config = read_as(family, settings)
     settings.raise_problems()
@@ -172,6 +183,22 @@ def read_as(family: Family, settings: Settings) -> GPTConfig:
     for problem in excesses(config):
         settings.refuse(problem)
     return config
+
+
+def language_part(settings: Settings) -> Settings:
+    """Return the settings of the language model of a model with a vision part, or the settings of any other model."""
+    for family in FAMILIES:
+        multimodal = family.multimodal_architecture if isinstance(family, RotaryDecoderFamily) else None
+        if multimodal is None or settings.values.get("architectures") != [multimodal]:
+            continue
+        text = settings.inner("text_config")
+        if text is None:
+            settings.refuse(f"text_config is missing; {multimodal} needs it")
+            settings.raise_problems()
+        common = {name: value for name, value in settings.values.items() if name in _OF_BOTH and value is not None}
+        values = {**text.values, **common, "architectures": [family.architecture]} if text else {}
+        return Settings(values, settings.place, settings.problems, settings.tensor_names)
+    return settings
 
 
 def family_for(config: GPTConfig, preferred: Family | None = None) -> Family:

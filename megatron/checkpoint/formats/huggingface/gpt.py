@@ -58,6 +58,7 @@ class GPT2Family:
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
     default_sizes: ClassVar[Mapping[str, int]] = {
         "n_embd": 768,
         "n_head": 12,
@@ -197,6 +198,7 @@ class GPTNeoFamily:
     model_type = "gpt_neo"
     architecture = "GPTNeoForCausalLM"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
@@ -323,6 +325,7 @@ class GPTNeoXFamily:
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
     base_prefix = "gpt_neox."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""

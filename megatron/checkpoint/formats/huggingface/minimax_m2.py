@@ -24,7 +24,7 @@ class MiniMaxM2Family(RotaryDecoderFamily):
     default_head_dim = 128
     default_rotary_base = 5000000.0
     expert_names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-    names_in_memory = ((f"mlp.{_BIAS}", f"block_sparse_moe.{_BIAS}"),)
+    other_names = ((f"block_sparse_moe.{_BIAS}", f"mlp.{_BIAS}"),)
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the RoPE fields; published files have ``rotary_dim`` instead of the fraction of rotated channels."""

@@ -49,6 +49,7 @@ class NamedDecoderFamily:
     model_type: str
     architecture: str
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
     is_tied_by_default = True
     setting_fields: tuple[SettingField, ...]
     fixed_fields: ClassVar[Mapping[str, Any]] = {}

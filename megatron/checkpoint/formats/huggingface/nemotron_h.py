@@ -29,7 +29,7 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
     model_type = "nemotron_h"
     architecture = "NemotronHForCausalLM"
     base_prefix = "backbone."
-    names_in_memory = (("model.", "backbone."),)
+    other_names = (("backbone.", "model."),)
     default_positions, default_groups, default_head_dim = 4096, 8, 128
     default_epsilon, epsilon_name = 1e-5, "layer_norm_epsilon"
     activation = ("mlp_hidden_act", "relu2", "squared_relu")

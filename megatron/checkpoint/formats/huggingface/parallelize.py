@@ -30,7 +30,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.core.transformer import GATED_DELTA_NET, MAMBA
+from megatron.core.transformer import LINEAR_ATTENTION, MAMBA
 
 _DEFAULT_LENGTH = 20
 """Default total length of a sequence in tokens, including the prompt, as in transformers."""
@@ -311,7 +311,7 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
         problems.append(
             f"{groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
         )
-    if any(parts.mixer == GATED_DELTA_NET for parts in config.layer_parts):
+    if any(parts.mixer in LINEAR_ATTENTION for parts in config.layer_parts):
         keys = config.hybrid.linear_num_key_heads
         if keys % size:
             problems.append(f"{keys} key heads of linear attention are not divisible by tensor-parallel size {size}")

@@ -232,6 +232,8 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         value = field_value(model, spec.name)
         if value not in _VALUES_IN_ARGS.get(spec.name, (value,)):
             return False
+        if spec.name == "position_embedding_type" and value != "rope" and model.mla.multi_latent_attention:
+            return False  # Megatron's MLA has rotary position embeddings whatever this argument is.
         has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
         return bool(has_argument) or value == spec.default
 

@@ -109,6 +109,16 @@ QWEN3_NEXT = LLAMA | {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
 }
+QWEN3_5 = QWEN3_NEXT | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+QWEN3_5_MOE = QWEN3_NEXT | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+KIMI_LINEAR = LLAMA | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 6,
+    "num_experts": 12,
+    "linear_num_heads": 4,
+}
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}

@@ -49,6 +49,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     HELIUM,
     HUNYUAN,
     HUNYUAN_MOE,
+    KIMI_LINEAR,
     LLAMA,
     LLAMA31_SCALING,
     MINIMAX_M2,
@@ -74,6 +75,8 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     QWEN,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
     SEED_OSS,
@@ -297,6 +300,14 @@ MODELS = [
     DOTS1 | {"n_group": 4, "topk_group": 2, "sliding_window": None, "attention_bias": True},
     NEMOTRON | {"attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
     NEMOTRON | {"attention_bias": True, "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    QWEN3_5 | {"mtp_num_hidden_layers": 0, "tie_word_embeddings": True},
+    QWEN3_5 | {"full_attention_interval": 2, "partial_rotary_factor": 0.5},
+    KIMI_LINEAR | {"rms_norm_eps": 1e-6, "mlp_layer_types": ["dense", "sparse"] * 2 + ["dense"]},
+    KIMI_LINEAR | {"first_k_dense_replace": 2, "q_lora_rank": 24, "qk_rope_head_dim": 3, "num_shared_experts": 2},
+    KIMI_LINEAR
+    | {"num_expert_group": 4, "topk_group": 4, "moe_renormalize": True, "layer_types": ["full_attention"] * 5},
+    KIMI_LINEAR
+    | {"linear_attn_config": {"head_dim": 16, "num_heads": 3, "kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}},
 ]
 
 
@@ -398,6 +409,9 @@ FAMILY_SETTINGS = [
     PHIMOE | {"attention_bias": True, "lm_head_bias": True},
     DOTS1 | {"attention_bias": True},
     NEMOTRON | {"attention_bias": True},
+    QWEN3_5,
+    QWEN3_5_MOE,
+    KIMI_LINEAR,
 ]
 
 
@@ -652,10 +666,31 @@ REFUSED = [
     (
         QWEN3_NEXT,
         {"layer_types": ["sliding_attention"] * 5},
-        "layer_types contains sliding_attention; supported values are linear_attention and full_attention",
+        "layer_types contains sliding_attention; supported values are full_attention and linear_attention",
     ),
     (QWEN3_NEXT, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
     (QWEN3_NEXT, {"linear_num_key_heads": 4}, "linear_num_value_heads 6 is not divisible by linear_num_key_heads 4"),
+    (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate is false, but only true is supported"),
+    (QWEN3_5, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
+    (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob is false, but only true is supported"),
+    (QWEN3_5_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1], but only [] is supported"),
+    (KIMI_LINEAR, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    (KIMI_LINEAR, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
+    (KIMI_LINEAR, {"moe_renormalize": False}, "norm_topk_prob is false, but only true is supported"),
+    (KIMI_LINEAR, {"num_local_experts": 8}, "num_local_experts is 8, but another name of this setting has 12"),
+    (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope is false, but only true is supported"),
+    (KIMI_LINEAR, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1, but only 0 is supported"),
+    (
+        KIMI_LINEAR,
+        {"mlp_layer_types": ["dense"] * 5},
+        "none of the 5 layers has experts; use mlp_layer_types with at least one sparse",
+    ),
+    (KIMI_LINEAR, {"mlp_layer_types": ["moe"] * 5}, "dense or sparse for each of the 5 layers is expected"),
+    (
+        KIMI_LINEAR,
+        {"linear_attn_config": {"kda_layers": [0, 1, 2, 3], "full_attn_layers": [4]}},
+        "kda_layers and full_attn_layers must contain each of the 5 layers, from 1 on, once",
+    ),
     (BAMBA, {"mamba_d_head": 8}, "mamba_n_heads 8 x mamba_d_head 8 is not the width 96 of Mamba-2"),
     (BAMBA, {"mamba_n_groups": 3}, "mamba_n_heads 8 is not divisible by mamba_n_groups 3"),
     (BAMBA, {"time_step_limit": [0.1]}, "time_step_limit is [0.1]; two numbers"),
@@ -832,6 +867,31 @@ def test_qwen3_next_has_delta_nets_gates_and_zero_centered_norms(tmp_path: Path)
         ConfigurationError, match=r"Qwen3NextForCausalLM, cannot represent attention_output_gate False$"
     ):
         family_for(with_fields(config, attention_output_gate=False))
+
+
+def test_qwen3_5_moe_is_exported_as_qwen3_next_without_a_record_of_its_folder(tmp_path: Path) -> None:
+    """Both compute the same; they differ in the names of the projections."""
+    config = config_of(tmp_path, QWEN3_5_MOE)
+    assert config.hybrid_layers == "GE GE GE *E GE"
+    assert (config.moe.moe_router_topk, config.moe.moe_shared_expert_gate) == (8, True)
+    assert family_for(config).model_type == "qwen3_next"
+    (family,) = (family for family in FAMILIES if family.model_type == "qwen3_5_moe_text")
+    _, again = read_model(Settings(family.write_settings(config), "written"))
+    assert model_features(again) == model_features(config)
+
+
+def test_kimi_linear_has_kda_and_mla_without_positions(tmp_path: Path) -> None:
+    config = config_of(tmp_path, KIMI_LINEAR)
+    assert config.hybrid_layers == "K- KE KE KE *E"
+    assert (config.position_embedding_type, config.mla.multi_latent_attention, config.mla.q_lora_rank) == (
+        "none",
+        True,
+        None,
+    )
+    assert (config.norm_epsilon, config.epsilon_of_latent_norms) == (1e-5, 1e-6)
+    assert (config.hybrid.linear_num_value_heads, config.hybrid.linear_key_head_dim) == (4, 128)
+    assert (config.moe.num_experts, config.moe.moe_router_topk_scaling_factor) == (12, 2.446)
+    assert config_of(tmp_path, KIMI_LINEAR | {"num_experts_per_token": 2}).moe.moe_router_topk == 2
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

@@ -1018,6 +1018,71 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": False,
     },
+    "qwen3_5": {
+        "class": "Qwen3_5",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 14,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "rms_norm_eps": 1e-3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe": {
+        "class": "Qwen3_5Moe",
+        **{name: value for name, value in _DECODER.items() if name != "intermediate_size"},
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 14,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "rms_norm_eps": 0.1,
+        "tie_word_embeddings": False,
+    },
+    "kimi_linear": {
+        "class": "KimiLinear",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "model_max_length": 512,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+            "num_heads": 4,
+            "head_dim": 10,
+            "short_conv_kernel_size": 3,
+        },
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 20,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "rms_norm_eps": 1e-3,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
@@ -1071,6 +1136,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+_CONFIG_CLASSES = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
+_OF_DIFFERENCES = ("Gemma", "Qwen3Next", "Qwen3_5")
+"""With Nemotron, families that store the weights of norms as their difference from one, except in delta-nets."""
+
+
 def import_transformers() -> Any:
     """Return the package, or skip the test where it is not installed."""
     return pytest.importorskip("transformers", reason="transformers is not installed (requirements/dev.txt has it)")
@@ -1086,7 +1160,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
     )
     settings = KINDS[kind] | changes
     family = settings["class"]
-    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config"))
+    config_class = getattr(transformers, _CONFIG_CLASSES.get(family, f"{family}Config"))
     model_class = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM"))
     if config is None:
         config = config_class(**{name: value for name, value in settings.items() if name != "class"})
@@ -1097,8 +1171,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
-            # Gemma, Nemotron and Qwen3-Next store the weights of norms as their difference from one, but for one kind.
-            is_centered = family.startswith(("Gemma", "Qwen3Next")) or family == "Nemotron"
+            is_centered = family.startswith(_OF_DIFFERENCES) or family == "Nemotron"
             mean = 0.0 if is_centered and "linear_attn" not in name else 1.0
             # Step sizes of Mamba-2 are small, as published ones: large ones let states of few positions matter.
             shift = -3.0 if name.endswith(("mamba.dt_bias", "mixer.dt_bias")) else 0.0
