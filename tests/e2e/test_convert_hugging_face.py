@@ -180,7 +180,7 @@ def test_layouts_of_experts_are_converted_compared_and_shown(
     capsys.readouterr()
     assert inspect_checkpoint.main([str(tmp_path / "a"), "--verify", "--all"]) == 0
     shown = capsys.readouterr().out
-    assert "expert_model_parallel_size=4" in shown
+    assert "expert_model_parallel_size: 4" in shown
     assert re.search(r"optimizer\.exp_avg\.decoder\.layers\.1\.mlp\.experts\.linear_fc1\.weight +4x16x16 ", shown)
     path = next((tmp_path / "a").rglob("mp_rank_01_001_003/model_optim_rng.pt"))
     content = torch.load(path, weights_only=False)
