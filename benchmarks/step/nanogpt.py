@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
-_GROUP, _NUM_WARMUP = 10, 50
+_GROUP = 10
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Shape:
     seq_length: int
     batch_size: int
     vocab_size: int
+    num_warmup: int
     iterations: int
 
     @property
@@ -57,9 +58,9 @@ class Shape:
 
 
 SHAPES = {
-    "nanogpt-cpu": Shape(4, 128, 4, 64, 12, 65, 450),
-    "6x384": Shape(6, 384, 6, 256, 16, 65, 70),
-    "12x768": Shape(12, 768, 12, 512, 2, 65, 70),
+    "nanogpt-cpu": Shape(4, 128, 4, 64, 12, 65, 50, 450),
+    "6x384": Shape(6, 384, 6, 256, 16, 65, 10, 30),
+    "12x768": Shape(12, 768, 12, 512, 2, 65, 10, 30),
 }
 
 
@@ -193,7 +194,7 @@ def _measure(role: str, shape: str, threads: int, nanogpt: Path | None) -> list[
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         times: list[float] = json.loads(output.read_text(encoding="utf-8"))
-    return times[_NUM_WARMUP // _GROUP :]
+    return times[SHAPES[shape].num_warmup // _GROUP :]
 
 
 def _markdown(result: dict[str, Any]) -> str:
