@@ -5,7 +5,8 @@
 PATH is a checkout of nanoGPT. Its ``model.py`` is trained in nanoGPT's loop: batch, forward, backward, clipping, AdamW.
 Without it a plain torch model of the same shape takes its place, and is named so. The floor is the same GEMMs,
 attention and optimizer update alone, with the faster of torch's two GEMM libraries. Contestants run alternately, each
-time in a fresh process. A time is the mean of ten iterations; the first 50 iterations are not counted.
+time in a fresh process. A time is the mean of ten iterations; the first 50 iterations (10 of the larger models) are
+not counted.
 """
 
 from __future__ import annotations
