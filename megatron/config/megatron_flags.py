@@ -191,7 +191,6 @@ _SWITCHES = [
     "--qk-l2-norm",
     "--qk-clip",
     "--moe-extended-tp",
-    "--moe-use-upcycling",
     "--fp4-param-gather",
     "--moe-router-padding-for-fp8",
     "--moe-router-padding-for-quantization",
@@ -218,6 +217,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
     "--moe-input-jitter-eps": NotSupported(1),
+    "--moe-use-upcycling": NotSupported(0, instead="use megatron convert --moe-use-upcycling, and load the result"),
     "--qk-clip-alpha": NotSupported(1, "0.5"),
     "--qk-clip-threshold": NotSupported(1, "100"),
     "--rotary-scale-factor": NotSupported(
