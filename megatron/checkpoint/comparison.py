@@ -18,6 +18,7 @@ from megatron.checkpoint.checkpoint_folder import find_checkpoint
 from megatron.checkpoint.checkpoint_source import CheckpointSource, SourceView, TensorInfo
 from megatron.checkpoint.config_changes import compare_configs
 from megatron.checkpoint.formats import idle_lines
+from megatron.checkpoint.formats.huggingface import read_settings
 from megatron.checkpoint.inference_model import sample_tokens, source_config, streamed_logits
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
@@ -224,20 +225,31 @@ def parameters_of(source: CheckpointSource) -> int:
 def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Compute float32 logits with the transformers package, without downloads or remote code.
 
+    The model's class is the first of ``architectures``, and its ``model_type`` is the one of this class: some folders,
+    such as Kimi-K2's, have a ``model_type`` that only their own code knows.
+
     Shapes: ``tokens: [b, s] -> [b, s, v]`` float32.
 
     Raises:
-        InputError: the package is not installed.
+        InputError: the package is not installed, or has no such class.
     """
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
     except (ImportError, OSError) as error:
         raise InputError(
             f"--test-logits needs the transformers package ({error}); install it, or omit the flag"
         ) from error
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32
-    )
+    (name, *_) = read_settings(folder).values.get("architectures") or ("AutoModelForCausalLM",)
+    if not hasattr(transformers, name):
+        raise InputError(
+            f"--test-logits: transformers {transformers.__version__} has no {name}; install a newer release, or omit "
+            "the flag"
+        )
+    model_class = getattr(transformers, name)
+    options: dict[str, Any] = {"local_files_only": True}
+    config = getattr(model_class, "config_class", transformers.AutoConfig).from_pretrained(folder, **options)
+    config.model_type = type(config).model_type
+    model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     model.train(False)
     logits: torch.Tensor = model(tokens, use_cache=False).logits
     return logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,18 @@ from megatron.config import config_parts
 from megatron.core.config_base import field_specs
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.errors import CheckpointError
-from megatron.core.transformer import ADAPTERS, GATED_ACTIVATIONS, MoEConfig, adapted_parts, moe_layers, plain_names
+from megatron.core.transformer import (
+    ADAPTERS,
+    GATED_ACTIVATIONS,
+    TRANSFORMER_LAYERS,
+    HybridConfig,
+    MoEConfig,
+    adapted_parts,
+    layer_parts,
+    linear_layers_of,
+    moe_layers,
+    plain_names,
+)
 
 
 @dataclass(frozen=True)
@@ -132,13 +143,22 @@ def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str
         )
 
 
+def _linear_layers(model: Mapping[str, Any]) -> Sequence[str]:
+    """Return the names of the linear layers of a model, given its stored configuration."""
+    names = {spec.name for spec in field_specs(HybridConfig)} & model.keys()
+    hybrid = HybridConfig(**{name: model[name] for name in names})
+    if not hybrid.is_hybrid:
+        return TRANSFORMER_LAYERS
+    return linear_layers_of(layer_parts(hybrid, model["num_layers"], (False,) * model["num_layers"]))
+
+
 def _settings(config: Mapping[str, Any], with_quantization: bool) -> str | None:
     """Return the flags of a configuration's adapters and of its quantized weights, or None without adapters."""
     model = config.get("model", {})
     if not model.get("lora_rank"):
         return None
     is_gated = any(model.get(name) for name in GATED_ACTIVATIONS)
-    names = plain_names(adapted_parts(model["lora_target_modules"], is_gated))
+    names = plain_names(adapted_parts(model["lora_target_modules"], is_gated, _linear_layers(model)))
     flags = [
         f"--lora-rank {model['lora_rank']} --lora-alpha {model['lora_alpha']} --lora-target-modules {' '.join(names)}"
     ]

@@ -189,7 +189,6 @@ _SWITCHES = [
     "--init-method-xavier-uniform",
     "--fp32-residual-connection",
     "--qk-l2-norm",
-    "--qk-clip",
     "--moe-extended-tp",
     "--fp4-param-gather",
     "--moe-router-padding-for-fp8",
@@ -218,8 +217,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     # other models
     "--moe-input-jitter-eps": NotSupported(1),
     "--moe-use-upcycling": NotSupported(0, instead="use megatron convert --moe-use-upcycling, and load the result"),
-    "--qk-clip-alpha": NotSupported(1, "0.5"),
-    "--qk-clip-threshold": NotSupported(1, "100"),
     "--rotary-scale-factor": NotSupported(
         1, "1", instead="use --rotary-seq-len-interpolation-factor to divide positions"
     ),
@@ -274,7 +271,6 @@ REASONS: tuple[tuple[str, str], ...] = (
         "the residual has the model's precision; omit --bf16 or --fp16 for float32",
     ),
     ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
-    ("--qk-clip", "query and key weights are not clipped; omit it, or use --qk-layernorm"),
     (
         "--spec",
         "flags define the model, and --transformer-impl selects the kernels; docs/how_to_add.md explains how to add a "

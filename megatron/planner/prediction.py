@@ -66,6 +66,8 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
     model, pp = plan.model, plan.parallel_sizes.pp
     if plan.optimizer.optimizer == "muon":
         yield "--optimizer muon is not supported by the planner; plan with adam, which stores one moment more"
+    if model.qk_clip:
+        yield "--qk-clip is not supported by the planner; plan without it, and add the matmuls of queries and keys"
     if model.cpu_offloading and pp > 1 and not implementation.offloads_in_pipelines:
         yield (
             f"{implementation.name} does not support activation offload in pipelines (pp {pp}); use pp 1, recompute, "

@@ -1,4 +1,4 @@
-"""Parity test cases of hybrid models: gated delta-net and Mamba-2 layers among attention, MLP and experts."""
+"""Parity test cases of hybrid models: gated delta-net, KDA and Mamba-2 layers among attention, MLP and experts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ from dataclasses import replace
 
 from megatron.verification.cells import DROPOUT, MODULES, SHAPES, Cell, Layout, make_cell
 from megatron.verification.model_cells import ExpertLayout
-from megatron.verification.training_cells import MUON, fully_sharded
+from megatron.verification.training_cells import FUSED_LORA, LORA, MUON, fully_sharded
 
 _DELTA = (
     *("--experimental-attention-variant", "gated_delta_net", "--linear-key-head-dim", "4"),
     *("--linear-value-head-dim", "6", "--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
 )
 _MAMBA = ("--mamba-state-dim", "5", "--mamba-head-dim", "6", "--mamba-num-groups", "4")
+_BAMBA = (
+    *("--mamba-state-dim", "6", "--mamba-conv-kernel-dim", "3", "--disable-mamba-conv-bias", "--mamba-proj-bias"),
+    *("--mamba-dt-lower-limit", "0.01", "--mamba-dt-upper-limit", "0.05"),
+)
+_FALCON_H1 = (
+    *("--hybrid-override-pattern", "PMP-", "--mamba-state-dim", "6", "--mamba-norm", "before-gate", "--swiglu"),
+    *("--mamba-multipliers", "0.7", "1.2", "0.8", "1.1", "0.9", "--parallel-attention-multiplier", "0.6"),
+    *("--parallel-mamba-multiplier", "1.3", "--mlp-gate-multiplier", "0.7", "--mlp-output-multiplier", "1.4"),
+)
+_FEW_GROUPS = (
+    ("1", Layout(tp=2, sequence_parallel=True, pp=2)),
+    ("2", Layout(tp=4, sequence_parallel=True)),
+    ("1", Layout(tp=2, dp=2, recompute=MODULES)),
+    ("1", fully_sharded(Layout(tp=2, sequence_parallel=True, dp=2), overlap=True)),
+)
+"""Layouts with fewer groups of Mamba-2 heads than tensor-parallel ranks, with the number of groups."""
 _EXPERTS = (
     *("--num-experts", "8", "--moe-ffn-hidden-size", "12", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.1"),
     *("--moe-shared-expert-intermediate-size", "16", "--moe-shared-expert-gate"),
@@ -31,6 +47,14 @@ HYBRID_SHAPES: dict[str, tuple[str, ...]] = {
         *(*_MAMBA, "--hybrid-override-pattern", "[mamba,moe,gated_delta_net,attention]"),
         *(*_DELTA[2:], *_EXPERTS, "--untie-embeddings-and-output-weights"),
     ),
+    "kimi-linear": (
+        *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+        *("--experimental-attention-variant", "kimi_delta_attention", "--linear-attention-freq", "4", *_DELTA[2:]),
+        *("--multi-latent-attention", "--no-position-embedding", "--num-query-groups", "4", "--kv-lora-rank", "10"),
+        *("--qk-head-dim", "6", "--qk-pos-emb-head-dim", "3", "--v-head-dim", "8"),
+        *("--qk-layernorm", "--latent-norm-epsilon", "1e-3", *_EXPERTS, "--moe-layer-freq", "[0,1,1,1]"),
+        *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    ),
 }
 """Hybrid model shapes by name: the flags that each adds to the base command line."""
 
@@ -42,6 +66,7 @@ def make_hybrid_cell(shape: str, layout: Layout, data: str = "plain", extra: Seq
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")
 
 
+_TARGETS = ("q_proj", "in_proj", "out_proj", "down_proj")
 _FULL = ("full", "uniform", "1")
 _LAYOUTS = (
     Layout(tp=2),
@@ -62,6 +87,17 @@ _LAYOUTS = (
     Layout(tp=2, sequence_parallel=True, pp=2, recompute=_FULL),
     Layout(pp=2, virtual_stages=2, dp=2, recompute=("full", "block", "1")),
 )
+_CONTEXT_LAYOUTS = (
+    Layout(cp=2),
+    Layout(cp=4, cp_comm_type="a2a"),
+    # Two ranks share a key head, or a group.
+    Layout(tp=2, sequence_parallel=True, cp=4, cp_comm_type="all_gather"),
+    Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)),
+    Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=MODULES),
+    Layout(pp=2, cp=2, recompute=_FULL),
+    Layout(cp=2, dp=2, sharding="optim_grads", overlap=True),
+    fully_sharded(Layout(tp=2, sequence_parallel=True, cp=2), overlap=True),
+)
 _DENSE_LAYOUTS = (
     Layout(tp=2, sequence_parallel=True, tp_overlap=("--tp-comm-overlap",)),
     Layout(pp=2, offloaded_layers=2),
@@ -76,6 +112,8 @@ _EXPERT_LAYOUTS = (
     ExpertLayout(pp=2, dp=2, ep=2, dispatcher="allgather"),
     ExpertLayout(tp=2, pp=2, dp=2, ep=2, sequence_parallel=True, sharding="optim_grads"),
     fully_sharded(ExpertLayout(dp=4, ep=2), overlap=True),
+    ExpertLayout(cp=2, ep=2),
+    ExpertLayout(tp=2, cp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
 )
 
 
@@ -87,14 +125,33 @@ def hybrid_matrix() -> list[Cell]:
 def _cells() -> Iterator[Cell]:
     for shape in HYBRID_SHAPES:
         has_experts = "--num-experts" in HYBRID_SHAPES[shape]
-        for layout in (*_LAYOUTS, *(_EXPERT_LAYOUTS if has_experts else _DENSE_LAYOUTS)):
+        for layout in (*_LAYOUTS, *_CONTEXT_LAYOUTS, *(_EXPERT_LAYOUTS if has_experts else _DENSE_LAYOUTS)):
             yield make_hybrid_cell(shape, layout)
         for layout in (Layout(dp=2), Layout(tp=2, sequence_parallel=True, pp=2), Layout(pp=2, recompute=_FULL)):
             yield make_hybrid_cell(shape, layout, "packed")
+        for layout in (Layout(cp=2), Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="a2a")):
+            yield make_hybrid_cell(shape, layout, "packed")
+        yield make_hybrid_cell(shape, Layout(tp=2, cp=2), "uneven", DROPOUT)
         yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2), "uneven")
         yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2), extra=DROPOUT)
         yield make_hybrid_cell(
             shape, Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True), extra=MUON
         )
-    yield make_hybrid_cell("delta-net", Layout(tp=2, pp=2, sequence_parallel=True), extra=("--mtp-num-layers", "1"))
+    kimi = ("--experimental-attention-variant", "kimi_delta_attention")
+    for layout in (*_DENSE_LAYOUTS, Layout(tp=2, sequence_parallel=True, recompute=MODULES)):
+        yield make_hybrid_cell("delta-net", layout, extra=kimi)
+    for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(cp=2)):
+        yield make_hybrid_cell("delta-net", layout, extra=("--mtp-num-layers", "1"))
+    for layout in (
+        Layout(tp=2, sequence_parallel=True, pp=2),
+        Layout(tp=2, cp=2, sharding="optim"),
+        Layout(tp=2, sequence_parallel=True, recompute=MODULES),
+    ):
+        yield make_hybrid_cell("mamba", layout, extra=FUSED_LORA)
+        yield make_hybrid_cell("delta-net", layout, "packed", extra=(*LORA, "--lora-target-modules", *_TARGETS))
+    yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
+    yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))
+    for flags in (_BAMBA, _FALCON_H1):
+        for groups, layout in _FEW_GROUPS:
+            yield make_hybrid_cell("mamba", layout, "packed", extra=("--mamba-num-groups", groups, *flags))

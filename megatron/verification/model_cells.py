@@ -28,6 +28,7 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
         *SHAPES["llama"],
         *_EXPERTS,
         *("--moe-router-score-function", "sigmoid", "--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
+        *("--moe-router-group-score-topk", "2"),
         *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
         *("--moe-router-topk-scaling-factor", "1.5", "--moe-layer-freq", "([0]+[1]*3)"),
         *("--moe-shared-expert-intermediate-size", "16"),
@@ -43,6 +44,11 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
     ),
 }
 """MoE model shapes by name: the flags that each adds to the base command line."""
+SPARSEMIXER = (
+    *("--moe-router-score-function", "sparsemixer", "--moe-router-sparsemixer-eps", "0.4"),
+    *("--add-qkv-bias", "--add-proj-bias"),
+)
+"""SparseMixer routing in which several experts are within reach, and attention biases, as in Phi-MoE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,9 @@ DISPATCHERS = ("alltoall", "allgather")
 
 def expert_matrix() -> list[Cell]:
     """Return the test cases of MoE models that every release must pass, without duplicates."""
-    cells = [cell for family in (_spread, _mixed, _kept, _dropped, _global, _at_random) for cell in family()]
+    cells = [
+        cell for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _at_random) for cell in family()
+    ]
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -165,6 +173,16 @@ def _global() -> Iterator[Cell]:
         yield make_expert_cell("mixtral", replace(layout, expert_flags=flags), extra=extra)
 
 
+def _sparsemixer() -> Iterator[Cell]:
+    """Yield SparseMixer routing at several kinds of layouts."""
+    for layout in (
+        ExpertLayout(tp=2, pp=2, dp=2, ep=2, sequence_parallel=True),
+        ExpertLayout(tp=2, cp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
+        ExpertLayout(dp=2, ep=2, recompute=("selective", "core_attn", "moe"), dispatcher="allgather"),
+    ):
+        yield make_expert_cell("mixtral", layout, extra=SPARSEMIXER)
+
+
 def _at_random() -> Iterator[Cell]:
     """Yield random routing, which must be the same in every layout."""
     for shape in ("mixtral", "deepseek-experts"):
@@ -188,7 +206,7 @@ LATENT_SHAPES: dict[str, tuple[str, ...]] = {
     "latent-yarn": (
         *(*_GATED, *_LATENT, "--q-lora-rank", "12", "--v-head-dim", "8", "--qk-layernorm"),
         *("--rotary-scaling-factor", "4", "--original-max-position-embeddings", "8"),
-        *("--mscale", "0.8", "--mscale-all-dim", "0.5"),
+        *("--mscale", "0.8", "--mscale-all-dim", "0.5", "--latent-norm-epsilon", "0.1"),
         *("--mtp-num-layers", "1", "--untie-embeddings-and-output-weights"),
     ),
 }
@@ -233,6 +251,8 @@ def _latent_cells() -> Iterator[Cell]:
     for layout in (Layout(cp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
         yield make_latent_cell("latent", layout, "packed")
         yield make_latent_cell("latent-yarn", layout, extra=DROPOUT)
+    sharded = Layout(tp=2, sequence_parallel=True, cp=2)
+    yield make_latent_cell("latent", sharded, extra=("--position-embedding-type", "none"))
     for expert_layout in (ExpertLayout(pp=2, dp=2, ep=2), ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)):
         yield make_expert_cell(
             "deepseek-experts", expert_layout, extra=(*LATENT_SHAPES["latent"], "--mtp-num-layers", "1")

@@ -11,7 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from megatron.verification.cells import DROPOUT, IN_PARTS, MODULES, RECOMPUTE, SHARDING, Cell, Layout, make_cell
+from megatron.verification.cells import (
+    DROPOUT,
+    EXCHANGES,
+    IN_PARTS,
+    MODULES,
+    RECOMPUTE,
+    SHARDING,
+    Cell,
+    Layout,
+    make_cell,
+)
 from megatron.verification.model_cells import ExpertLayout, make_expert_cell, make_latent_cell, make_prediction_cell
 
 WEIGHTS = "optim_grads_params"
@@ -107,6 +117,7 @@ CLIPPING = ("--clip-grad-matrices", "0.3", "--clip-grad-embeddings", "0.1", "--c
 MUP = ("--use-mup", "--mup-width-mult", "3", "--mup-embedding-mult", "2", "--mup-output-mult", "1.5")
 HEAD_MUP = ("--mup-base-head-dim", "5", "--mup-attn-scale-power", "0.8")
 DECOUPLED = ("--decoupled-lr", "3e-2")
+QK_CLIP = ("--qk-clip", "--qk-clip-threshold", "0.3", "--qk-clip-alpha", "0.4")
 OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.6", "--overlap-cpu-optimizer-d2h-h2d")
 
 _FULL = ("full", "uniform", "1")
@@ -240,6 +251,15 @@ def _recipes() -> Iterator[Cell]:
         yield make_cell("llama", _SHARDED, extra=(*recipe, *muon))
     yield make_cell("gpt2", Layout(cp=2, dp=2, sharding="optim"), extra=CLIPPING)
     yield make_cell("llama", Layout(pp=2, dp=2, sharding="optim"), extra=(*GROUPS, "--decoupled-lr", "1e-3"))
+    yield make_cell("gpt2", Layout(tp=2, pp=2, virtual_stages=2), extra=QK_CLIP)
+    yield make_cell("llama", replace(_SHARDED, recompute=_FULL), extra=(*QK_CLIP, *muon))
+    yield make_cell("llama", fully_sharded(Layout(tp=2, cp=2)), "packed", extra=QK_CLIP)
+    # Tensor-parallel ranks that share a key-value group.
+    yield make_cell("llama-one-group", Layout(tp=4), extra=QK_CLIP)
+    for exchange in EXCHANGES:
+        yield make_cell("mistral", Layout(cp=2, cp_comm_type=exchange, dp=2, sharding="optim"), extra=QK_CLIP)
+    yield make_latent_cell("latent", Layout(tp=2, cp=2, sequence_parallel=True), extra=QK_CLIP)
+    yield make_prediction_cell("llama-mtp", Layout(pp=2, dp=2, sharding="optim_grads"), extra=QK_CLIP)
     yield with_optimizer_on_host(make_cell("gpt2", replace(_SHARDED, pp=2)))
     yield with_optimizer_on_host(
         make_cell("llama", Layout(tp=2, cp=2, dp=2, sharding="optim"), "uneven", extra=DECOUPLED)

@@ -7,22 +7,33 @@ from collections.abc import Iterator
 from megatron.config import RunConfig
 from megatron.config.checks.parallelism import Check, divisors
 from megatron.core.config_base import field_specs
+from megatron.core.context_parallel import copies_of_key_value_heads
+from megatron.core.errors import choices
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,
+    ATTENTION_AND_MAMBA,
     GATED_ACTIVATIONS,
-    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    LINEAR_ATTENTION,
     MAMBA,
     MOE,
+    NAMES_OF_RECURRENCES,
     HybridConfig,
     LayerParts,
 )
 
-_PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
-_NAMES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
+_PREFIXES = {
+    "linear_": (LINEAR_ATTENTION, "gated delta-net or KDA layer"),
+    "mamba_": ((MAMBA,), "Mamba-2 layer"),
+    "parallel_": ((ATTENTION_AND_MAMBA,), "layer of attention and Mamba-2"),
+}
+"""Layers with the flags of a prefix, and their name."""
+_EXCHANGES = ("p2p", "a2a")
+"""Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
-    *("attn_logit_softcapping", "no_rope_freq"),
+    *("attn_logit_softcapping", "no_rope_freq", "qk_clip"),
 )
 
 
@@ -50,8 +61,8 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
         if hybrid.hybrid_override_pattern is not None:
             yield (
                 f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
-                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbol of gated "
-                "delta-net is G)"
+                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbols are G for gated "
+                "delta-net and K for KDA)"
             )
             return
         if hybrid.linear_attention_freq is None:
@@ -70,7 +81,7 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
             yield f"--linear-attention-freq {hybrid.linear_attention_freq}: {error}"
         return
     is_linear = hybrid.experimental_attention_variant is not None
-    if is_linear and not any(each.mixer == GATED_DELTA_NET for each in parts):
+    if is_linear and not any(each.mixer in LINEAR_ATTENTION for each in parts):
         yield (
             f"--linear-attention-freq {hybrid.linear_attention_freq} gives linear attention to none of the "
             f"{model.num_layers} layers; use a list with a 1, or omit {_given(model)}"
@@ -114,23 +125,25 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     if not parts:
         return
     used = {each.mixer for each in parts}
+    if ATTENTION_AND_MAMBA in used:
+        used |= {ATTENTION, MAMBA}
     for spec in field_specs(HybridConfig):
-        for mixer, prefix in _PREFIXES.items():
+        for prefix, (mixers, name) in _PREFIXES.items():
             value = getattr(hybrid, spec.name)
-            is_idle = spec.name.startswith(prefix) and value != spec.default and mixer not in used
+            is_idle = spec.name.startswith(prefix) and value != spec.default and used.isdisjoint(mixers)
             # Another check reports flags of Mamba-2 without a pattern.
-            is_checked = mixer == MAMBA and hybrid.hybrid_override_pattern is None
+            is_checked = prefix != "linear_" and hybrid.hybrid_override_pattern is None
             if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                yield f"{spec.typed(value)} has no effect: the model has no {_NAMES[mixer]} layer; omit it"
+                yield f"{spec.typed(value)} has no effect: the model has no {name}; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
-        absent |= dict.fromkeys(GATED_ACTIVATIONS, "feed-forward")
+        absent |= dict.fromkeys((*GATED_ACTIVATIONS, "xielu"), "feed-forward")
     for name, part in absent.items():
         found = config.flag(name)
         if found is not None and found[1] != found[0].default:
             yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
     tensor = max(model.tensor_model_parallel_size, 1)
-    if GATED_DELTA_NET in used:
+    if not used.isdisjoint(LINEAR_ATTENTION):
         keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
         if values % keys:
             yield (
@@ -139,6 +152,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
             )
         yield from _check_sharding("--linear-num-key-heads", keys, tensor)
         yield from _check_sharding("--linear-num-value-heads", values, tensor)
+        yield from _check_context(config, "--linear-num-value-heads", values, "--linear-num-key-heads", keys)
     if MAMBA in used:
         if hybrid.mamba_num_heads is None and 2 * model.hidden_size % hybrid.mamba_head_dim:
             yield (
@@ -152,7 +166,33 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 f"{heads} Mamba-2 heads are not divisible by --mamba-num-groups {groups}; numbers of groups that work: "
                 f"{divisors(heads, heads)}"
             )
-        yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        elif heads % tensor:
+            yield (
+                f"{heads} Mamba-2 heads are not divisible by --tensor-model-parallel-size {tensor}; sizes that work: "
+                f"{divisors(heads, heads)}"
+            )
+        elif tensor % groups == 0:
+            if groups * hybrid.mamba_state_dim % tensor:
+                yield (
+                    f"--mamba-num-groups {groups} x --mamba-state-dim {hybrid.mamba_state_dim} is not divisible by "
+                    f"--tensor-model-parallel-size {tensor}, whose ranks share a group; use another size"
+                )
+        else:
+            yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        multipliers = hybrid.mamba_multipliers
+        if len(multipliers) != 5 or min(multipliers) <= 0:
+            given = " ".join(map(str, multipliers))
+            yield f"--mamba-multipliers {given}: five numbers greater than 0 are expected, of z, x, B, C and dt"
+        lower, upper = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
+        if upper is not None and lower > upper:
+            yield f"--mamba-dt-lower-limit {lower} is above --mamba-dt-upper-limit {upper}; use a smaller lower limit"
+        yield from _check_context(config, "--mamba-num-heads", heads, "--mamba-num-groups", groups)
+        if groups < tensor and model.context_parallel_size > 1:
+            yield (
+                f"--mamba-num-groups {groups} is below --tensor-model-parallel-size {tensor}, which is not supported "
+                f"with --context-parallel-size {model.context_parallel_size} yet; use at most {groups} tensor-parallel "
+                "ranks"
+            )
 
 
 def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
@@ -163,19 +203,71 @@ def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
         )
 
 
+def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str, groups: int) -> Iterator[str]:
+    """Reject context-parallel ranks that cannot share the heads of a recurrent layer."""
+    model = config.model
+    tensor, context = max(model.tensor_model_parallel_size, 1), model.context_parallel_size
+    if context <= 1 or heads % groups or heads % tensor or groups % tensor:
+        return
+    own_heads, own_groups = heads // tensor, groups // tensor
+    if copies_of_key_value_heads(own_heads, own_groups, context) is None:
+        sizes = [size for size in range(1, own_heads + 1) if copies_of_key_value_heads(own_heads, own_groups, size)]
+        yield (
+            f"{name} {heads} with {name_of_groups} {groups}: the {own_heads} heads of a tensor-parallel rank, in "
+            f"{own_groups} groups, cannot be divided among --context-parallel-size {context} ranks; context-parallel "
+            f"sizes that work: {choices(sizes)}"
+        )
+
+
+def _check_exchanges(config: RunConfig) -> Iterator[str]:
+    """Reject a type of communication per layer that is not the one of the layer's recurrence."""
+    model, parts = config.model, _parts(config.model)
+    exchanges = model.cp_comm_type
+    if not model.hybrid.is_hybrid or model.context_parallel_size <= 1 or not parts:
+        return
+    if len(exchanges) == 1 and not any(each.mixer == ATTENTION for each in parts) and exchanges[0] not in _EXCHANGES:
+        yield (
+            f"--cp-comm-type {exchanges[0]} has no effect: the model has no attention layer, and recurrent layers "
+            "exchange heads by all-to-all; omit it"
+        )
+    if len(exchanges) != len(parts):
+        return
+    for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=True)):
+        if each.mixer in NAMES_OF_RECURRENCES and exchange != "a2a":
+            yield (
+                f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({NAMES_OF_RECURRENCES[each.mixer]}) "
+                f"exchanges heads by all-to-all, and not by {exchange}; use a2a for it"
+            )
+            return
+
+
 def _check_unsupported(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.hybrid.is_hybrid:
         return
-    others = {
+    has_both = any(each.mixer == ATTENTION_AND_MAMBA for each in _parts(model))
+    of_both = {
         f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
         f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
         f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
         "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
+        "--qk-clip": model.qk_clip,
+    }
+    for name, is_given in of_both.items():
+        if is_given and has_both:
+            yield f"attention and Mamba-2 in parallel (P) is not supported with {name} yet; omit {name}"
+    others = {
         "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
         and config.optimizer.optimizer_cpu_offload,
     }
+    if any(each.mixer == KIMI_DELTA_ATTENTION for each in _parts(model)):
+        others |= {
+            f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
+            f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
+            f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
+            "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
+        }
     for name, is_given in others.items():
         if is_given:
             yield f"{_given(model)} is not supported with {name} yet; omit {name}"
@@ -193,14 +285,24 @@ HYBRID_CHECKS = (
     Check(
         (
             *(spec.name for spec in field_specs(HybridConfig)),
-            *("num_layers", "hidden_size", "tensor_model_parallel_size", *_OF_ATTENTION, *GATED_ACTIVATIONS),
+            *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
+            *GATED_ACTIVATIONS,
+            "xielu",
         ),
         _check_shapes,
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern", "context_parallel_size", "fp8_format"),
-            *("fp4_format", "lora_rank", "cuda_graph_impl", "optimizer_offload_policy", "optimizer_cpu_offload"),
+            *("experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern", "num_layers"),
+            *("cp_comm_type", "context_parallel_size"),
+        ),
+        _check_exchanges,
+    ),
+    Check(
+        (
+            *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "num_layers"),
+            *("context_parallel_size", "fp8_format", "fp4_format", "lora_rank", "cuda_graph_impl", "qk_clip"),
+            *("optimizer_offload_policy", "optimizer_cpu_offload"),
         ),
         _check_unsupported,
     ),

@@ -9,14 +9,24 @@ from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
-from megatron.core.config_base import field_specs, field_value
+from megatron.core.config_base import field_specs, field_value, with_fields
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.registry import is_registered
-from megatron.core.transformer import FOUR_BIT_BLOCK, GATED_ACTIVATIONS, adapted_parts
+from megatron.core.transformer import (
+    ATTENTION,
+    FOUR_BIT_BLOCK,
+    GATED_ACTIVATIONS,
+    GATED_DELTA_NET,
+    MAMBA,
+    NAMES_OF_RECURRENCES,
+    HybridConfig,
+    adapted_parts,
+)
 
+_PATTERN = ("num_layers", "experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern")
 _MOST_VALUES = 10**13
 """Upper bound of the memory of a rank in bytes: twenty GPUs of 2 TB."""
 
@@ -50,6 +60,7 @@ def _check_gate(config: RunConfig) -> Iterator[str]:
     model = config.model
     offset, limit = model.glu_linear_offset, model.activation_func_clamp_value
     given = {"--glu-linear-offset": offset or None, "--activation-func-clamp-value": limit}
+    given["--mlp-gate-multiplier"] = None if model.mlp_gate_multiplier == 1.0 else model.mlp_gate_multiplier
     for name, value in given.items():
         if value is not None and not model.is_gated:
             yield f"{name} {value} applies only to gated FFN layers; add --swiglu, --geglu or --quick-geglu"
@@ -72,6 +83,14 @@ def _check_positions(config: RunConfig) -> Iterator[str]:
             f"--seq-length {length} is greater than --max-position-embeddings {positions}, but position embeddings are "
             f"learned; use --max-position-embeddings {length}, or a shorter --seq-length"
         )
+    kind, offset = config.model.position_embedding_type, config.model.position_embedding_offset
+    if offset and kind not in ("learned_absolute", "sinusoidal"):
+        yield (
+            f"--position-embedding-offset {offset} has no effect with --position-embedding-type {kind}; omit it, or "
+            "use learned_absolute or sinusoidal"
+        )
+    if kind == "sinusoidal" and config.model.hidden_size < 4:
+        yield "--position-embedding-type sinusoidal needs two frequencies; use --hidden-size 4 or more"
 
 
 def _check_sequence_length(config: RunConfig) -> Iterator[str]:
@@ -87,6 +106,11 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
                 "--use-rope-scaling has no effect with --position-embedding-type "
                 f"{model.position_embedding_type}; add --position-embedding-type rope"
             )
+        if model.qk_layernorm_after_rope:
+            yield (
+                "--qk-layernorm-after-rope has no effect with --position-embedding-type "
+                f"{model.position_embedding_type}; add --position-embedding-type rope, or omit it"
+            )
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
@@ -95,6 +119,11 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
             f"rotary position embeddings rotate {model.rotary_dim} of the {model.kv_channels} channels per head, but "
             "need an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
             f"{1.0 if model.kv_channels % 2 == 0 else 2 / model.kv_channels}"
+        )
+    elif model.rotary_ntk_alpha != 1.0 and model.rotary_dim == 2:
+        yield (
+            f"--rotary-ntk-alpha {model.rotary_ntk_alpha} scales the frequencies of 4 or more rotated channels per "
+            "head, but the heads have 2; increase --kv-channels or --rotary-percent, or omit it"
         )
     if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (
@@ -209,7 +238,11 @@ def _check_adapted_layers(config: RunConfig) -> Iterator[str]:
     if not names:
         return
     try:
-        adapted_parts(names, config.model.is_gated)
+        linear_layers = config.model.linear_layers
+    except ValueError:
+        return  # The check of the pattern reports it.
+    try:
+        adapted_parts(names, config.model.is_gated, linear_layers)
     except ValueError as error:
         yield f"--lora-target-modules {' '.join(names)}: {error}"
 
@@ -258,10 +291,16 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
     if model.cpu_offloading_weights:
         yield f"{refused} --cpu-offloading-weights cannot offload quantized weights; omit it"
     tp, experts = max(model.tensor_model_parallel_size, 1), max(model.parallel_sizes.expert_tp, 1)
-    widths = {
-        "--hidden-size": (model.hidden_size, 1),
-        "--num-attention-heads x --kv-channels": (model.context_size, tp),
-    }
+    widths = {"--hidden-size": (model.hidden_size, 1)}
+    mixers = _mixers(model)
+    if ATTENTION in mixers:
+        widths["--num-attention-heads x --kv-channels"] = model.context_size, tp
+    if GATED_DELTA_NET in mixers:
+        names = "--linear-num-value-heads x --linear-value-head-dim"
+        widths[names] = model.hybrid.inner_size(GATED_DELTA_NET, model.hidden_size), tp
+    if MAMBA in mixers:
+        inner = model.hybrid.inner_size(MAMBA, model.hidden_size)
+        widths["--mamba-num-heads x --mamba-head-dim"] = inner, tp
     if model.moe.num_experts is None or model.moe.moe_layer_freq.strip() != "1":
         widths["--ffn-hidden-size"] = (model.ffn_hidden_size, tp)
     if model.moe.num_experts is not None:
@@ -309,7 +348,7 @@ def _check_parameters(config: RunConfig) -> Iterator[str]:
     feed_forward = model.hidden_size * model.ffn_hidden_size * (3 if model.is_gated else 2)
     rows = model.vocab_size or config.tokenizer.vocab_size or 0
     if model.position_embedding_type == "learned_absolute":
-        rows += model.max_position_embeddings
+        rows += model.num_position_embeddings
     total = model.num_layers * (attention + feed_forward) + rows * model.hidden_size
     if total > _MOST_VALUES * ranks:
         yield (
@@ -344,18 +383,27 @@ MODEL_CHECKS = (
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
     Check(("num_attention_heads", "num_query_groups"), _check_query_groups),
-    Check(("seq_length", "max_position_embeddings", "position_embedding_type"), _check_positions),
+    Check(
+        (
+            *("seq_length", "max_position_embeddings", "position_embedding_type", "position_embedding_offset"),
+            "hidden_size",
+        ),
+        _check_positions,
+    ),
     Check(("seq_length",), _check_sequence_length),
     Check(
-        ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
+        (
+            *("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
+            *("rotary_ntk_alpha", "qk_layernorm_after_rope"),
+        ),
         _check_rotary,
     ),
     Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl"), _check_norms),
-    Check(("glu_linear_offset", "activation_func_clamp_value"), _check_gate),
+    Check(("glu_linear_offset", "activation_func_clamp_value", "mlp_gate_multiplier"), _check_gate),
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
-    Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS), _check_adapted_layers),
+    Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS, *_PATTERN), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
     Check(
         (
@@ -402,6 +450,18 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
+def _check_linear_biases(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "alibi":
+        return
+    others = {"--softmax-type": model.has_sinks, "--attn-logit-softcapping": model.attn_logit_softcapping is not None}
+    for name in (name for name, is_given in others.items() if is_given):
+        yield (
+            f"--position-embedding-type alibi is not supported with {name}: biases are exact up to a constant per "
+            "query, which only a plain softmax ignores; omit one of them"
+        )
+
+
 def _check_flash_version(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.attention_backend not in ("fa3", "fa4"):
@@ -435,6 +495,7 @@ def _check_flash_version(config: RunConfig) -> Iterator[str]:
 
 
 ATTENTION_CHECKS = (
+    Check(("position_embedding_type", "softmax_type", "attn_logit_softcapping"), _check_linear_biases),
     Check(
         (
             *("attention_backend", "attention_dropout", "attn_logit_softcapping", "reset_attention_mask", "seq_length"),
@@ -464,18 +525,22 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
             f"{given} has keys and values per head, but --num-query-groups {groups} shares them; omit "
             f"--num-query-groups, or use --num-query-groups {heads}"
         )
-    if model.position_embedding_type != "rope":
+    if model.position_embedding_type not in ("rope", "none"):
         yield (
-            f"{given} requires rotary position embeddings, but --position-embedding-type is "
+            f"{given} requires rotary position embeddings or none, but --position-embedding-type is "
             f"{model.position_embedding_type}; use --position-embedding-type rope"
         )
-    if width % 2:
+    if width % 2 and model.position_embedding_type == "rope":
         yield f"--qk-pos-emb-head-dim {width}: rotary position embeddings need an even number; use {width + 1}"
 
 
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.mla.multi_latent_attention:
+        for spec in field_specs(GPTConfig) if model.position_embedding_type == "none" else ():
+            value = field_value(model, spec.name)
+            if spec.name in ("rope_type", *STRETCH_FIELDS) and value != spec.default:
+                yield f"{spec.typed(value)} has no effect with --position-embedding-type none; omit it"
         return
     if model.rope.rope_type != "yarn":
         for spec in field_specs(GPTConfig):
@@ -485,6 +550,11 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
                     f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one "
                     "of them"
                 )
+        if model.rope.attention_temperature_beta:
+            yield (
+                f"--attention-temperature-beta {model.rope.attention_temperature_beta} starts at YaRN's "
+                "--original-max-position-embeddings; add --rope-type yarn"
+            )
         return
     if model.position_embedding_type != "rope":
         yield (
@@ -498,6 +568,21 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
     for name, is_given in others.items():
         if is_given:
             yield f"--rope-type yarn and {name} both scale rotary frequencies; omit one of them"
+
+
+def _check_clipped_logits(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.qk_clip:
+        return
+    if model.qk_layernorm and not model.mla.multi_latent_attention:
+        yield "--qk-clip has no effect with --qk-layernorm, which normalizes queries and keys; omit one of them"
+    if config.optimizer.optimizer_cpu_offload:
+        yield "--qk-clip is not supported with --optimizer-cpu-offload; omit one of them"
+    if config.ddp.overlap_param_gather_with_optimizer_step:
+        yield (
+            "--qk-clip changes weights after the update of all of them, but --overlap-param-gather-with-optimizer-step "
+            "gathers weights before; omit one of them"
+        )
 
 
 def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
@@ -528,8 +613,15 @@ def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
 MLA_CHECKS = (
     Check(
         (
+            *("qk_clip", "qk_layernorm", "multi_latent_attention", "optimizer_cpu_offload"),
+            "overlap_param_gather_with_optimizer_step",
+        ),
+        _check_clipped_logits,
+    ),
+    Check(
+        (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
-            "rotary_seq_len_interpolation_factor",
+            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta", *STRETCH_FIELDS),
         ),
         _check_yarn,
     ),
@@ -559,10 +651,10 @@ def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
     given = f"--mtp-num-layers {model.mtp.mtp_num_layers}"
     if model.mtp.mtp_num_layers >= length > 1:
         yield f"{given} predicts tokens beyond the end of --seq-length {length}; values from 1 to {length - 1} work"
-    if model.position_embedding_type == "learned_absolute":
+    if model.position_embedding_type in ("learned_absolute", "sinusoidal"):
         yield (
-            f"{given} does not support learned position embeddings; use --position-embedding-type rope or "
-            "--no-position-embedding"
+            f"{given} does not support learned or sinusoidal position embeddings; use --position-embedding-type rope "
+            "or --no-position-embedding"
         )
     tensor = model.tensor_model_parallel_size
     if tensor > 0 and model.hidden_size % tensor:
@@ -661,7 +753,15 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             "--moe-router-topk 1: a softmax over one expert is always 1, so the router cannot learn; add "
             "--moe-router-pre-softmax"
         )
-    if moe.moe_router_enable_expert_bias and is_softmax:
+    is_sparsemixer = moe.moe_router_score_function == "sparsemixer"
+    others = {
+        "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
+        "--moe-router-num-groups": moe.moe_router_num_groups is not None,
+    }
+    for name, is_given in others.items():
+        if is_given and is_sparsemixer:
+            yield f"--moe-router-score-function sparsemixer is not supported with {name}; omit {name}"
+    if moe.moe_router_enable_expert_bias and (is_softmax or is_sparsemixer):
         yield (
             "--moe-router-enable-expert-bias requires sigmoid scores; add --moe-router-score-function sigmoid, or "
             "omit it"
@@ -669,6 +769,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return
+    ranked_by, size = moe.moe_router_group_score_topk, experts // groups
     if experts % groups:
         yield (
             f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; numbers of groups that "
@@ -679,11 +780,16 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; values from 1 to "
             f"{groups} work"
         )
-    elif not group_topk <= topk <= group_topk * (experts // groups):
-        works = [n for n in range(1, groups + 1) if n <= topk <= n * (experts // groups)]
+    elif ranked_by is not None and ranked_by > size:
+        yield (
+            f"--moe-router-group-score-topk {ranked_by} is greater than {size}, the number of experts per group; "
+            f"values from 1 to {size} work"
+        )
+    elif not (group_topk if ranked_by is None else 1) <= topk <= group_topk * size:
+        works = [n for n in range(1, groups + 1) if (n if ranked_by is None else 1) <= topk <= n * size]
         yield (
             f"--moe-router-topk {topk} experts cannot be selected from --moe-router-group-topk {group_topk} groups "
-            f"with {experts // groups} experts each; numbers of groups that work: {choices(works)}"
+            f"with {size} experts each; numbers of groups that work: {choices(works)}"
         )
 
 
@@ -821,7 +927,13 @@ SPREAD = Check(
 MOE_CHECKS = (
     Check(("num_layers", "num_experts", "moe_layer_freq"), _check_moe_layers),
     SPREAD,
-    Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
+    Check(
+        (
+            *("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
+            "moe_router_group_score_topk",
+        ),
+        _check_choice,
+    ),
     Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
     Check(
@@ -924,6 +1036,8 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"use {_rounded(width, multiple * tensor)}"
         )
     heads, groups = model.num_attention_heads, model.num_query_groups
+    if ATTENTION not in _mixers(model):
+        return
     if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
@@ -964,6 +1078,52 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
             yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
 
 
+def _mixers(model: GPTConfig) -> set[str | None]:
+    """Return the kinds of sequence mixers of the layers, or nothing if another check reports an invalid pattern."""
+    try:
+        return {parts.mixer for parts in model.layer_parts}
+    except ValueError:
+        return set()
+
+
+def _projection_widths(model: GPTConfig, mixer: str, heads: str, number: int) -> tuple[int, int]:
+    """Return the rows of a recurrent layer's input projection and the columns of its output projection on a rank.
+
+    ``heads`` is the field of its number of heads, for which ``number`` is taken.
+    """
+    hybrid = with_fields(model.hybrid, **{heads: number})
+    rows, columns = hybrid.projection_rows(mixer, model.hidden_size), hybrid.inner_size(mixer, model.hidden_size)
+    return sum(rows) // model.tensor_model_parallel_size, columns // model.tensor_model_parallel_size
+
+
+def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
+    model, hybrid, multiple = config.model, config.model.hybrid, _multiple(config)
+    if not model.fp8.is_quantized or model.tensor_model_parallel_size <= 0:
+        return
+    shapes = {
+        GATED_DELTA_NET: ("linear_num_value_heads", hybrid.linear_num_value_heads, hybrid.linear_num_key_heads),
+        MAMBA: ("mamba_num_heads", hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups),
+    }
+    for mixer, (field, heads, groups) in shapes.items():
+        if mixer not in _mixers(model) or groups % model.tensor_model_parallel_size or heads % groups:
+            continue  # The checks of the shapes report the last two.
+        rows, columns = _projection_widths(model, mixer, field, heads)
+        if rows % multiple == columns % multiple == 0:
+            continue
+        numbers = range(heads + groups, heads + groups * multiple + 1, groups)
+        fitting = (
+            number
+            for number in numbers
+            if not any(width % multiple for width in _projection_widths(model, mixer, field, number))
+        )
+        number, typed = next(fitting, None), f"--{field.replace('_', '-')}"
+        yield (
+            f"{typed} {heads} gives the projections of a {NAMES_OF_RECURRENCES[mixer]} layer {rows} rows and {columns} "
+            f"columns on each tensor-parallel rank, but {_asked(config)} needs a multiple of {multiple}; use "
+            + (f"{typed} {number}" if number else f"heads whose widths are multiples of {multiple}")
+        )
+
+
 def _check_tokens(config: RunConfig) -> Iterator[str]:
     model, length, batch = config.model, config.data.seq_length, config.training.micro_batch_size
     multiple = _multiple(config)
@@ -1002,6 +1162,7 @@ FLOAT8_CHECKS = (
     Check(("num_layers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _check_float8_layers),
     Check((*_SHAPE, *MODEL_SIZE_NAMES), _check_widths),
     Check((*_LATENT, *MODEL_SIZE_NAMES), _check_latent_widths),
+    Check((*_SHAPE, *MODEL_SIZE_NAMES, *(spec.name for spec in field_specs(HybridConfig))), _check_recurrent_widths),
     Check(("seq_length", "micro_batch_size", *MODEL_SIZE_NAMES), _check_tokens),
     Check(("use_distributed_optimizer", *MODEL_SIZE_NAMES), _check_param_gather),
 )

@@ -336,9 +336,13 @@ def _has_levels(config: RunConfig) -> bool:
 def _check_heads_of_context_ranks(config: RunConfig) -> Iterator[str]:
     model = config.model
     context = model.context_parallel_size
-    if context > 1 and "a2a" in model.cp_comm_type:
+    try:
+        exchanges = model.attention_exchanges
+    except ValueError:
+        return  # The check of the pattern reports it.
+    if context > 1 and "a2a" in exchanges:
         yield from _head_problems(config, context, "a2a", "--context-parallel-size")
-    if context > 1 and _LEVELS in model.cp_comm_type and _has_levels(config):
+    if context > 1 and _LEVELS in exchanges and _has_levels(config):
         inner = model.hierarchical_context_parallel_sizes[0]
         yield from _head_problems(config, inner, _LEVELS, "the first of --hierarchical-context-parallel-sizes")
 
@@ -360,17 +364,7 @@ def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str)
     )
 
 
-def _check_logits(config: RunConfig) -> Iterator[str]:
-    size = config.model.context_parallel_size
-    if config.logging.log_max_attention_logit and size > 1:
-        yield (
-            f"--log-max-attention-logit with --context-parallel-size {size}: no rank has all keys of a query; omit it, "
-            "or use --context-parallel-size 1"
-        )
-
-
 CONTEXT_PARALLEL_CHECKS = (
-    Check(("context_parallel_size", "log_max_attention_logit"), _check_logits),
     Check(("seq_length", "context_parallel_size", "tensor_model_parallel_size"), _check_sequence),
     Check(("cp_comm_type", "num_layers"), _check_exchanges),
     Check(("cp_comm_type", "context_parallel_size", "hierarchical_context_parallel_sizes"), _check_levels),
@@ -382,6 +376,10 @@ CONTEXT_PARALLEL_CHECKS = (
             "tensor_model_parallel_size",
             "num_attention_heads",
             "num_query_groups",
+            "num_layers",
+            "experimental_attention_variant",
+            "linear_attention_freq",
+            "hybrid_override_pattern",
         ),
         _check_heads_of_context_ranks,
     ),
@@ -550,10 +548,12 @@ def _check_gradients(config: RunConfig) -> Iterator[str]:
 def _check_chunked_logits(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl == "local" and config.logging.log_max_attention_logit:
         yield f"{_REFUSED} CUDA graphs do not support --log-max-attention-logit; omit one of them"
+    if config.training.cuda_graph_impl == "local" and config.model.qk_clip:
+        yield f"{_REFUSED} CUDA graphs do not support --qk-clip; omit one of them"
 
 
 CUDA_GRAPH_CHECKS = (
-    Check(("cuda_graph_impl", "log_max_attention_logit"), _check_chunked_logits),
+    Check(("cuda_graph_impl", "log_max_attention_logit", "qk_clip"), _check_chunked_logits),
     Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids", "sft_packing"), _check_documents),
     Check(("cuda_graph_impl", "attention_dropout", "attention_backend"), _check_dropout),
     Check(("cuda_graph_impl", "data_parallel_sharding_strategy"), _check_gradients),

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import all_to_all_first_dim, start_ring_exchange
+from megatron.core.collectives import start_ring_exchange
+from megatron.core.context_parallel.head_exchange import heads_to_sequence, sequence_to_heads
 from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads
 from megatron.core.context_parallel.partition import (
     chunk_length,
     chunks_of,
     positions_of,
-    to_rank_order,
     to_sequence_order,
 )
 from megatron.core.ops import (
@@ -93,38 +93,17 @@ class UlyssesAttention:
         assert copies is not None, f"{num_heads} heads in {num_groups} groups cannot be shared by {size} ranks"
         key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
         widths = [tensor.shape[2] // size for tensor in (query, key, value)]
-        local_length, batch, _, head_dim = query.shape
-        shares = [tensor.reshape(local_length, batch, size, -1, head_dim) for tensor in (query, key, value)]
-        # [s/cp, b, cp, heads/cp, d], with the receiving rank first; the result has the sending rank first.
-        received = _all_to_all(torch.cat(shares, dim=3).movedim(2, 0), self.cp).flatten(0, 1)
-        queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
+        received = sequence_to_heads((query, key, value), self.cp)
+        received = received.view(*received.shape[:2], -1, query.shape[3])
+        queries, keys, values = torch.split(received, widths, dim=2)
         own = slice(self.cp.rank * widths[0], (self.cp.rank + 1) * widths[0])
         dropout = inputs.dropout
         if dropout:
-            positions = torch.arange(size * local_length, device=query.device)
+            positions = torch.arange(len(queries), device=query.device)
             dropout = replace(dropout, queries=positions, heads=dropout.heads[own])
         sinks = None if inputs.sinks is None else inputs.sinks[own]
         context = self.core(AttentionInputs(queries, keys, values, inputs.pattern, dropout, sinks))
-        context = to_rank_order(context, size, dim=0)
-        received = _all_to_all(context.view(size, local_length, *context.shape[1:]), self.cp)
-        return received.movedim(0, 2).flatten(2, 3)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cp: Group) -> torch.Tensor:
-        ctx.cp = cp
-        return all_to_all_first_dim(tensor, cp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_to_all_first_dim(grad, ctx.cp), None
-
-
-def _all_to_all(tensor: torch.Tensor, cp: Group) -> torch.Tensor:
-    """Send row i to rank i. Forward and backward: all-to-all along dim 0. Shapes: ``[cp, …] -> [cp, …]``."""
-    received: torch.Tensor = _AllToAll.apply(tensor, cp)  # type: ignore[no-untyped-call]
-    return received
+        return heads_to_sequence(context.flatten(2), self.cp).view(query.shape)
 
 
 @dataclass(frozen=True)

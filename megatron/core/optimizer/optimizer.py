@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +116,8 @@ class MegatronOptimizer:
         # Float32 copies of quantized state that `sharded_state` returned, to be encoded again after they have been
         # filled.
         self._lent: list[tuple[QuantizedState, torch.Tensor]] = []
+        self.row_factors: Callable[[], Iterable[tuple[torch.nn.Parameter, torch.Tensor]]] | None = None
+        """Called after each update for factors of the rows of some parameters (see `QueryKeyClip`); collective."""
         self.learning_rate = 0.0
         self.set_learning_rate(config.lr, config.weight_decay, config.decoupled_lr)
 
@@ -165,7 +167,8 @@ class MegatronOptimizer:
             norm = totals[0].sqrt()
             scale = self._scaler.scale
             multipliers = grad_multipliers(norm, of_kinds, scale, self.config)
-        is_wanted = norm.isfinite()
+        # A norm is not negative: this is one operation on CUDA, ``isfinite`` four.
+        is_wanted = norm < math.inf
         if accept is not None:
             is_wanted = is_wanted & accept(norm / scale)
         self._update(is_wanted, multipliers)
@@ -346,6 +349,18 @@ class MegatronOptimizer:
         if self.offload is not None:
             with self._timers("optimizer-inner-step", log_level=1):
                 self.offload.finish(is_finite, grad_multipliers[ALL_KINDS])
+        if self.row_factors is not None:
+            self._scale_rows(is_finite, self.row_factors())
+
+    def _scale_rows(self, is_updated: torch.Tensor, factors: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+        """Multiply rows of parameters by factors if ``is_updated`` is true; otherwise change nothing."""
+        of_parameter = {id(parameter): torch.where(is_updated, rows, 1.0) for parameter, rows in factors}
+        for bucket in self._buckets:
+            scaled = [each for each in bucket.shards if id(each.shard.parameter) in of_parameter]
+            if scaled:
+                with bucket.main_params_open():
+                    for optimized in scaled:
+                        optimized.scale_rows(of_parameter[id(optimized.shard.parameter)])
 
     def _device_buckets(self, groups: list[ShardGroup]) -> Iterator[list[ShardGroup]]:
         """Yield the groups that are updated together on the device: all ``groups``, unless the state is quantized."""

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
 from megatron.core.optimizer.quantized_state import QuantizedState, RemainderTensor, make_moment
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.sharding import ParamSpec, full_shards
+from megatron.core.sharding import ParamSpec, flat_range_boxes, full_shards
 from megatron.core.timers import Timers
 
 ShardGroup = tuple[Sequence[ParamShard], float]
@@ -45,6 +45,20 @@ class OptimizedShard:
         held = sum(each.global_box.num_elements for each in self.shard.spec.shards)
         is_local = self.shard.end - self.shard.start == self.shard.parameter.numel()
         return is_local and held == math.prod(self.shard.spec.global_shape)
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        """Multiply the rows of the parameter that the shard holds by factors, and round them into the model.
+
+        Shapes: ``factors: [rows of the parameter]``.
+        """
+        flat, position = self.main_param.view(-1), 0
+        for box in flat_range_boxes(self.shard.parameter.shape, self.shard.start, self.shard.end):
+            rows = flat[position : position + box.num_elements].view(box.shape)
+            own = factors[box.offset[0] : box.offset[0] + box.shape[0]].to(rows.dtype)
+            rows.mul_(own.view(-1, *(1,) * (rows.dim() - 1)))
+            position += box.num_elements
+        if self.has_main_copy:
+            self.shard.values.copy_(self.main_param)
 
     @property
     def is_rounded(self) -> bool:

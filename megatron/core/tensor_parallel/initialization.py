@@ -239,7 +239,7 @@ def _fill(blocks: Sequence[_Block], seed: int, replicas: Group, sharers: Group, 
     def keep(block: _Block, values: torch.Tensor) -> None:
         block.keep(values.view(block.box.shape))
 
-    if sharers.size > 1:
+    if sharers.size > 1 and own:
         shares = _divide(own, sharers.size)
         sizes = [[block.box.num_elements for block in share] for share in shares]
         _exchange(shares, sizes, draw, keep, sharers, threads, has_own=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.alibi import alibi_slopes
     from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue, describe_attention
     from megatron.core.transformer.cuda_graphs import GraphedLayers
     from megatron.core.transformer.decoder_config import (
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
     from megatron.core.transformer.gated_attention import GatedAttention
     from megatron.core.transformer.hybrid_config import (
         ATTENTION,
+        ATTENTION_AND_MAMBA,
         GATED_DELTA_NET,
+        KIMI_DELTA_ATTENTION,
+        LINEAR_ATTENTION,
         MAMBA,
         MOE,
+        NAMES_OF_RECURRENCES,
         HybridConfig,
         LayerParts,
+        layer_parts,
     )
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
@@ -41,8 +47,10 @@ if TYPE_CHECKING:
         LINEAR_LAYERS,
         PART_OF,
         QUERY_KEY_VALUE,
+        TRANSFORMER_LAYERS,
         WHOLE,
         adapted_parts,
+        linear_layers_of,
         plain_names,
     )
     from megatron.core.transformer.mlp import (
@@ -62,6 +70,7 @@ if TYPE_CHECKING:
         mtp_targets,
     )
     from megatron.core.transformer.norm import Norm, ResidualNorm, ResidualSum, add_and_normalize, add_branch, normalize
+    from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
         RotaryEmbedding,
@@ -73,25 +82,32 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+    from megatron.core.transformer.xielu import XIELU
 
 __getattr__ = lazy_exports(
     __name__,
     {
+        "alibi": "alibi_slopes",
         "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
-        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE HybridConfig LayerParts",
+        "hybrid_config": (
+            "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
+            "NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts"
+        ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",
         "lora_targets": (
-            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names"
+            "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE TRANSFORMER_LAYERS WHOLE "
+            "adapted_parts linear_layers_of plain_names"
         ),
         "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
+        "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
@@ -101,5 +117,6 @@ __getattr__ = lazy_exports(
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer make_norm",
+        "xielu": "XIELU",
     },
 )

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2305.13245. The softmax may have an attention sink per hea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,7 +44,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
+from megatron.core.transformer.hybrid_config import ATTENTION
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.linear_biases import LinearBiases
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -52,6 +54,9 @@ from megatron.core.transformer.rotary_pos_embedding import (
     split_and_rotate,
     split_projection,
 )
+
+LogitObserver = Callable[["SelfAttention", torch.Tensor, torch.Tensor, AttentionPattern], None]
+"""Function that receives an attention layer, and the queries, keys and pattern of its logits in training."""
 
 
 class AttentionSinks(nn.Module):
@@ -191,6 +196,8 @@ def describe_attention(
     pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
     names: Counter[str] = Counter()
     for number, window in enumerate(config.layer_windows):
+        if config.layer_parts[number].mixer != ATTENTION:
+            continue
         exchange = config.cp_exchange(number) if size > 1 else ""
         has_window = window is not None and window < seq_length
         if exchange in ("p2p", "a2a+p2p"):
@@ -213,6 +220,8 @@ def describe_attention(
             value_dim=value_width_of_core(config),
         )
         names[kernels.choose(call).name] += 1
+    if not names:
+        return "attention kernel: none, because no layer has attention"
     if len(names) == 1:
         return f"attention kernel: {names.popitem()[0]}"
     return "attention kernels: " + "; ".join(f"{name} ({count} layers)" for name, count in names.items())
@@ -243,6 +252,9 @@ class SelfAttention(nn.Module):
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
+    has_gate = False
+    """Whether the fused projection has rows of an output gate after those of the queries."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -253,7 +265,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.head_dim = config.head_width
+        self.head_dim = config.value_width if config.alibi_slopes is not None else config.head_width
         self.num_heads = config.num_attention_heads // tp.size
         self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
@@ -261,10 +273,14 @@ class SelfAttention(nn.Module):
         self.has_rotary = not config.layers_without_rotary[config.kind_of(layer_number)]
         self.score_factor = self._factor_of_scores(config)
         self.clip = config.clip_qkv
+        self.rotates_first = not config.qk_layernorm or config.qk_layernorm_after_rope
         self.dropout = config.attention_dropout
-        self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
+        self.logit_observers: list[LogitObserver] = []
+        self.tp_size = tp.size
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
+        slopes = config.alibi_slopes
+        self.biases = None if slopes is None else LinearBiases([slopes[head] for head in self.heads], self.cp)
         _activate_flash(config, device)
         self.core = with_context_parallel(
             select_attention_core(
@@ -354,7 +370,7 @@ class SelfAttention(nn.Module):
         dropout: DropoutKeys | None,
     ) -> torch.Tensor:
         """Return the output of core attention for this rank's heads. Shapes: ``-> [s, b, n/tp * d]``."""
-        return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout)
+        return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout, angles)
 
     def _weighted(
         self,
@@ -363,13 +379,17 @@ class SelfAttention(nn.Module):
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: DropoutKeys | None,
+        angles: RotaryAngles | None,
     ) -> torch.Tensor:
         if self.score_factor is not None:
             query = query * self.score_factor
+        if angles is not None and angles.query_scale is not None:
+            query = (query * angles.query_scale).to(query.dtype)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
-        if self.observe_logits is not None and self.training:
-            self.observe_logits(query, key, pattern)
+        if self.training:
+            for observe in self.logit_observers:
+                observe(self, query, key, pattern)
         of_weights = None
         if self.training and self.dropout > 0.0:
             of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
@@ -401,8 +421,7 @@ class SelfAttention(nn.Module):
 
         Shapes: ``x: [s, b, h] -> [s, b, n/tp, d], [s, b, groups/tp, d], [s, b, groups/tp, d]``.
         """
-        is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
-        bias = None if is_rotated_first or self.clip is not None else self._bias_of_split(x)
+        bias = None if (angles is not None and self.rotates_first) or self.clip is not None else self._bias_of_split(x)
         mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)
         return self.split_heads(mixed, angles, bias)
 
@@ -418,15 +437,41 @@ class SelfAttention(nn.Module):
         if self.clip is not None:
             mixed = mixed.clamp(-self.clip, self.clip)
         mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
-        if angles is not None and (self.q_layernorm is None or self.k_layernorm is None):
-            return self.split_and_rotate(mixed, angles)
-        query, key, value = split_projection(mixed, bias)
-        if self.q_layernorm is None or self.k_layernorm is None:
-            return query, key, value
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if angles is not None:
+        if angles is not None and self.rotates_first:
+            query, key, value = self.split_and_rotate(mixed, angles)
+        else:
+            query, key, value = split_projection(mixed, bias)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if angles is not None and not self.rotates_first:
             query, key = self.rotate(query, key, angles)
         return query, key, value
+
+    def rows_to_clip(self, eta: torch.Tensor, alpha: float) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters that make queries and keys, with the factor of each row that scales the logits by eta.
+
+        Queries are scaled by ``eta ** alpha`` and keys by ``eta ** (1 - alpha)``.
+
+        Shapes: ``eta: [groups of rank]``; ``parameter: [rows, …]``, ``factors: [rows]``.
+        """
+        heads, dim = self.num_heads // self.num_groups, self.head_dim
+        of_query, of_key, unchanged = eta**alpha, eta ** (1 - alpha), torch.ones_like(eta)
+        queries = [(of_query, heads * dim)]
+        if self.has_gate:
+            queries.append((unchanged, heads * dim))
+        keys = [(of_key, dim), (unchanged, dim)]
+        linear = self.linear_qkv
+        if isinstance(linear, SharedGroupQueryKeyValue):
+            held = {"query": queries, "key_value": keys}
+            parameters = {name: (f"{name}_weight", f"{name}_bias") for name in held}
+        else:
+            held, parameters = {"all": [*queries, *keys]}, {"all": ("weight", "bias")}
+        for part, rows in held.items():
+            factors = torch.cat([each[:, None].expand(-1, count) for each, count in rows], dim=1).flatten()
+            for name in parameters[part]:
+                parameter = getattr(linear, name)
+                if parameter is not None:
+                    yield parameter, factors
 
     def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the projection's bias if Triton sums its gradient while joining the QKV gradients, else None."""
@@ -435,5 +480,5 @@ class SelfAttention(nn.Module):
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        context = self.core(inputs)
+        context = self.core(inputs if self.biases is None else self.biases.extend(inputs))[..., : self.head_dim]
         return context.reshape(*context.shape[:2], -1)

@@ -10,12 +10,30 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group, idle_with
+from megatron.core.config_base import (
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Config,
+    flag,
+    group,
+    idle_with,
+    idle_without,
+)
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
-from megatron.core.transformer.hybrid_config import ATTENTION, MOE, HybridConfig, LayerParts, format_layers, layer_parts
+from megatron.core.transformer.alibi import extended_head_width
+from megatron.core.transformer.hybrid_config import (
+    ATTENTION,
+    MOE,
+    HybridConfig,
+    LayerParts,
+    format_layers,
+    layer_parts,
+)
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
-from megatron.core.transformer.lora_targets import adapted_parts
+from megatron.core.transformer.lora_targets import adapted_parts, linear_layers_of
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
@@ -47,9 +65,19 @@ class MLAConfig(Config):
     qk_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Query and key dimension per head without the rotary part."""
     qk_pos_emb_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Dimension of the rotary part of queries and keys; all heads share the key's."""
+    """Dimension of the rotary part of queries and keys; all heads share the key's. It is not rotated without position
+    embeddings."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Value dimension per head."""
+    latent_norm_epsilon: float | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        needs=_LATENT,
+        idle=idle_without("qk_layernorm"),
+        seen_as="epsilon_of_latent_norms",
+    )
+    """Epsilon of the norms of MLA's latent vectors; by default --norm-epsilon."""
 
     @property
     def latent_query_width(self) -> int:
@@ -102,6 +130,11 @@ class RotaryConfig(Config):
     """YaRN: growth of the rotary part of queries and keys with the logarithm of the factor."""
     mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: growth of attention scores with the logarithm of the factor, instead of the rotary part."""
+
+    attention_temperature_beta: float = flag(
+        0.0, role="meaning", bounds=NOT_NEGATIVE, excludes=("multi_latent_attention",)
+    )
+    """YaRN: multiply rotated queries at position p by 1 + this x ln(1 + p // --original-max-position-embeddings)."""
 
     def yarn_mscale(self, scale: float) -> float:
         """Return YaRN's mscale: 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1, or 1 for a factor of at most 1."""
@@ -214,13 +247,31 @@ class MoEConfig(Config, in_args=False):
     moe_router_pre_softmax: bool = flag(False, role="meaning", needs="num_experts")
     """Apply the softmax over all experts, before the top-k, instead of over the selected experts."""
     moe_router_score_function: str = flag(
-        "softmax", choices=("softmax", "sigmoid"), not_built=("sqrtsoftplus",), role="meaning", needs="num_experts"
+        "softmax",
+        choices=("softmax", "sigmoid", "sparsemixer"),
+        not_built=("sqrtsoftplus",),
+        role="meaning",
+        needs="num_experts",
     )
-    """Function from logits to scores; sigmoid scores are normalized over the selected experts."""
+    """Function from logits to scores; sigmoid scores are normalized over the selected experts. sparsemixer: each
+    selected expert's softmax over the experts that are not better and not much worse."""
+    moe_router_sparsemixer_eps: float = flag(
+        0.01,
+        role="meaning",
+        bounds=NOT_NEGATIVE,
+        where=("moe_router_score_function", "sparsemixer"),
+        needs="num_experts",
+        in_args=False,
+    )
+    """SparseMixer: half the relative difference of logits beyond which an expert is much worse."""
     moe_router_num_groups: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk")
     """Equal groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
     """Groups per token: those whose best experts have the largest sum of scores."""
+    moe_router_group_score_topk: int | None = flag(
+        None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk", seen_as="experts_that_rank_a_group"
+    )
+    """Best experts whose scores rank a group; by default --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
     """Multiply the weights of the selected experts by this factor."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
@@ -269,6 +320,13 @@ class MoEConfig(Config, in_args=False):
     kernels."""
 
     @property
+    def group_score_topk(self) -> int | None:
+        """Return the number of best experts whose scores rank a group; None without group-limited routing."""
+        if self.moe_router_group_topk is None:
+            return None
+        return self.moe_router_group_score_topk or max(self.moe_router_topk // self.moe_router_group_topk, 1)
+
+    @property
     def moe_aux_losses(self) -> dict[str, float]:
         """Return the coefficient of each load-balancing auxiliary loss."""
         names = [name for name in self.moe_router_load_balancing_type if name != "none"]
@@ -296,7 +354,7 @@ def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu")
-_PLAIN_ACTIVATIONS = ("squared_relu",)
+_PLAIN_ACTIVATIONS = ("squared_relu", "xielu")
 """Activations with a flag of the same name; without any of these flags the activation is GELU."""
 _ACTIVATION_SWITCHES = (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS, "openai_gelu")
 _FLAG_OF_ACTIVATION = {
@@ -374,6 +432,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
+    qk_layernorm_after_rope: bool = flag(
+        False,
+        role="meaning",
+        needs="qk_layernorm",
+        excludes=("multi_latent_attention", "attention_output_gate"),
+        in_args=False,
+    )
+    """Normalize queries and keys after their rotary embedding, instead of before."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
     attention_output_gate: bool = flag(
@@ -409,6 +475,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
         None, role="meaning", bounds=POSITIVE, in_args=False, excludes=("attention_output_gate",)
     )
     """Clip queries, keys and values to this absolute value after their projection."""
+    qk_clip: bool = flag(False, role="recipe", excludes=("clip_qkv", "lora_rank", "attention"))
+    """QK-clip (MuonClip): scale query and key weights after an update if a head's logits exceeded a threshold."""
+    qk_clip_alpha: float = flag(0.5, role="recipe", bounds=FRACTION, needs="qk_clip")
+    """Exponent of the factor of query weights; the exponent of the key weights is 1 minus it."""
+    qk_clip_threshold: float = flag(100.0, role="recipe", bounds=POSITIVE, needs="qk_clip")
+    """Largest attention logit that is not clipped."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
     """Sliding window: a query attends to its own position and the N before it only."""
     window_attn_skip_freq: str | None = flag(
@@ -418,14 +490,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     activation_func: str | None = flag(
         None,
-        choices=tuple(_FLAG_OF_ACTIVATION),
+        choices=(*_FLAG_OF_ACTIVATION, "relu"),
         registry="activation",
         role="shape",
         excludes=_ACTIVATION_SWITCHES,
         in_args=False,
         seen_as="activation",
     )
-    """Activation by name: one that a script registered, or a built-in one, for which this is the same as its flag."""
+    """Activation by name: one that a script registered, relu, or another built-in one, for which this is the same as
+    its flag."""
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU activation."""
     geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
@@ -438,10 +511,22 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Offset added to the linear part of a gated activation."""
     activation_func_clamp_value: float | None = flag(None, role="meaning", bounds=POSITIVE)
     """Clamp a gated activation's gate input from above, and its linear part on both sides, at this value."""
+    mlp_gate_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
+    """Multiplier of the gate of a gated FFN layer before its activation."""
+    mlp_output_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
+    """Multiplier of the output of FFN layers."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
     """Use the tanh form of GELU."""
+    xielu: bool = flag(
+        False,
+        role="weights",
+        excludes=(*GATED_ACTIVATIONS, "squared_relu", "openai_gelu", "num_experts"),
+        seen_as="activation",
+        in_args=False,
+    )
+    """Use the xIELU activation, whose two slopes are learned per layer."""
     bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion", role="meaning", seen_as="activation")
     """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU, not the tanh form, unless
     --openai-gelu is given."""
@@ -457,6 +542,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         False, role="weights", idle=idle_with("add_bias_linear", False), seen_as="has_proj_bias", in_args=False
     )
     """Use no bias in attention's output projection even if the other linear layers have one."""
+    add_proj_bias: bool = flag(
+        False,
+        role="weights",
+        excludes=("disable_proj_bias",),
+        idle=idle_without("add_bias_linear", value=False),
+        seen_as="has_proj_bias",
+        in_args=False,
+    )
+    """Add a bias to attention's output projection even if the other linear layers have none."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the hidden states."""
@@ -593,6 +687,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return moe_layers(self.moe, self.num_layers)
 
     @property
+    def experts_that_rank_a_group(self) -> int | None:
+        """Return the number of best experts whose scores rank a group; None without group-limited routing."""
+        return self.moe.group_score_topk
+
+    @property
+    def epsilon_of_latent_norms(self) -> float:
+        return self.norm_epsilon if self.mla.latent_norm_epsilon is None else self.mla.latent_norm_epsilon
+
+    @property
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """Return for each layer the kinds of its sequence mixer and of its feed-forward.
 
@@ -651,7 +754,18 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: --lora-target-modules does not fit the model; the message gives the reason.
         """
-        return adapted_parts(self.lora_target_modules, self.is_gated) if self.lora_rank else {}
+        if not self.lora_rank:
+            return {}
+        return adapted_parts(self.lora_target_modules, self.is_gated, self.linear_layers)
+
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """Return the names of the linear layers of the model, without those of MLA.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        return linear_layers_of(self.layer_parts)
 
     @property
     def width_multiplier(self) -> float:
@@ -663,6 +777,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """Return whether YaRN scales the rotary frequencies."""
         kind = self.rope.rope_type or ("yarn" if self.mla.multi_latent_attention else "rope")
         return kind == "yarn" and self.rope.rotary_scaling_factor != 1.0
+
+    @property
+    def attention_temperature(self) -> tuple[float, int] | None:
+        """Return the growth of queries with the position, and the length at which it starts; None without growth."""
+        beta = self.rope.attention_temperature_beta
+        return (beta, self.rope.original_max_position_embeddings) if beta else None
 
     @property
     def rotary_amplitude(self) -> float:
@@ -704,7 +824,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def has_proj_bias(self) -> bool:
-        return self.add_bias_linear and not self.disable_proj_bias
+        return (self.add_bias_linear and not self.disable_proj_bias) or self.add_proj_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -733,7 +853,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def head_width(self) -> int:
         """Return the head width of queries, keys and values that attention kernels see."""
+        if self.alibi_slopes is not None:
+            return extended_head_width(self.kv_channels, self.params_dtype)
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return None
 
     @property
     def value_width(self) -> int:
@@ -755,6 +882,18 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """Return the initial standard deviation of the layers that end a residual branch."""
         branches = 1.0 if self.hybrid.hybrid_override_pattern is not None else 2.0
         return float(self.init_method_std / (branches * self.num_layers) ** 0.5)
+
+    @property
+    def attention_exchanges(self) -> frozenset[str]:
+        """Return the context-parallel communication types of the layers with attention.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        types = self.cp_comm_type
+        if len(types) != len(self.layer_parts):
+            return frozenset(types)
+        return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.mixer == ATTENTION)
 
     def kind_of(self, layer_number: int) -> int:
         """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
@@ -792,13 +931,17 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
-        mixer, feed_forward = self.layer_parts[kind]
+        parts = self.layer_parts[kind]
+        mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
             gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
-        if mixer != ATTENTION:
-            gemms, core = (0, 0.0) if mixer is None else self.hybrid.multiply_adds(mixer, hidden)
+        if not parts.has_attention:
+            gemms, core = 0, 0.0
+        if mixer is not None:
+            more_gemms, recurrence = self.hybrid.multiply_adds(mixer, hidden)
+            gemms, core = gemms + more_gemms, core + recurrence
         num_matrices = 3 if self.is_gated else 2
         if feed_forward == MOE:
             # Routed experts (top-k), the shared expert and the router.

@@ -18,6 +18,8 @@ from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 class GatedAttention(SelfAttention):
     """Self-attention with a gate per channel of the heads' output."""
 
+    has_gate = True
+
     def context(
         self,
         x: torch.Tensor,
@@ -29,7 +31,7 @@ class GatedAttention(SelfAttention):
         query, gate, key, value = self.split_gated(self.linear_qkv(x), angles)
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
-        context = self._weighted(query, key, value, pattern, dropout)
+        context = self._weighted(query, key, value, pattern, dropout, angles)
         opened = gate.flatten(2).to(arithmetic_dtype(gate.dtype)).sigmoid()
         return (context * opened).to(context.dtype)
 

@@ -32,9 +32,11 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
+from megatron.core.transformer.hybrid_config import ATTENTION, NAMES_OF_RECURRENCES
+from megatron.core.transformer.lora_targets import OF_ATTENTION, OF_RECURRENCE, PART_OF, QUERY_KEY_VALUE, WHOLE
 from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer, GroupedLinear, expert_shards, grouped_linear
+from megatron.core.transformer.recurrent_mixer import RecurrentMixer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
@@ -137,9 +139,17 @@ def quantize_base(module: nn.Module, config: DecoderConfig) -> None:
 
 
 def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: AdapterOptions) -> None:
+    mixer, feed_forward = config.layer_parts[config.kind_of(layer.layer_number)]
     for linear, parts in config.adapted_parts.items():
-        if linear in ("linear_qkv", "linear_proj"):
-            _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
+        if linear in OF_ATTENTION:
+            if mixer == ATTENTION:
+                _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
+        elif linear in OF_RECURRENCE:
+            if mixer in NAMES_OF_RECURRENCES:
+                block = layer.get_submodule("mixer" if hasattr(layer, "mixer") else "self_attention")
+                _adapt_linear(block, RecurrentMixer, linear, parts, layer.layer_number, config, options)
+        elif feed_forward is None:
+            continue
         elif not isinstance(layer.mlp, ExpertLayer):
             _adapt_linear(layer.mlp, FeedForward, linear, parts, layer.layer_number, config, options)
         else:
@@ -166,7 +176,7 @@ def _adapt_linear(
     module = getattr(block, linear)
     if isinstance(module, RowShardedLinear):
         out_features, in_features = spec_of(module.weight).global_shape
-        site = len(_SITES) if linear == "linear_proj" else len(_SITES) + 1
+        site = len(_SITES) + 1 if linear == "linear_fc2" else len(_SITES)
         only = RowAdapter(options, layer_number, site, in_features, out_features)
         adapt(module, LinearAdapters({WHOLE: only}, {WHOLE: 0}))
         return
@@ -202,8 +212,8 @@ def _adapt_experts(
 
 
 def _site(linear: str, part: str) -> int:
-    """Return the dropout site of a column-parallel layer's adapter; it differs between linear_qkv and linear_fc1."""
-    return _SITES.index(part) if part != WHOLE or linear == "linear_qkv" else _SITES.index("gate")
+    """Return the dropout site of a column-parallel layer's adapter; linear_fc1 has another than the mixer's layer."""
+    return _SITES.index("gate") if part == WHOLE and linear == "linear_fc1" else _SITES.index(part)
 
 
 def _widths(linear: str, parts: tuple[str, ...], config: DecoderConfig, tp: Group) -> tuple[dict[str, int], int]:

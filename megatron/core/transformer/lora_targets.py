@@ -6,7 +6,9 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from megatron.core.transformer.hybrid_config import ATTENTION, MLP, MOE, NAMES_OF_RECURRENCES, LayerParts
 
 ADAPTERS = ".adapters."
 """Part of the name of every adapter tensor: ``<linear layer>.adapters.<part>.lora_A`` or ``lora_B``."""
@@ -14,8 +16,13 @@ WHOLE = "all"
 """Name of the part that consists of all rows of a linear layer."""
 QUERY_KEY_VALUE = ("q", "k", "v")
 GATE_UP = ("gate", "up")
-LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""The linear layers of a transformer layer."""
+OF_ATTENTION = ("linear_qkv", "linear_proj")
+OF_RECURRENCE = ("in_proj", "out_proj")
+OF_FEED_FORWARD = ("linear_fc1", "linear_fc2")
+LINEAR_LAYERS = (*OF_ATTENTION, *OF_FEED_FORWARD, *OF_RECURRENCE)
+"""The linear layers of all kinds of transformer layers."""
+TRANSFORMER_LAYERS = (*OF_ATTENTION, *OF_FEED_FORWARD)
+"""The linear layers of a model without recurrent layers."""
 PART_OF: Mapping[str, tuple[str, ...]] = {"linear_qkv": QUERY_KEY_VALUE, "linear_fc1": GATE_UP}
 """Parts of the fused linear layers, in the order of their rows."""
 
@@ -38,21 +45,42 @@ _PLAIN = {
 }
 
 
-def names_of_targets(is_gated: bool) -> Mapping[str, Sequence[tuple[str, str]]]:
-    """Return the (linear layer, part) pairs of each target name, both Megatron's names and those of Hugging Face."""
-    return {**_EVERYWHERE, **(_GATED if is_gated else _PLAIN)}
+def linear_layers_of(layers: Iterable[LayerParts]) -> tuple[str, ...]:
+    """Return the names of the linear layers of a model whose layers have these parts, without those of MLA."""
+    kinds = {part for parts in layers for part in parts}
+    return (
+        *(OF_ATTENTION if ATTENTION in kinds else ()),
+        *(OF_FEED_FORWARD if kinds & {MLP, MOE} else ()),
+        *(OF_RECURRENCE if kinds & NAMES_OF_RECURRENCES.keys() else ()),
+    )
 
 
-def adapted_parts(names: Iterable[str], is_gated: bool) -> dict[str, tuple[str, ...]]:
+def names_of_targets(
+    is_gated: bool, linear_layers: Collection[str] = TRANSFORMER_LAYERS
+) -> Mapping[str, Sequence[tuple[str, str]]]:
+    """Return the (linear layer, part) pairs of each target name, both Megatron's names and those of Hugging Face.
+
+    ``linear_layers`` are the linear layers of the model.
+    """
+    known = {**_EVERYWHERE, **(_GATED if is_gated else _PLAIN)}
+    own = {name: tuple(pair for pair in pairs if pair[0] in linear_layers) for name, pairs in known.items()}
+    return {name: pairs for name, pairs in own.items() if pairs}
+
+
+def adapted_parts(
+    names: Iterable[str], is_gated: bool, linear_layers: Collection[str] = TRANSFORMER_LAYERS
+) -> dict[str, tuple[str, ...]]:
     """Return the parts of each linear layer that have an adapter; without names each layer has one for all rows.
+
+    ``linear_layers`` are the linear layers of the model.
 
     Raises:
         ValueError: a name is unknown for such a model, or some rows would have two adapters; the message gives the
             name.
     """
-    known = names_of_targets(is_gated)
+    known = names_of_targets(is_gated, linear_layers)
     chosen: dict[str, set[str]] = {}
-    for name in names or LINEAR_LAYERS:
+    for name in names or linear_layers:
         if name not in known:
             raise ValueError(f"{name} is not a linear layer of this model; its linear layers are {' '.join(known)}")
         for linear, part in known[name]:

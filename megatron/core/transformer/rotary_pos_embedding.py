@@ -21,13 +21,16 @@ from megatron.core.transformer.decoder_config import RotaryConfig
 class RotaryAngles:
     """Cosine and sine for every position of a batch; ``local`` has those of layers with a window, if they differ.
 
-    Shapes: ``cos, sin: [s, b or 1, 1, rotary_dim]``.
+    Queries are multiplied by ``query_scale``, if it is given.
+
+    Shapes: ``cos, sin: [s, b or 1, 1, rotary_dim]``, ``query_scale: [s, b or 1, 1, 1]``.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
     local: RotaryAngles | None = None
+    query_scale: torch.Tensor | None = None
 
 
 class RotaryEmbedding:
@@ -38,7 +41,10 @@ class RotaryEmbedding:
     ``original_length / low_frequency_factor`` are divided by the factor, wavelengths shorter than ``original_length /
     high_frequency_factor`` are kept, and those between are interpolated.
 
-    ``frequencies`` overrides the computed frequencies. Cosine and sine are multiplied by ``amplitude``.
+    ``frequencies`` overrides the computed frequencies. Cosine and sine are multiplied by ``amplitude``. With
+    ``temperature``, the pair of a number ``beta`` and of a length, queries at position ``p`` are multiplied by
+    ``1 + beta * ln(1 + floor(p / length))``, so that attention to long contexts stays sharp (Nakanishi 2025,
+    https://arxiv.org/abs/2501.19399).
 
     The last angles are cached: all micro-batches of a run share one tensor of positions, unless positions restart at
     each document.
@@ -57,10 +63,12 @@ class RotaryEmbedding:
         original_length: int = 8192,
         frequencies: torch.Tensor | None = None,
         amplitude: float = 1.0,
+        temperature: tuple[float, int] | None = None,
     ) -> None:
         self.interleaved = interleaved
         self.interpolation_factor = interpolation_factor
         self.amplitude = amplitude
+        self.temperature = temperature
         if frequencies is None:
             frequencies = 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         if scaling_factor is not None:
@@ -96,16 +104,20 @@ class RotaryEmbedding:
             # Only once, because a copy from the host synchronizes with the device.
             self.frequencies = self.frequencies.to(position_ids.device)
         positions = position_ids.t().to(torch.float64)
+        wide = arithmetic_dtype(dtype)
+        query_scale = None
+        if self.temperature is not None:
+            beta, length = self.temperature
+            query_scale = (1 + beta * (positions / length).floor().log1p())[..., None, None].to(wide)
         if self.interpolation_factor is not None:
             positions = positions / self.interpolation_factor
         half = positions[..., None] * self.frequencies
         full = half.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((half, half), dim=-1)
         full = full.unsqueeze(2)
-        wide = arithmetic_dtype(dtype)
         cos, sin = full.cos(), full.sin()
         if self.amplitude != 1.0:
             cos, sin = cos * self.amplitude, sin * self.amplitude
-        return RotaryAngles(cos.to(wide), sin.to(wide), self.interleaved)
+        return RotaryAngles(cos.to(wide), sin.to(wide), self.interleaved, query_scale=query_scale)
 
 
 @dataclass(frozen=True, eq=False)

@@ -171,4 +171,6 @@ def _tensors_of(angles: RotaryAngles | None) -> Iterator[torch.Tensor]:
     while angles is not None:
         yield angles.cos
         yield angles.sin
+        if angles.query_scale is not None:
+            yield angles.query_scale
         angles = angles.local

@@ -16,7 +16,7 @@ from megatron.core.ops import AttentionPattern
 from megatron.core.optimizer import DedupMask, sum_of_squares
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
-from megatron.core.transformer import SelfAttention
+from megatron.core.transformer import SelfAttention, largest_logits
 from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
 from megatron.training.loggers import StepReport
 
@@ -96,15 +96,8 @@ class LayerNorms(Callback):
         run.log_scalars(layer_norm_scalars(norms), iteration)
 
 
-_BLOCK_ELEMENTS = 1 << 24
-
-
 class AttentionLogits(Callback):
-    """Recorder of the largest attention logit of the forward passes while it ``is_on``.
-
-    Attention kernels do not return it, so the matmuls of queries and keys are computed a second time, in blocks of
-    queries that are not stored. A softcap is not applied.
-    """
+    """Recorder of the largest attention logit of the forward passes while it ``is_on``; see `largest_logits`."""
 
     def __init__(self, chunks: Sequence[Model], device: torch.device) -> None:
         self.is_on = False
@@ -113,7 +106,7 @@ class AttentionLogits(Callback):
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, SelfAttention):
-                    module.observe_logits = self.observe
+                    module.logit_observers.append(self._observe_layer)
 
     def _forget(self) -> None:
         self._largest = torch.full((), -torch.inf, device=self._device)
@@ -127,32 +120,20 @@ class AttentionLogits(Callback):
     def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
         return replace(report, max_attention_logit=self.take(run.runtime.state.world)) if self.is_on else report
 
+    def _observe_layer(
+        self, layer: SelfAttention, query: torch.Tensor, key: torch.Tensor, pattern: AttentionPattern
+    ) -> None:
+        self.observe(query, key, pattern, layer.cp)
+
     @torch.no_grad()
-    def observe(self, query: torch.Tensor, key: torch.Tensor, pattern: AttentionPattern) -> None:
+    def observe(self, query: torch.Tensor, key: torch.Tensor, pattern: AttentionPattern, cp: Group) -> None:
         """Include the logits of a layer, if recording is on.
 
-        Shapes: ``query: [s, b, n, d]``, ``key: [s, b, g, d]``.
+        Shapes: ``query: [s/cp, b, n, d]``, ``key: [s/cp, b, g, d]``.
         """
         if not self.is_on:
             return
-        length, batch, num_heads, width = query.shape
-        num_groups = key.shape[2]
-        matrix = pattern.mask
-        keys = key.permute(1, 2, 3, 0)
-        rows = max(1, _BLOCK_ELEMENTS // (batch * num_heads * key.shape[0]))
-        positions = torch.arange(length, device=query.device)
-        for start in range(0, length, rows):
-            block = query[start : start + rows].permute(1, 2, 0, 3)
-            block = block.reshape(batch, num_groups, -1, width)
-            logits = torch.matmul(block, keys).float() / width**0.5
-            logits = logits.view(batch, num_heads, -1, key.shape[0])
-            if matrix is None:
-                visible = pattern.visible(positions[start : start + rows], positions)
-            else:
-                visible = matrix[..., start : start + rows, :]
-            if visible is not None:
-                logits = logits.masked_fill(~visible, -torch.inf)
-            self._largest = torch.maximum(self._largest, logits.max())
+        self._largest = torch.maximum(self._largest, largest_logits(query, key, pattern, cp).max())
 
     def take(self, world: Group) -> float | None:
         """Return and reset the largest logit over all ranks, or None if no layer reported one.

@@ -26,6 +26,11 @@ TOLERANCE = 1e-10
 PP2 = "--pipeline-model-parallel-size 2"
 FULL = "--recompute-granularity full --recompute-method"
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.3 --attention-backend unfused"
+HYBRID = (
+    "--hybrid-override-pattern M*G- --no-position-embedding --mamba-state-dim 5 --mamba-head-dim 6 "
+    "--mamba-num-groups 4 --linear-key-head-dim 4 --linear-value-head-dim 6 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8"
+)
 DP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -127,6 +132,7 @@ def compare(world_size: int, flags: str) -> list[Trained]:
         pytest.param(2, f"--tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}", [8, 8], id="tp2-sp"),
         pytest.param(2, DP, [8, 8], id="dp2-overlapped", marks=pytest.mark.long),
         pytest.param(2, "--context-parallel-size 2", [8, 8], id="cp2", marks=pytest.mark.long),
+        pytest.param(2, f"{HYBRID} --context-parallel-size 2", [8, 8], id="hybrid-cp2", marks=pytest.mark.long),
     ],
 )
 def test_numbers_are_those_without_graphs(world_size: int, flags: str, expected: list[int] | None) -> None:

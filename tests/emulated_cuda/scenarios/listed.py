@@ -48,6 +48,12 @@ _MIXERS = (
     "--linear-num-value-heads 4"
 )
 _HYBRID = f"{_MIXERS} --hybrid-override-pattern M*G- --num-layers 4"
+_SHARED = "--context-parallel-size 2"
+# Rows of the projections that FP8 and NVFP4 take.
+_PADDED = (
+    "--hidden-size 64 --mamba-num-heads 16 --mamba-state-dim 4 --linear-key-head-dim 16 --linear-num-value-heads 16 "
+    "--linear-value-head-dim 8"
+)
 _CHUNKS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 _SENT = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 _NARROW = (
@@ -1603,6 +1609,12 @@ _MIXED = (
     training(
         "hybrid, weight offload", f"{_HYBRID} --cpu-offloading --cpu-offloading-num-layers 2 --cpu-offloading-weights"
     ),
+    training(
+        "hybrid, attention and Mamba-2 in parallel",
+        f"{_MIXERS} --mamba-num-groups 1 --hybrid-override-pattern PG --num-layers 2 --mamba-norm before-gate "
+        f"--mamba-multipliers 1 2 1 1 1 --mamba-dt-lower-limit 0.01 {_TENSOR} --sequence-parallel --bf16",
+        2,
+    ),
     prepared("hybrid, documents in small parts", "small", f"{_HYBRID} --reset-attention-mask --bf16"),
     prepared(
         "Triton: small parts, hybrid",
@@ -1610,9 +1622,28 @@ _MIXED = (
         f"{_SHORT} {_MIXERS} --hybrid-override-pattern MG --num-layers 2 --reset-attention-mask",
         triton=True,
     ),
+    training("hybrid, ring of keys", f"{_HYBRID} {_SHARED} --bf16", 2),
+    training(
+        "hybrid, heads exchanged, stages",
+        f"{_HYBRID} --mamba-num-groups 1 {_SHARED} --cp-comm-type a2a {_STAGES} --reset-attention-mask --bf16 "
+        "--recompute-granularity selective",
+        4,
+    ),
+    training("graphs, hybrid", f"{_GRAPHS} {_HYBRID} --bf16"),
+    training("graphs, hybrid, heads exchanged", f"{_GRAPHS} {_HYBRID} {_SHARED} --cp-comm-type a2a --bf16", 2),
+    training("hybrid, fp8 delayed", f"{_HYBRID} {_PADDED} {_FP8} delayed"),
+    training("hybrid, nvfp4 on a B200", f"{_HYBRID} {_PADDED} --bf16 --fp4-format e2m1", gpu="b200"),
     training("gated attention", f"{_GROUPED} --attention-output-gate {_TENSOR} --sequence-parallel", 2),
 )
 _KERNELS = (
+    training(
+        "query and key weights clipped",
+        f"{_CONTEXT} --qk-clip --qk-clip-threshold 0.05 --log-max-attention-logit {_OVERLAPS}",
+        2,
+    ),
+    training(
+        "query and key weights clipped, bf16", f"{_GROUPED} --qk-clip --qk-clip-threshold 0.05 --bf16 {_TENSOR}", 2
+    ),
     training("user buffers of NCCL", f"{_OVERLAPS} --use-nccl-ub", 2),
     training("user buffers of NCCL, unsharded", "--use-nccl-ub --disable-symmetric-registration", 2),
     prepared("logits in chunks", "small", f"{_CHUNKS} --z-loss-coeff 0.05"),

@@ -34,6 +34,10 @@ WRONG = [
         f"{EIGHT} --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 3",
         "numbers of groups that work: 1, 2",
     ),
+    (
+        f"{EIGHT} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 3",
+        "--moe-router-group-score-topk 3 is greater than 2, the number of experts per group; values from 1 to 2 work",
+    ),
     (f"{EIGHT} --moe-router-num-groups 4", "--moe-router-num-groups 4 has no effect without --moe-router-group-topk N"),
     ("--num-experts 9 --expert-model-parallel-size 3", "expert(3) x expert-tensor(1) = 3; change"),
     ("--num-experts 6 --expert-model-parallel-size 3", "expert-parallel sizes that work: 1, 2)"),
@@ -88,6 +92,13 @@ WRONG = [
         "alltoall --recompute-granularity selective --recompute-modules shared_experts",
         "exclude each other",
     ),
+    (
+        "--position-embedding-type rope --position-embedding-offset 2",
+        "has no effect with --position-embedding-type rope",
+    ),
+    ("--position-embedding-type sinusoidal --mtp-num-layers 1", "does not support learned or sinusoidal position"),
+    ("--position-embedding-type alibi --softmax-type learnable", "alibi is not supported with --softmax-type: biases"),
+    ("--position-embedding-type alibi --attn-logit-softcapping 9", "is not supported with --attn-logit-softcapping"),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
     (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; omit it: experts are built without it"),
@@ -173,6 +184,17 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
         (
             f"{LATENT} --no-yarn-correction-range-round-to-int --save somewhere --ckpt-format torch",
             "--ckpt-format torch cannot store a model with --no-yarn-correction-range-round-to-int",
+        ),
+        (f"{LATENT} --attention-temperature-beta 0.1", "--attention-temperature-beta"),
+        ("--attention-temperature-beta 0.1 --position-embedding-type rope", "add --rope-type yarn"),
+        (
+            "--attention-temperature-beta 0.1 --rope-type yarn --position-embedding-type rope --save somewhere "
+            "--ckpt-format torch",
+            "--ckpt-format torch cannot store a model with --attention-temperature-beta 0.1",
+        ),
+        (
+            f"{LATENT} --qk-layernorm --latent-norm-epsilon 1e-6 --save somewhere --ckpt-format torch",
+            "--ckpt-format torch cannot store a model with --latent-norm-epsilon",
         ),
         ("--rope-type yarn", "use --position-embedding-type rope, or omit --rope-type"),
         ("--rope-type yarn --position-embedding-type rope --use-rope-scaling", "--use-rope-scaling both scale rotary"),

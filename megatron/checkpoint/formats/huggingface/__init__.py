@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         write_hugging_face,
     )
     from megatron.checkpoint.formats.huggingface.model_record import HUB, MODEL_RECORD, decode_record
+    from megatron.checkpoint.formats.huggingface.settings import read_settings
     from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
     from megatron.checkpoint.formats.huggingface.weight_files import WeightInfo, write_weights
 
@@ -34,6 +35,7 @@ __getattr__ = lazy_exports(
         "llama": "LlamaFamily",
         "model_export": "ExportedView choose_family publish_folder write_hugging_face",
         "model_record": "HUB MODEL_RECORD decode_record",
+        "settings": "read_settings",
         "source": "HuggingFaceSource",
         "weight_files": "WeightInfo write_weights",
     },

@@ -19,38 +19,71 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
 _NORM_EPSILON = 1e-6
-_RANKED_IN_GROUP = 2
-"""Number of best experts by whose scores transformers ranks a group."""
+"""Epsilon of the norms of latent vectors, which transformers does not take from ``rms_norm_eps``."""
 
 
 class SharedExpertFamily(RotaryDecoderFamily):
     """Base of architectures with DeepSeek-V3's experts: dense first layers, sigmoid scores, a shared expert, and MTP.
 
-    ``expert_defaults`` are the defaults of the architecture's configuration class.
+    ``expert_defaults`` are the defaults of the architecture's configuration class, None if files must have the value.
+    Some may be absent there, with DeepSeek-V3's value. ``group_score_topk`` is the number
+    of best experts by whose scores transformers ranks a group. ``experts_setting`` and ``shared_setting`` name the
+    numbers of experts and of shared experts, and ``bias_name`` is the expert bias in the files. ``has_mtp`` states
+    whether they may contain MTP modules.
     """
 
     expert_defaults: Mapping[str, Any]
+    shared_name = "mlp.shared_experts"
+    group_score_topk = 2
+    experts_setting, shared_setting = "n_routed_experts", "n_shared_experts"
+    bias_name = "mlp.gate.e_score_correction_bias"
+    has_mtp = True
 
     def experts_of(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MoE and MTP; reject unsupported settings."""
         usual = self.expert_defaults
         width = settings.integer("moe_intermediate_size", usual["moe_intermediate_size"])
-        experts = settings.integer("n_routed_experts", usual["n_routed_experts"])
-        fields = expert_fields(settings, experts, width, 8)
+        experts = settings.integer(self.experts_setting, usual[self.experts_setting])
+        fields = expert_fields(settings, experts, width, usual.get("num_experts_per_tok", 8))
+        modules = further_layers(settings, f"layers.{settings.integer('num_hidden_layers')}.") if self.has_mtp else 0
         is_divided = fields["moe_router_topk"] > 1
         reason = "scores are always normalized to sum 1" if is_divided else "the score of a single expert is its weight"
-        settings.require("norm_topk_prob", is_divided, True, reason)
+        settings.require("norm_topk_prob", is_divided, usual.get("norm_topk_prob", True), reason)
+        shared = settings.integer(self.shared_setting, usual.get(self.shared_setting, 1))
         groups, of_token = (settings.integer(name, usual[name]) for name in ("n_group", "topk_group"))
         return {
             **fields,
-            **_group_fields(settings, experts, fields["moe_router_topk"], groups, of_token),
+            **self.group_fields(settings, experts, fields["moe_router_topk"], groups, of_token),
             "moe_layer_freq": self.layers_with_experts(settings),
-            "moe_shared_expert_intermediate_size": settings.integer("n_shared_experts", 1) * width,
+            "moe_shared_expert_intermediate_size": shared * width,
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", usual["routed_scaling_factor"]),
             "moe_router_enable_expert_bias": True,
             "moe_router_dtype": "fp32",
-            "mtp_num_layers": further_layers(settings, f"layers.{settings.integer('num_hidden_layers')}.") or None,
+            "mtp_num_layers": modules or None,
+        }
+
+    def group_fields(self, settings: Settings, experts: int, chosen: int, groups: int, of_token: int) -> dict[str, Any]:
+        """Return the fields of group-limited routing, none if every token may use every group; reject other groups."""
+        if groups == 1 or settings.problems:
+            return {}
+        ranked_by, size = self.group_score_topk, experts // groups
+        if experts % groups or of_token > groups or size < ranked_by:
+            settings.refuse(
+                f"n_group {groups} must divide the {experts} experts into groups of {ranked_by} or more, and "
+                f"topk_group {of_token} must be at most n_group"
+            )
+        elif of_token * size < chosen:
+            settings.refuse(
+                f"num_experts_per_tok is {chosen}, but topk_group {of_token} groups have only {size} experts each"
+            )
+        if of_token == groups:
+            return {}
+        return {
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": of_token,
+            # By default a group is ranked by the number of experts that a token has on average in each of its groups.
+            "moe_router_group_score_topk": None if max(chosen // of_token, 1) == ranked_by else ranked_by,
         }
 
     def layers_with_experts(self, settings: Settings) -> str:
@@ -67,18 +100,18 @@ class SharedExpertFamily(RotaryDecoderFamily):
         """Return the settings of a model."""
         moe = config.moe
         shared = moe.moe_shared_expert_intermediate_size or 0
-        return super().write_settings(config) | {
+        settings = super().write_settings(config) | {
             "first_k_dense_replace": sum(not has_experts for has_experts in config.moe_layers),
             "moe_intermediate_size": moe.moe_ffn_hidden_size,
             "n_group": moe.moe_router_num_groups or 1,
-            "n_routed_experts": moe.num_experts,
-            "n_shared_experts": shared // max(moe.moe_ffn_hidden_size, 1),
+            self.experts_setting: moe.num_experts,
+            self.shared_setting: shared // max(moe.moe_ffn_hidden_size, 1),
             "norm_topk_prob": moe.moe_router_topk > 1,
             "num_experts_per_tok": moe.moe_router_topk,
-            "num_nextn_predict_layers": config.mtp.mtp_depth,
             "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
             "topk_group": moe.moe_router_group_topk or 1,
         }
+        return settings | ({"num_nextn_predict_layers": config.mtp.mtp_depth} if self.has_mtp else {})
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
         """Yield every link; layers after the last one are MTP modules, with copies of both embeddings."""
@@ -102,10 +135,34 @@ class SharedExpertFamily(RotaryDecoderFamily):
         """Yield the links of router, experts, shared expert and the router's expert bias."""
         yield from super().expert_layer_links(config, ours, theirs)
         if config.moe.moe_router_enable_expert_bias:
-            bias = f"{theirs}mlp.gate.e_score_correction_bias"
+            bias = f"{theirs}{self.bias_name}"
             yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
         if config.moe.moe_shared_expert_intermediate_size is not None:
-            yield from shared_expert_links(config, ours, theirs)
+            yield from shared_expert_links(config, ours, theirs, self.shared_name)
+
+
+_DENSE, _SPARSE = "dense", "sparse"
+
+
+def typed_layers(settings: Settings, num_dense: int) -> str:
+    """Return the value of ``--moe-layer-freq`` by ``mlp_layer_types``; by default the first ``num_dense`` are dense."""
+    layers = min(settings.integer("num_hidden_layers"), 100_000)
+    kinds = settings.values.get("mlp_layer_types")
+    if kinds is None:
+        kinds = [_DENSE if layer < num_dense else _SPARSE for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {_DENSE, _SPARSE}:
+        settings.refuse(
+            f"mlp_layer_types is {kinds!r:.40}; {_DENSE} or {_SPARSE} for each of the {layers} layers is expected"
+        )
+        return "1"
+    if _SPARSE not in kinds:
+        settings.refuse(f"none of the {layers} layers has experts; use mlp_layer_types with at least one {_SPARSE}")
+    return layer_frequency([kind == _SPARSE for kind in kinds])
+
+
+def written_layers(config: GPTConfig) -> dict[str, Any]:
+    """Return the setting ``mlp_layer_types`` of a model."""
+    return {"mlp_layer_types": [_SPARSE if has_experts else _DENSE for has_experts in config.moe_layers]}
 
 
 class DeepseekV3Family(SharedExpertFamily):
@@ -114,6 +171,7 @@ class DeepseekV3Family(SharedExpertFamily):
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     default_positions = 4096
+    default_query_rank: int | None = 1536
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {
             "moe_intermediate_size": 2048,
@@ -123,6 +181,9 @@ class DeepseekV3Family(SharedExpertFamily):
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
         }
+    )
+    latent_defaults: Mapping[str, Any] = MappingProxyType(
+        {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
     )
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
@@ -139,17 +200,19 @@ class DeepseekV3Family(SharedExpertFamily):
     def latent_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MLA; reject unsupported settings."""
         settings.require("attention_bias", False, False, "attention biases are not supported")
-        settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
-        query_rank = settings.values.get("q_lora_rank", 1536)
+        epsilon = settings.number(self.epsilon_name, self.default_epsilon)
+        usual = self.latent_defaults
+        query_rank = settings.values.get("q_lora_rank", usual["q_lora_rank"])
         return {
             "kv_channels": 0,
             "multi_latent_attention": True,
             "qk_layernorm": True,
-            "q_lora_rank": None if query_rank is None else settings.integer("q_lora_rank", 1536),
-            "kv_lora_rank": settings.integer("kv_lora_rank", 512),
-            "qk_head_dim": settings.integer("qk_nope_head_dim", 128),
+            "q_lora_rank": None if query_rank is None else settings.integer("q_lora_rank", usual["q_lora_rank"]),
+            "kv_lora_rank": settings.integer("kv_lora_rank", usual["kv_lora_rank"]),
+            "qk_head_dim": settings.integer("qk_nope_head_dim", usual["qk_nope_head_dim"]),
             "qk_pos_emb_head_dim": settings.integer("qk_rope_head_dim", 64),
-            "v_head_dim": settings.integer("v_head_dim", 128),
+            "v_head_dim": settings.integer("v_head_dim", usual["v_head_dim"]),
+            "latent_norm_epsilon": None if epsilon == _NORM_EPSILON else _NORM_EPSILON,
         }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
@@ -203,35 +266,13 @@ class DeepseekV3Family(SharedExpertFamily):
             settings.refuse(f"qk_rope_head_dim is {rotary}; rotary position embeddings need an even number")
 
 
-def _group_fields(settings: Settings, experts: int, chosen: int, groups: int, of_token: int) -> dict[str, Any]:
-    """Return the fields of group-limited routing; reject groups that this project ranks differently."""
-    if groups == 1 or settings.problems:
-        return {}
-    if experts % groups or of_token > groups or experts // groups < _RANKED_IN_GROUP:
-        settings.refuse(
-            f"n_group {groups} must divide the {experts} experts into groups of {_RANKED_IN_GROUP} or more, and "
-            f"topk_group {of_token} must be at most n_group"
-        )
-    elif chosen // of_token != _RANKED_IN_GROUP:
-        settings.refuse(
-            f"num_experts_per_tok {chosen} / topk_group {of_token} must be {_RANKED_IN_GROUP}, the number of experts "
-            "whose scores rank a group"
-        )
-    elif of_token * (experts // groups) < chosen:
-        settings.refuse(
-            f"num_experts_per_tok is {chosen}, but topk_group {of_token} groups have only {experts // groups} experts "
-            "each"
-        )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": of_token}
-
-
-def further_layers(settings: Settings, name_part: str) -> int:
+def further_layers(settings: Settings, name_part: str, setting: str = "num_nextn_predict_layers") -> int:
     """Return the number of MTP modules, whose tensor names contain ``name_part``.
 
     transformers writes the number but not the modules.
     """
     names = settings.tensor_names
-    stated = count_of(settings, "num_nextn_predict_layers", 0 if names is None else 1)
+    stated = count_of(settings, setting, 0 if names is None else 1)
     if names is not None and not any(name_part in name for name in names()):
         return 0
     return stated

@@ -24,9 +24,10 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
     "gelu": {"bias_gelu_fusion": False},
     "relu2": {"squared_relu": True},
+    "relu": {"activation_func": "relu"},
 }
 """Hugging Face names of activations without a gate."""
-_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2", "relu": "relu"}
 
 
 def read_activation(settings: Settings, name: str, default: str) -> dict[str, Any]:
@@ -57,6 +58,7 @@ class GPT2Family:
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
     default_sizes: ClassVar[Mapping[str, int]] = {
         "n_embd": 768,
         "n_head": 12,
@@ -196,6 +198,7 @@ class GPTNeoFamily:
     model_type = "gpt_neo"
     architecture = "GPTNeoForCausalLM"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
@@ -283,12 +286,16 @@ class GPTNeoFamily:
 
 
 def _read_windows(settings: Settings, num_layers: int) -> dict[str, Any]:
-    """Return the fields of sliding windows; ``attention_types`` is a list of [kinds of layers, repetitions]."""
+    """Return the fields of sliding windows; ``attention_types`` is a list of [kinds of layers, repetitions].
+
+    transformers derives ``attention_layers`` from it and also stores them, and reads them with precedence.
+    """
     types = settings.values.get("attention_types", _DEFAULT_TYPES)
     try:
         kinds = [kind for part, times in types for _ in range(times) for kind in part]
     except (TypeError, ValueError):
         kinds = []
+    settings.require("attention_layers", kinds, kinds, "attention_types gives other kinds of layers")
     if len(kinds) != num_layers or not set(kinds) <= {_FULL, _WINDOW}:
         settings.refuse(
             f"attention_types {types!r} does not describe {num_layers} layers of the kinds {_FULL} and {_WINDOW}"
@@ -318,6 +325,7 @@ class GPTNeoXFamily:
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
     base_prefix = "gpt_neox."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""

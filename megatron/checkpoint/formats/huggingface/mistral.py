@@ -1,10 +1,13 @@
-"""Mistral and Mixtral.
+"""Mistral, Ministral and Mixtral.
 
-Mistral has Llama's layers with a sliding window in all layers or none. Mixtral has experts instead of the MLP.
+Mistral has Llama's layers with a sliding window in all layers or none, and Ministral in some layers. Ministral 3 has
+YaRN and queries that grow with the position. Mixtral has experts instead of the MLP.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
@@ -14,7 +17,9 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     read_layer_types,
     window_fields,
     window_of_all_layers,
+    written_layer_types,
 )
+from megatron.checkpoint.formats.huggingface.rope import read_frequencies, rope_object
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -41,6 +46,64 @@ class MistralFamily(RotaryDecoderFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         return super().write_settings(config) | {"sliding_window": window_of_all_layers(config)}
+
+
+class MinistralFamily(MistralFamily):
+    """Ministral (``MinistralForCausalLM``)."""
+
+    model_type = "ministral"
+    architecture = "MinistralForCausalLM"
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of the sliding windows."""
+        has_window = settings.values.get("sliding_window", self.default_window) is not None
+        alike = [has_window] * min(settings.integer("num_hidden_layers"), 100_000)
+        return window_fields(settings, read_layer_types(settings, alike), self.default_window)
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        return super().write_settings(config) | written_layer_types(config)
+
+
+_BETA = "llama_4_scaling_beta"
+
+
+class Ministral3Family(MistralFamily):
+    """Language model of Ministral 3 (``Ministral3ForCausalLM``)."""
+
+    model_type = "ministral3"
+    architecture = "Ministral3ForCausalLM"
+    default_positions = 262144
+    default_head_dim = 128
+    default_epsilon = 1e-5
+    default_window = None
+    default_rope: Mapping[str, Any] = MappingProxyType(
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            _BETA: 0.1,
+        }
+    )
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of YaRN, with the growth of queries with the position."""
+        scaling = rope_object(settings)
+        if scaling is None:
+            scaling = Settings(dict(self.default_rope), settings.place, settings.problems)
+        reason = "queries grow with the position relative to YaRN's original_max_position_embeddings"
+        scaling.require("rope_type" if "rope_type" in scaling.values else "type", "yarn", None, reason)
+        fields = read_frequencies(settings, scaling, positions, settings.number("rope_theta", self.default_rotary_base))
+        return fields | {"attention_temperature_beta": scaling.number(_BETA)}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        settings = super().write_settings(config)
+        if settings["rope_scaling"] is not None:
+            settings["rope_scaling"][_BETA] = config.rope.attention_temperature_beta
+        return settings
 
 
 class MixtralFamily(MistralFamily):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig
+from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig, alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,16 @@ class GPTConfig(DecoderConfig, in_args=True):
         0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, where=("position_embedding_type", "learned_absolute")
     )
     """Positions of the model; by default the sequence length."""
+    position_embedding_offset: int = flag(0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=False)
+    """Row of the first position in the table of learned or sinusoidal positions."""
     position_embedding_type: str = flag(
         "learned_absolute",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "alibi", "sinusoidal", "none"),
         not_built=("relative", "mrope"),
         role="shape",
     )
-    """Type of position embedding."""
+    """Type of position embedding; alibi adds a bias to attention scores, linear in the distance, with a slope per head;
+    sinusoidal adds sines and cosines to the embeddings."""
     use_rotary_position_embeddings: bool = flag(
         False,
         aliases=("--use-llama2-rotary-position-embeddings",),
@@ -45,6 +48,16 @@ class GPTConfig(DecoderConfig, in_args=True):
     ones if configured, else none."""
     rotary_base: int = flag(10000, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope"))
     """Base of the rotary frequencies."""
+    rotary_ntk_alpha: float = flag(
+        1.0,
+        role="meaning",
+        bounds=POSITIVE,
+        where=("position_embedding_type", "rope"),
+        excludes=("multi_latent_attention",),
+        in_args=False,
+    )
+    """NTK-aware scaling: multiply the rotary base by this number to the power of d / (d - 2), for d rotated channels
+    per head."""
     rotary_percent: float = flag(1.0, role="meaning", where=("position_embedding_type", "rope"), seen_as="rotary_dim")
     """Fraction of each head's dimension that is rotated."""
     rotary_interleaved: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
@@ -130,6 +143,23 @@ class GPTConfig(DecoderConfig, in_args=True):
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
 
     @property
+    def scaled_rotary_base(self) -> float:
+        """Return the rotary base after NTK-aware scaling."""
+        if self.rotary_ntk_alpha == 1.0:
+            return self.rotary_base
+        return float(self.rotary_base * self.rotary_ntk_alpha ** (self.rotary_dim / (self.rotary_dim - 2)))
+
+    @property
+    def num_position_embeddings(self) -> int:
+        """Return the number of rows of a table of learned positions."""
+        return self.max_position_embeddings + self.position_embedding_offset
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return alibi_slopes(self.num_attention_heads) if self.position_embedding_type == "alibi" else None
+
+    @property
     def rotary_dim(self) -> int:
         return int(self.kv_channels * self.rotary_percent)
 
@@ -148,10 +178,20 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
+_IN_NO_ARGS = (
+    *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
+    "attention_temperature_beta",
+)
+"""Fields of experts, MLA and YaRN that Megatron's ``args`` do not have with experts or MLA."""
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *(field.name for kind in (MoEConfig, MTPConfig) for field in dataclasses.fields(kind)),
+    *(
+        field.name
+        for kind in (MoEConfig, MTPConfig)
+        for field in dataclasses.fields(kind)
+        if field.name not in _IN_NO_ARGS
+    ),
 )
 """Fields that Megatron's ``args`` represent in another form."""
 STRETCH_FIELDS = (
@@ -163,7 +203,7 @@ _OF_LATENT = {
     field.name
     for kind in (MLAConfig, RotaryConfig)
     for field in dataclasses.fields(kind)
-    if field.name != "yarn_correction_range_round_to_int"
+    if field.name not in _IN_NO_ARGS
 }
 """MLA fields; Megatron's ``args`` contain them for MLA, and Megatron always rounds YaRN's correction range."""
 
@@ -192,6 +232,8 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         value = field_value(model, spec.name)
         if value not in _VALUES_IN_ARGS.get(spec.name, (value,)):
             return False
+        if spec.name == "position_embedding_type" and value != "rope" and model.mla.multi_latent_attention:
+            return False  # Megatron's MLA has rotary position embeddings whatever this argument is.
         has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
         return bool(has_argument) or value == spec.default
 

@@ -70,14 +70,14 @@ _TINY = 1e-20
 
 
 def expert_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """Return the score of every expert: a softmax over the experts, or the sigmoid of each logit.
+    """Return the score of every expert: the sigmoid of each logit, or a softmax over the experts.
 
     Shapes: ``[n, experts] -> [n, experts]``.
     """
-    if function == "softmax":
-        return logits.softmax(dim=-1)
-    assert function == "sigmoid", function
-    return logits.sigmoid()
+    if function == "sigmoid":
+        return logits.sigmoid()
+    assert function in ("softmax", "sparsemixer"), function
+    return logits.softmax(dim=-1)
 
 
 def choose_experts(
@@ -90,8 +90,10 @@ def choose_experts(
         use_pre_softmax=config.moe_router_pre_softmax,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        group_score_topk=config.group_score_topk,
         scaling_factor=config.moe_router_topk_scaling_factor,
         score_function=config.moe_router_score_function,
+        sparsemixer_eps=config.moe_router_sparsemixer_eps,
         expert_bias=expert_bias,
     )
 
@@ -103,37 +105,72 @@ def topk_experts(
     use_pre_softmax: bool = False,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float | None = None,
     score_function: str = "softmax",
+    sparsemixer_eps: float = 0.01,
     expert_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each token and their weights, the best first.
 
-    With ``expert_bias`` the choice uses score plus bias, and the weights use the score alone.
+    With ``expert_bias`` the choice uses score plus bias, and the weights use the score alone. See `best_experts` for
+    the arguments of group-limited routing.
 
     Shapes: ``logits: [n, experts]``, ``expert_bias: [experts] -> [n, k]`` int64 and ``[n, k]``.
     """
     if score_function == "softmax" and not use_pre_softmax:
-        indices = best_experts(logits, topk, num_groups, group_topk)
+        indices = best_experts(logits, topk, num_groups, group_topk, group_score_topk)
         weights = logits.gather(1, indices).softmax(dim=-1)
+    elif score_function == "sparsemixer":
+        indices = best_experts(logits, topk, num_groups, group_topk)
+        weights = sparsemixer_weights(logits, indices, sparsemixer_eps)
     else:
         scores = expert_scores(logits, score_function)
-        indices = best_experts(scores if expert_bias is None else scores + expert_bias, topk, num_groups, group_topk)
+        ranked = scores if expert_bias is None else scores + expert_bias
+        indices = best_experts(ranked, topk, num_groups, group_topk, group_score_topk)
         weights = scores.gather(1, indices)
         if score_function == "sigmoid" and topk > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
     return indices, weights if scaling_factor is None else weights * scaling_factor
 
 
+def sparsemixer_weights(logits: torch.Tensor, indices: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the weights of chosen experts, the best first, as SparseMixer-v2 computes them in evaluation.
+
+    The weight of a choice is its softmax over the experts that were not chosen before and whose logits are lower by at
+    most ``2 eps``, relative to the larger of the best logit and their own magnitude. Liu et al. 2024,
+    https://arxiv.org/abs/2409.12136. In training the gradient is that of these weights: the choice is not sampled, and
+    the paper's estimate of the gradient of the choice is not used.
+
+    Shapes: ``logits: [n, experts]``, ``indices: [n, k] -> [n, k]``.
+    """
+    weights, remaining = [], logits
+    for chosen in indices.chunk(indices.shape[1], dim=1):
+        with torch.no_grad():
+            best = logits.gather(1, chosen)
+            is_much_worse = (best - logits) / torch.maximum(logits.abs(), best) > 2 * eps
+        weights.append(remaining.masked_fill(is_much_worse, -math.inf).softmax(dim=-1).gather(1, chosen))
+        remaining = remaining.scatter(1, chosen, -math.inf)
+    return torch.cat(weights, dim=1)
+
+
 @torch.no_grad()
-def best_experts(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> torch.Tensor:
+def best_experts(
+    scores: torch.Tensor,
+    topk: int,
+    num_groups: int | None,
+    group_topk: int | None,
+    group_score_topk: int | None = None,
+) -> torch.Tensor:
     """Return the experts with the largest scores, with group-limited routing only those of the best groups.
+
+    The sum of the ``group_score_topk`` largest scores of a group, by default ``topk // group_topk``, ranks it.
 
     Shapes: ``[n, experts] -> [n, k]`` int64.
     """
     if num_groups is not None and group_topk is not None:
         by_group = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
-        of_group = by_group.topk(max(topk // group_topk, 1), dim=-1).values.sum(dim=-1)
+        of_group = by_group.topk(group_score_topk or max(topk // group_topk, 1), dim=-1).values.sum(dim=-1)
         chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(group_topk).indices, True)
         scores = by_group.masked_fill(~chosen.unsqueeze(-1), -math.inf).view_as(scores)
     return scores.topk(topk, dim=-1).indices

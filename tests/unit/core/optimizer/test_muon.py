@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -24,6 +25,7 @@ from megatron.core.optimizer.muon_shard_exchange import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards
+from megatron.core.transformer.hybrid_config import NAMES_OF_RECURRENCES, HybridConfig
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -118,6 +120,31 @@ def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
                 len(chosen), 16, "spectral"
             )
             torch.testing.assert_close(-weight.detach()[chosen], expected)
+
+
+@pytest.mark.parametrize("mixer", NAMES_OF_RECURRENCES)
+@pytest.mark.parametrize("is_split", [True, False])
+def test_each_tensor_of_a_recurrent_layers_projection_is_made_orthogonal_by_itself(mixer: str, is_split: bool) -> None:
+    """--muon-no-split-qkv is about attention alone."""
+    hybrid = HybridConfig(
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=2,
+        mamba_num_heads=4,
+        mamba_head_dim=3,
+        mamba_num_groups=2,
+        mamba_state_dim=2,
+    )
+    rows = hybrid.projection_rows(mixer, 8)
+    gradient, config = random(sum(rows), 8), OptimizerConfig(optimizer="muon", muon_split_qkv=is_split)
+    weight = torch.nn.Parameter(torch.zeros(sum(rows), 8, dtype=torch.float64))
+    muon, flat = muon_of(weight, dataclasses.replace(config, muon_momentum=0.0), fused_rows=rows)
+    muon.set_learning_rate(1.0, 0.0)
+    step(muon, [flat], [gradient.reshape(-1).clone()])
+    for found, part in zip(weight.detach().split(rows), gradient.split(rows), strict=True):
+        expected = orthogonalize(part, 5, "quintic", torch.float64) * update_scale(len(part), 8, "spectral")
+        torch.testing.assert_close(-found, expected)
 
 
 def test_each_expert_has_matrices_of_its_own() -> None:

@@ -73,8 +73,17 @@ def test_compiled_layers_keep_the_saved_tensors_that_a_captured_backward_pass_re
         {"openai_gelu": True},
         {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True},
         {"openai_gelu": True, "recompute_granularity": "full", "recompute_method": "uniform"},
+        {
+            "hybrid_override_pattern": "MG",
+            "mamba_state_dim": 4,
+            "mamba_head_dim": 7,
+            "mamba_num_groups": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 4,
+        },
     ],
-    ids=["gpt2", "gated", "recompute"],
+    ids=["gpt2", "gated", "recompute", "recurrent"],
 )
 def test_programs_are_recorded_as_they_have_run(settings: dict[str, Any], num_microbatches: int) -> None:
     from triton.runtime.jit import JITFunction

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config_base import field_value, from_fields
+from megatron.core.config_base import field_value, from_fields, with_fields
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.decoder_config import DecoderConfig, RotaryConfig, default_ffn_hidden_size
 from megatron.core.transformer.layer_pattern import _MOST_LAYERS, format_layer_pattern, parse_layer_pattern
@@ -27,6 +27,7 @@ def make(**fields: Any) -> DecoderConfig:
         ({"geglu": True}, "geglu", True),
         ({"quick_geglu": True}, "quick_geglu", True),
         ({"squared_relu": True}, "squared_relu", False),
+        ({"xielu": True}, "xielu", False),
         ({"openai_gelu": True, "bias_gelu_fusion": False}, "gelu_tanh", False),
         ({"bias_gelu_fusion": True}, "gelu_tanh", False),
         ({"bias_gelu_fusion": False}, "gelu", False),
@@ -255,3 +256,13 @@ NESTED = "[1, 0, [1, 0], 1, 0, 1, 0]"
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|the list has"):
         parse_layer_pattern(text, 6)
+
+
+def test_norms_of_latent_vectors_and_ranks_of_groups_have_defaults() -> None:
+    config = make(**LATENT, norm_epsilon=1e-3)
+    assert config.epsilon_of_latent_norms == 1e-3
+    assert with_fields(config, latent_norm_epsilon=1e-6).epsilon_of_latent_norms == 1e-6
+    groups = {"num_experts": 12, "moe_router_num_groups": 4, "moe_router_group_topk": 3, "moe_router_topk": 8}
+    assert make(**groups).experts_that_rank_a_group == 2
+    assert make(**groups, moe_router_group_score_topk=1).experts_that_rank_a_group == 1
+    assert make(num_experts=12).experts_that_rank_a_group is None

@@ -63,6 +63,36 @@ def test_delayed_scaling_has_a_place_for_each_map(q_lora_rank: int | None, num_l
     assert sorted(found) == [(layer, place) for layer in range(2) for place in range(num_linear)]
 
 
+RECURRENT: dict[str, Any] = {
+    "hybrid_override_pattern": "MG*-",
+    "num_layers": 4,
+    "hidden_size": 48,
+    "ffn_hidden_size": 64,
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 6,
+    "mamba_num_groups": 4,
+    "mamba_num_heads": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 6,
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_all_products_of_recurrent_layers_are_those_of_quantized_operands(recipe: str) -> None:
+    model, generator = make_float8_model(recipe, **RECURRENT), torch.Generator().manual_seed(5)
+    for number in "01":
+        layer = model.decoder.layers[number]
+        mixer = getattr(layer, layer.name_of_branch)
+        for name in ("in_proj", "out_proj"):
+            assert_products(getattr(mixer, name), LENGTH, BATCH, generator, f"{number} {name}, {recipe}")
+    found = [module.quantizers._place for module in model.modules() if getattr(module, "quantizers", None)]
+    assert sorted(found) == [(layer, place) for layer in range(4) for place in range(2)]
+    assert model.config.float8_places.num_places == 4
+
+
 def test_inputs_that_a_norm_of_the_stream_gives_are_known_as_such() -> None:
     """What `--recompute-modules layernorm` computes again is not kept in fp8; narrow vectors are."""
     model = make("delayed", recompute_granularity="selective", recompute_modules=("layernorm",))

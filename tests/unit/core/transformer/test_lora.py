@@ -60,6 +60,40 @@ def test_adapters_begin_as_in_the_paper_and_by_name_alone() -> None:
 
 
 @torch.no_grad()
+def test_recurrent_layers_have_adapters_of_their_projections() -> None:
+    fields: dict[str, Any] = {
+        "num_layers": 4,
+        "hybrid_override_pattern": "MG*-",
+        "mamba_head_dim": 6,
+        "mamba_num_groups": 4,
+        "mamba_state_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 8,
+        "lora_target_modules": (),
+    }
+    model, dense = make_model(**fields), make_model(**fields, lora_rank=0)
+    adapted = {name.partition(".adapters.")[0] for name, _ in model.named_parameters() if ".adapters." in name}
+    layers = "decoder.layers."
+    assert {name.removeprefix(layers) for name in adapted} == {
+        *("0.mixer.in_proj", "0.mixer.out_proj", "1.self_attention.in_proj", "1.self_attention.out_proj"),
+        *("2.self_attention.linear_qkv", "2.self_attention.linear_proj", "3.mlp.linear_fc1", "3.mlp.linear_fc2"),
+    }
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".adapters." in name)
+        if name.endswith("lora_B"):
+            parameter.normal_()
+    # The slow path: the adapters' product in the weights of the plain model.
+    plain = dict(dense.named_parameters())
+    for name in adapted:
+        adapter = model.get_submodule(name).adapters.all
+        plain[f"{name}.weight"] += 2.0 * adapter.lora_B @ adapter.lora_A
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(model.eval()(tokens, tokens), dense.eval()(tokens, tokens), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
 def test_adapters_add_their_product_to_the_rows_of_their_part() -> None:
     model = make_model()
     linear = model.decoder.layers["1"].self_attention.linear_qkv

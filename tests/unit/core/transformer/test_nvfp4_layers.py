@@ -35,6 +35,15 @@ LATENT: dict[str, Any] = {
     "num_query_groups": 4,
     "add_bias_linear": False,
 }
+RECURRENT: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": "[1]",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 8,
+    "add_bias_linear": False,
+}
 
 
 def make(**config: Any) -> GPTModel:
@@ -51,6 +60,7 @@ def keys_at(iteration: int = 1, first: int = 0) -> DropoutKeys:
     [
         {"add_bias_linear": False},
         LATENT,
+        RECURRENT,
         {"mtp_num_layers": 1, "position_embedding_type": "rope", "add_bias_linear": False},
     ],
 )

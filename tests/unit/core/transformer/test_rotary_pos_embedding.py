@@ -179,3 +179,12 @@ def test_angles_made_for_inference_do_not_reach_a_backward_pass() -> None:
     x = heads().requires_grad_()
     apply_rotary(x, rotary.angles(places, torch.float64)).sum().backward()
     assert x.grad is not None
+
+
+def test_queries_grow_with_the_logarithm_of_whole_lengths() -> None:
+    angles = RotaryEmbedding(WIDTH, 10_000.0, temperature=(0.3, 7)).angles(torch.arange(30)[None], torch.float64)
+    expected = [1 + 0.3 * math.log(1 + position // 7) for position in range(30)]
+    assert angles.query_scale is not None
+    assert angles.query_scale.shape == (30, 1, 1, 1)
+    np.testing.assert_allclose(angles.query_scale.flatten().numpy(), expected, rtol=1e-14)
+    assert RotaryEmbedding(WIDTH, 10_000.0).angles(positions(), torch.float64).query_scale is None

@@ -18,7 +18,7 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import single_rank_group
-from megatron.training.callbacks import layer_statistics
+from megatron.core.transformer import qk_clip
 from megatron.training.callbacks.layer_statistics import AttentionLogits
 from megatron.training.callbacks.progress_log import PROGRESS_FILE, ProgressLog
 from megatron.training.loggers.metrics import MetricsWriter, set_superseded_lines_aside
@@ -110,7 +110,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_largest_is_that_of_the_whole_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_statistics, "_BLOCK_ELEMENTS", 4 * BATCH * HEADS * LENGTH)  # 4 queries a block, then 3
+    monkeypatch.setattr(qk_clip, "_BLOCK_ELEMENTS", 4 * BATCH * HEADS * LENGTH)  # 4 queries a block, then 3
     pattern, random = PATTERNS[name], torch.Generator().manual_seed(3)
     query = torch.randn(LENGTH, BATCH, HEADS, WIDTH, generator=random)
     key = torch.randn(LENGTH, BATCH, GROUPS, WIDTH, generator=random)
@@ -122,10 +122,10 @@ def test_the_largest_is_that_of_the_whole_matrix(name: str, monkeypatch: pytest.
     assert visible is None or expected < scores.max().item()  # the pattern matters
 
     logits = AttentionLogits((), torch.device("cpu"))
-    logits.observe(query, key, pattern)
+    logits.observe(query, key, pattern, WORLD)
     assert logits.take(WORLD) is None  # it was off
     logits.is_on = True
-    logits.observe(query / 2, key, pattern)
-    logits.observe(query, key, pattern)
+    logits.observe(query / 2, key, pattern, WORLD)
+    logits.observe(query, key, pattern, WORLD)
     assert logits.take(WORLD) == pytest.approx(expected, rel=1e-6)
     assert logits.take(WORLD) is None

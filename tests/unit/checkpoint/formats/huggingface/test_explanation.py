@@ -64,8 +64,8 @@ def test_an_unknown_model_type_is_compared_with_the_most_similar_architecture(tm
 
 def test_a_setting_that_the_most_similar_architecture_needs_is_missing(tmp_path: Path) -> None:
     values = LLAMA | {"architectures": ["NewForCausalLM"], "model_type": "llama9"}
-    del values["intermediate_size"]
-    assert "  missing: intermediate_size" in explain(tmp_path, values)
+    del values["vocab_size"]
+    assert "  missing: vocab_size" in explain(tmp_path, values)
 
 
 def test_unsupported_settings_of_a_supported_architecture_are_those_that_reading_rejects(tmp_path: Path) -> None:

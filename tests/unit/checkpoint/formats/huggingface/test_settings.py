@@ -205,6 +205,8 @@ def test_a_preset_is_the_published_model(preset: str) -> None:
 
 
 ONE_OF_EACH = list({settings["class"]: kind for kind, settings in reversed(KINDS.items())}.values())
+WITH_MORE_SETTINGS = ("deepseek_v2_groups",)
+"""Kinds with settings that the first of their class does not use."""
 UNSAID: dict[str, tuple[Any, ...]] = {
     "head_dim": (8, 16),
     "partial_rotary_factor": (0.5,),
@@ -233,6 +235,14 @@ UNSAID: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, False),
 }
 """Settings that a folder may have whether or not its own class names them."""
+LISTS: dict[str, list[Any]] = {
+    "attn_layer_indices": [0, 2],
+    "layers_block_type": ["full_attention", "mlp", "linear_attention", "moe"],
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 0.8],
+    "time_step_limit": [0.05, 0.2],
+}
+"""Other values of lists that a folder has."""
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
 INVISIBLE = frozenset(
     (
@@ -255,8 +265,18 @@ def changes_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((name, other) for other in (value * 4, 0.5) if other != value)
         elif isinstance(value, str) and "act" in name:
             yield from ((name, other) for other in ACTIVATIONS if other != value)
+        elif name in LISTS:
+            yield name, LISTS[name]
+        elif isinstance(value, list) and value:
+            yield from ((name, other) for other in (value[::-1], value[:1] * len(value)) if other != value)
+        elif value is None:
+            yield from ((name, other) for other in (True, 8, 0.5))
     for name, values in UNSAID.items():
         yield from ((name, value) for value in values if config.get(name) != value)
+    for name, value in config.items():
+        if isinstance(value, dict) and name not in INVISIBLE:
+            inner = {key: number for key, number in value.items() if isinstance(number, (int, float))}
+            yield from ((name, {**value, key: other}) for key, number in inner.items() for other in (0, 2 * number))
 
 
 def outcome_of(kind: str, config: dict[str, Any], name: str, value: Any, folder: Path) -> str:
@@ -266,7 +286,9 @@ def outcome_of(kind: str, config: dict[str, Any], name: str, value: Any, folder:
     changed = json.dumps(config | {name: value})
     try:
         # What reads settings changes objects within them.
-        model = make_model(kind, config=type(make_model(kind).config).from_dict(json.loads(changed)))
+        folder.mkdir()
+        (folder / "config.json").write_text(changed)
+        model = make_model(kind, config=type(make_model(kind).config).from_pretrained(folder))
         model.save_pretrained(folder)
         (folder / "config.json").write_text(changed)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -285,7 +307,7 @@ def outcome_of(kind: str, config: dict[str, Any], name: str, value: Any, folder:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
+@pytest.mark.parametrize("kind", [*ONE_OF_EACH, *WITH_MORE_SETTINGS])
 def test_a_changed_setting_changes_logits_as_in_transformers_or_is_rejected(kind: str, tmp_path: Path) -> None:
     import_transformers()
     save_model(kind, tmp_path / "base")
