@@ -35,8 +35,8 @@ def preset_words(name: str) -> tuple[str, ...]:
     """
     if name not in preset_names():
         nearest = difflib.get_close_matches(name.lower(), preset_names(), n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"possible values: {choices(preset_names())}"
-        raise ConfigurationError(f"--model-preset {name} is not known; {hint}")
+        names = nearest[0] if nearest else f"one of {choices(preset_names())}"
+        raise ConfigurationError(f"--model-preset {name} is not known; use {names}")
     lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return tuple(word for line in lines for word in line.partition("#")[0].split())
 

@@ -183,7 +183,7 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
         (["--gpus", "0"], "--gpus 0 is not between"),
         (
             ["--gpus", "8", "--model-preset", "llama9"],
-            "--model-preset llama9 is not known; did you mean llama3.1-8b?",
+            "--model-preset llama9 is not known; use llama3.1-8b",
         ),
         (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
         (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),
