@@ -184,7 +184,7 @@ def test_layouts_of_experts_are_converted_compared_and_shown(
         assert diff_checkpoints.main([str(start), str(folder), "--weights-only"]) == 0, folder
         assert diff_checkpoints.main([str(start), str(folder)]) == 0, folder
     capsys.readouterr()
-    assert inspect_checkpoint.main([str(tmp_path / "a"), "--verify"]) == 0
+    assert inspect_checkpoint.main([str(tmp_path / "a"), "--verify", "--all"]) == 0
     shown = capsys.readouterr().out
     assert "expert_model_parallel_size: 4" in shown
     assert re.search(r"optimizer\.exp_avg\.decoder\.layers\.1\.mlp\.experts\.linear_fc1\.weight +4x16x16 ", shown)
