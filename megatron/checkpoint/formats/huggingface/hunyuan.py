@@ -49,6 +49,7 @@ class HunYuanMoEV1Family(HunYuanDenseV1Family):
     model_type = "hunyuan_v1_moe"
     architecture = "HunYuanMoEV1ForCausalLM"
     expert_names = ExpertNames(router="mlp.gate.wg")
+    other_names = (("mlp.gate.", "mlp.gate.wg."),)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of QK norms and MoE; reject biases, and layers that differ in the number of experts."""
