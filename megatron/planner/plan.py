@@ -25,6 +25,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
 from megatron.core.transformer import MOE, LayerParts
+from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
@@ -233,7 +234,7 @@ class ExpertLayer:
         if self.router_element != self.element:
             kept += (rows + self.num_experts) * model.hidden_size * self.router_element
         function = model.moe.moe_router_score_function
-        is_softmax = function != "sigmoid"
+        is_softmax = function not in INDEPENDENT_SCORES
         if function == "sparsemixer":
             kept += k * rows * self.num_experts * (self.wide + 1)
         elif is_softmax and not model.moe.moe_router_pre_softmax:
@@ -241,6 +242,8 @@ class ExpertLayer:
         else:
             kept += of_scores
             kept += 0 if is_softmax or k == 1 else of_weights + rows * self.wide
+            # The backward pass of softplus reads the logits, which the z-loss saves too.
+            kept += of_scores if function == "sqrtsoftplus" and not model.moe.moe_z_loss_coeff else 0
         kept += (rows * k * self.sizes.expert_tp if self._is_sent else self._gathered * k) * self.weight_element
         if model.moe.moe_aux_losses:
             kept += of_scores + (0 if is_softmax else rows * self.wide)

@@ -50,6 +50,8 @@ SPARSEMIXER = (
 )
 """SparseMixer routing in which several experts are within reach, and attention biases, as in Phi-MoE."""
 
+SQRTSOFTPLUS = ("--moe-router-score-function", "sqrtsoftplus")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout(Layout):
@@ -149,7 +151,7 @@ def _kept() -> Iterator[Cell]:
             yield make_expert_cell("deepseek-experts", replace(layout, recompute=recompute))
     shared = ("--moe-shared-expert-overlap",)
     for layout in (ExpertLayout(dp=2, ep=2), ExpertLayout(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True)):
-        yield make_expert_cell("deepseek-experts", replace(layout, expert_flags=shared))
+        yield make_expert_cell("deepseek-experts", replace(layout, expert_flags=shared), extra=SQRTSOFTPLUS)
 
 
 def _dropped() -> Iterator[Cell]:

@@ -763,8 +763,8 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             yield f"--moe-router-score-function sparsemixer is not supported with {name}; omit {name}"
     if moe.moe_router_enable_expert_bias and (is_softmax or is_sparsemixer):
         yield (
-            "--moe-router-enable-expert-bias requires sigmoid scores; add --moe-router-score-function sigmoid, or "
-            "omit it"
+            "--moe-router-enable-expert-bias requires sigmoid or sqrtsoftplus scores; add --moe-router-score-function "
+            "sigmoid, or omit it"
         )
     groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:

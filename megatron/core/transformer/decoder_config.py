@@ -223,6 +223,8 @@ class MupConfig(Config):
 
 
 _BIASED = ("moe_router_enable_expert_bias", True)
+INDEPENDENT_SCORES = ("sigmoid", "sqrtsoftplus")
+"""Score functions of one logit each; the weights are normalized over the selected experts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,13 +250,13 @@ class MoEConfig(Config, in_args=False):
     """Apply the softmax over all experts, before the top-k, instead of over the selected experts."""
     moe_router_score_function: str = flag(
         "softmax",
-        choices=("softmax", "sigmoid", "sparsemixer"),
-        not_built=("sqrtsoftplus",),
+        choices=("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"),
         role="meaning",
         needs="num_experts",
     )
-    """Function from logits to scores; sigmoid scores are normalized over the selected experts. sparsemixer: each
-    selected expert's softmax over the experts that are not better and not much worse."""
+    """Function from logits to scores; sigmoid and sqrtsoftplus (root of softplus) scores are normalized over the
+    selected experts. sparsemixer: each selected expert's softmax over the experts that are not better and not much
+    worse."""
     moe_router_sparsemixer_eps: float = flag(
         0.01,
         role="meaning",

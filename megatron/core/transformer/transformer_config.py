@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
@@ -294,8 +295,11 @@ class TransformerConfig(ModelParallelConfig):
             raise ValueError(f"moe_router_dtype is {self.moe_router_dtype!r}; use fp32, fp64 or None")
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             raise ValueError("moe_expert_capacity_factor must be set to use moe_pad_expert_input_to_capacity")
-        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
-            raise ValueError("Expert bias for aux-loss-free routing only supports sigmoid score function.")
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function not in INDEPENDENT_SCORES:
+            raise ValueError(
+                "Expert bias for aux-loss-free routing only supports the score functions "
+                f"{' and '.join(INDEPENDENT_SCORES)}."
+            )
         if (
             self.moe_router_topk == 1
             and self.moe_router_score_function == "softmax"

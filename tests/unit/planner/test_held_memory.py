@@ -173,8 +173,11 @@ def expert_cells() -> Iterator[Cell]:
     of_tensor = ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)
     gate, float32_router = ("--moe-shared-expert-gate",), ("--moe-router-dtype", "fp32")
     gathered = ExpertLayout(tp=2, sequence_parallel=True, dispatcher="allgather")
+    softplus = ("--moe-router-score-function", "sqrtsoftplus")
     layouts = (
         ("mixtral", of_tensor),
+        ("deepseek-experts", ExpertLayout(dp=2, ep=2, expert_flags=softplus)),
+        ("dropping", ExpertLayout(dp=2, ep=2, expert_flags=(*softplus, "--moe-z-loss-coeff", "0"))),
         ("mixtral", ExpertLayout(dp=2, ep=2)),
         ("mixtral", ExpertLayout(pp=2, dp=2, ep=2)),
         ("mixtral", gathered),

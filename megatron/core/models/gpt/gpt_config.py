@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
 from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig, alibi_slopes
+from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
-    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_score_function": ("softmax", *INDEPENDENT_SCORES),
 }
 """Choices that Megatron has too; its checkpoint files cannot represent other choices."""
 

@@ -18,6 +18,7 @@ from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer import MoEConfig
+from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
 from megatron.core.transformer.moe.routing import TokenRows, expert_scores, occurrences
 
 
@@ -270,7 +271,7 @@ def counted_scores(logits: torch.Tensor, topk: int, score_function: str) -> tupl
     Shapes: ``[n, experts] -> [n, experts]``, twice.
     """
     scores = expert_scores(logits, score_function)
-    if score_function == "sigmoid":
+    if score_function in INDEPENDENT_SCORES:
         scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
     return scores, torch.zeros_like(scores).scatter_(1, scores.detach().topk(topk, dim=1).indices, 1.0)
 

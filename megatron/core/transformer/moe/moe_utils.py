@@ -18,6 +18,7 @@ from megatron.core.layer_output import MoEAuxLossAutoScaler as MoEAuxLossAutoSca
 from megatron.core.process_group import Group
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
+from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
 from megatron.core.transformer.moe.load_balancing import counted_scores, mean_product
 from megatron.core.transformer.moe.routing import best_experts, topk_experts
 
@@ -223,8 +224,8 @@ def topk_routing_with_score_function(
         RuntimeError: ``router_replay`` is given.
     """
     assert logits.dim() == 2, f"logits have {logits.dim()} dims; they must be [tokens, experts]"
-    if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(f"Invalid score_function: {score_function}; use softmax or sigmoid")
+    if score_function not in ("softmax", *INDEPENDENT_SCORES):
+        raise ValueError(f"Invalid score_function: {score_function}; use softmax, sigmoid or sqrtsoftplus")
     if router_replay is not None:
         raise RuntimeError("replay of routing decisions is not supported; pass router_replay=None")
     indices, weights = topk_experts(
@@ -235,7 +236,7 @@ def topk_routing_with_score_function(
         group_topk=group_topk,
         scaling_factor=scaling_factor,
         score_function=score_function,
-        expert_bias=expert_bias if score_function == "sigmoid" else None,
+        expert_bias=expert_bias if score_function in INDEPENDENT_SCORES else None,
     )
     return _dense(indices, weights.to(logits.dtype), logits)
 
@@ -262,8 +263,8 @@ def compute_routing_scores_for_aux_loss(
     Raises:
         ValueError: ``score_function`` is unknown.
     """
-    if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(f"Invalid score_function: {score_function}; use softmax or sigmoid")
+    if score_function not in ("softmax", *INDEPENDENT_SCORES):
+        raise ValueError(f"Invalid score_function: {score_function}; use softmax, sigmoid or sqrtsoftplus")
     if score_function == "softmax":
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores, chosen = counted_scores(logits, topk, score_function)

@@ -9,10 +9,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.context_parallel import positions_of
 from megatron.core.process_group import Group
 from megatron.core.transformer import MoEConfig
+from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 """Dtype of each --moe-router-dtype."""
@@ -70,12 +72,15 @@ _TINY = 1e-20
 
 
 def expert_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """Return the score of every expert: the sigmoid of each logit, or a softmax over the experts.
+    """Return the score of every expert: the sigmoid or sqrt(softplus) of each logit, or a softmax over the experts.
 
     Shapes: ``[n, experts] -> [n, experts]``.
     """
     if function == "sigmoid":
         return logits.sigmoid()
+    if function == "sqrtsoftplus":
+        # The derivative of the root is infinite at 0, to which softplus underflows.
+        return (F.softplus(logits) + torch.finfo(logits.dtype).tiny).sqrt()
     assert function in ("softmax", "sparsemixer"), function
     return logits.softmax(dim=-1)
 
@@ -129,7 +134,7 @@ def topk_experts(
         ranked = scores if expert_bias is None else scores + expert_bias
         indices = best_experts(ranked, topk, num_groups, group_topk, group_score_topk)
         weights = scores.gather(1, indices)
-        if score_function == "sigmoid" and topk > 1:
+        if score_function in INDEPENDENT_SCORES and topk > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
     return indices, weights if scaling_factor is None else weights * scaling_factor
 

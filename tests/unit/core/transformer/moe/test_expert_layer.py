@@ -51,6 +51,15 @@ KINDS = [
         "moe_router_group_topk": 2,
         "moe_router_enable_expert_bias": True,
     },
+    {"moe_router_topk": 1, "moe_router_score_function": "sqrtsoftplus", "moe_router_topk_scaling_factor": 2.5},
+    {
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 1.5,
+    },
 ]
 
 
@@ -59,6 +68,8 @@ def plain_twin(logits: np.ndarray, bias: np.ndarray | None, config: MoEConfig) -
     exponentials = [math.exp(value) for value in logits]
     if config.moe_router_score_function == "sigmoid":
         scores = [1 / (1 + math.exp(-value)) for value in logits]
+    elif config.moe_router_score_function == "sqrtsoftplus":
+        scores = [math.sqrt(math.log1p(math.exp(value))) for value in logits]
     else:
         scores = [value / sum(exponentials) for value in exponentials]
     if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
@@ -95,6 +106,48 @@ def test_experts_and_weights_are_those_of_a_plain_twin(kind: dict[str, object]) 
         chosen, expected = plain_twin(logits[token], bias, config)
         assert indices[token].tolist() == chosen
         assert weights[token].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_sqrtsoftplus_routes_as_transformers_and_has_the_gradient_of_its_weights() -> None:
+    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4", reason="has no DeepSeek-V4")
+    kind = v4.DeepseekV4Config(
+        hidden_size=9, num_local_experts=NUM_EXPERTS, num_experts_per_tok=3, routed_scaling_factor=2.5
+    )
+    assert kind.scoring_func == "sqrtsoftplus"
+    theirs = v4.DeepseekV4TopKRouter(kind).double()
+    generator = torch.Generator().manual_seed(3)
+    bias = 0.3 * torch.randn(NUM_EXPERTS, generator=generator, dtype=torch.float64)
+    theirs.e_score_correction_bias.copy_(bias)
+    torch.nn.init.normal_(theirs.weight, generator=generator)
+    x = torch.randn(NUM_TOKENS, 9, generator=generator, dtype=torch.float64)
+    logits, expected, chosen = theirs(x)
+    config = MoEConfig(
+        num_experts=NUM_EXPERTS,
+        moe_router_topk=3,
+        moe_router_score_function="sqrtsoftplus",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=2.5,
+    )
+    logits = logits.detach().requires_grad_()
+    indices, weights = choose_experts(logits, config, bias)
+    assert torch.equal(indices.sort(dim=1).values, chosen.sort(dim=1).values)
+    torch.testing.assert_close(
+        *(torch.zeros_like(logits).scatter(1, *each) for each in ((indices, weights), (chosen, expected))),
+        rtol=1e-13,
+        atol=0,
+    )
+    assert torch.autograd.gradcheck(lambda given: choose_experts(given, config, bias)[1], logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sqrtsoftplus_has_finite_gradients_where_softplus_underflows(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[-1000.0, -90.0, 0.0, 1000.0]], dtype=dtype, requires_grad=True)
+    config = MoEConfig(num_experts=4, moe_router_topk=4, moe_router_score_function="sqrtsoftplus")
+    _, weights = choose_experts(logits, config)
+    (gradient,) = torch.autograd.grad(weights[0, 0], logits)
+    assert gradient.isfinite().all()
+    assert gradient[0, 2] < 0 < gradient[0, 3]
+    assert gradient[0, 0] == 0
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.01, 0.4])

@@ -299,6 +299,33 @@ def test_experts_of_a_rank_must_be_consecutive(kind: str) -> None:
         DISPATCHERS[kind](2, [0, 2], make_router().config)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sqrtsoftplus_weighs_and_counts_roots_of_softplus(dtype: torch.dtype) -> None:
+    """Scores are computed in float32 at least; the expert bias moves the choice alone."""
+    logits = torch.randn(9, EXPERTS, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    bias = torch.tensor([0.4, -0.3, 0.0, 0.9], dtype=torch.float64)
+    scores = logits.double().exp().log1p().sqrt()
+    chosen = torch.zeros_like(scores).scatter(1, (scores + bias).topk(2, dim=1).indices, 1.0)
+    probs, routing_map = moe_utils.topk_routing_with_score_function(
+        logits, 2, scaling_factor=1.5, score_function="sqrtsoftplus", expert_bias=bias
+    )
+    assert probs.dtype == dtype
+    assert torch.equal(routing_map, chosen.bool())
+    expected = 1.5 * scores * chosen / (scores * chosen).sum(dim=1, keepdim=True)
+    rtol = 1e-13 if dtype == torch.float64 else 2**-8
+    torch.testing.assert_close(probs.double(), expected, rtol=rtol, atol=0)
+    counted, shares = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, "sqrtsoftplus")
+    assert torch.equal(counted, torch.zeros_like(counted).scatter(1, scores.topk(2, dim=1).indices, True))
+    torch.testing.assert_close(shares.double(), scores / scores.sum(dim=1, keepdim=True), rtol=4 * rtol, atol=0)
+
+
+def test_expert_bias_needs_scores_of_one_logit_each() -> None:
+    settings = {"moe_router_enable_expert_bias": True}
+    assert make_router(moe_router_score_function="sqrtsoftplus", **settings).expert_bias is not None
+    with pytest.raises(ValueError, match="only supports the score functions sigmoid and sqrtsoftplus"):
+        make_router(moe_router_score_function="softmax", **settings)
+
+
 def test_unknown_values_are_named() -> None:
     logits = torch.randn(3, EXPERTS)
     with pytest.raises(ValueError, match="Invalid score_function: tanh"):
