@@ -177,7 +177,7 @@ def expert_cells() -> Iterator[Cell]:
     layouts = (
         ("mixtral", of_tensor),
         ("deepseek-experts", ExpertLayout(dp=2, ep=2, expert_flags=softplus)),
-        ("dropping", ExpertLayout(dp=2, ep=2, expert_flags=(*softplus, "--moe-z-loss-coeff", "0"))),
+        ("gpt2-experts", ExpertLayout(dp=2, ep=2, expert_flags=(*softplus, "--moe-z-loss-coeff", "0"))),
         ("mixtral", ExpertLayout(dp=2, ep=2)),
         ("mixtral", ExpertLayout(pp=2, dp=2, ep=2)),
         ("mixtral", gathered),
