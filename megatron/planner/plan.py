@@ -24,8 +24,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
-from megatron.core.transformer import MOE, LayerParts
-from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
+from megatron.core.transformer import INDEPENDENT_SCORES, MOE, LayerParts
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.cuda_graphs import GraphedLayers
     from megatron.core.transformer.decoder_config import (
         GATED_ACTIVATIONS,
+        INDEPENDENT_SCORES,
         DecoderConfig,
         MLAConfig,
         MoEConfig,
@@ -112,7 +113,7 @@ __getattr__ = lazy_exports(
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (
-            "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
+            "GATED_ACTIVATIONS INDEPENDENT_SCORES MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
             "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",

@@ -6,8 +6,15 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig, alibi_slopes
-from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
+from megatron.core.transformer import (
+    INDEPENDENT_SCORES,
+    DecoderConfig,
+    MLAConfig,
+    MoEConfig,
+    MTPConfig,
+    RotaryConfig,
+    alibi_slopes,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
-from megatron.core.transformer import MoEConfig
-from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
+from megatron.core.transformer import INDEPENDENT_SCORES, MoEConfig
 from megatron.core.transformer.moe.routing import TokenRows, expert_scores, occurrences
 
 

@@ -18,7 +18,7 @@ from megatron.core.layer_output import MoEAuxLossAutoScaler as MoEAuxLossAutoSca
 from megatron.core.process_group import Group
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_state import resolve_group
-from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
+from megatron.core.transformer import INDEPENDENT_SCORES
 from megatron.core.transformer.moe.load_balancing import counted_scores, mean_product
 from megatron.core.transformer.moe.routing import best_experts, topk_experts
 

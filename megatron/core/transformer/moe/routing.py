@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 from megatron.core.context_parallel import positions_of
 from megatron.core.process_group import Group
-from megatron.core.transformer import MoEConfig
-from megatron.core.transformer.decoder_config import INDEPENDENT_SCORES
+from megatron.core.transformer import INDEPENDENT_SCORES, MoEConfig
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 """Dtype of each --moe-router-dtype."""
