@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         HybridConfig,
         LayerParts,
         layer_parts,
+        pattern_symbols,
     )
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
@@ -86,7 +87,10 @@ __getattr__ = lazy_exports(
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
-        "hybrid_config": "ATTENTION GATED_DELTA_NET MAMBA MOE NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts",
+        "hybrid_config": (
+            "ATTENTION GATED_DELTA_NET MAMBA MOE NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts "
+            "pattern_symbols"
+        ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",

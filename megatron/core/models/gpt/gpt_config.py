@@ -6,7 +6,16 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import DecoderConfig, MLAConfig, MoEConfig, MTPConfig, RotaryConfig
+from megatron.core.transformer import (
+    GATED_DELTA_NET,
+    MAMBA,
+    DecoderConfig,
+    HybridConfig,
+    MLAConfig,
+    MoEConfig,
+    MTPConfig,
+    RotaryConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +167,7 @@ _SPELLED_OTHERWISE = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *(
         field.name
-        for kind in (MoEConfig, MTPConfig)
+        for kind in (MoEConfig, MTPConfig, HybridConfig)
         for field in dataclasses.fields(kind)
         if field.name not in _IN_NO_ARGS
     ),
@@ -186,6 +195,41 @@ _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
 """Choices that Megatron has too; its checkpoint files cannot represent other choices."""
 
 
+_EPSILON_OF_MAMBA = 1e-5
+"""Epsilon of the gated norm in Megatron-LM's Mamba-2 layers, whatever its flags."""
+_STAGES = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    "pipeline_model_parallel_layout",
+)
+
+
+def hybrid_flags_without_argument(model: GPTConfig) -> list[str]:
+    """Return what the ``args`` in Megatron's files cannot describe of a hybrid model, as typed where it is a flag."""
+    if not model.hybrid.is_hybrid:
+        return []
+    try:
+        mixers = {parts.mixer for parts in model.layer_parts}
+    except ValueError:
+        return []  # The checks of hybrid models report it.
+    found: list[str] = []
+    names: list[str] = []
+    if model.hybrid.hybrid_override_pattern is not None:
+        if GATED_DELTA_NET in mixers:
+            found.append(f"G (gated delta-net) in --hybrid-override-pattern {model.hybrid.hybrid_override_pattern}")
+        # Megatron-LM's MambaModel has neither norms of queries and keys, nor MLA, nor virtual stages.
+        names += ("qk_layernorm", "multi_latent_attention", *_STAGES)
+    elif not model.swiglu:
+        found.append("gated delta-net without --swiglu, whose activation is also that of its convolution")
+    if MAMBA in mixers and model.norm_epsilon != _EPSILON_OF_MAMBA:
+        names.append("norm_epsilon")
+    if GATED_DELTA_NET in mixers and model.normalization != "RMSNorm":
+        names.append("normalization")
+    specs = {spec.name: spec for spec in field_specs(GPTConfig)}
+    values = {name: field_value(model, name) for name in names}
+    is_needed = {"normalization", "norm_epsilon"}
+    return [*found, *(specs[n].typed(v) for n, v in values.items() if n in is_needed or v != specs[n].default)]
+
+
 def flags_without_argument(model: GPTConfig) -> list[str]:
     """Return the flags, as typed, of settings that the ``args`` in Megatron's files cannot describe."""
     all_specs = (spec for spec in field_specs(GPTConfig) if spec.options.cli)
@@ -205,4 +249,5 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
         return bool(has_argument) or value == spec.default
 
-    return [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]
+    flags = [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]
+    return flags + [flag for flag in hybrid_flags_without_argument(model) if flag not in flags]
