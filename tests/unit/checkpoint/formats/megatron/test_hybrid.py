@@ -67,6 +67,11 @@ DELTA = with_fields(
 MODELS = {"mamba": MAMBA, "biased": BIASED, "experts": EXPERTS, "delta": DELTA}
 TWO_BY_TWO = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 INNER, STATES, HEADS = 32, 12, 4
+FURTHER = (
+    *(("biased", "torch", False), ("biased", "torch_dist", False), ("biased", "torch_dist", True)),
+    *(("experts", "torch", True), ("experts", "torch_dist", False), ("experts", "torch_dist", True)),
+    *(("delta", "torch", False), ("delta", "torch_dist", False)),
+)
 
 
 def write(source: MemorySource, folder: Path, kind: str) -> Path:
@@ -83,9 +88,19 @@ def shapes_in(folder: Path, rank: str) -> dict[str, tuple[int, ...] | None]:
     return {name: None if value is None else tuple(value.shape) for name, value in model.items()}
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
-@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "kind", "distributed"),
+    [
+        *(("mamba", kind, distributed) for kind in ("torch", "torch_dist") for distributed in (False, True)),
+        *(
+            ("biased", "torch", True),
+            ("experts", "torch", False),
+            ("delta", "torch", True),
+            ("delta", "torch_dist", True),
+        ),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in FURTHER),
+    ],
+)
 def test_what_is_written_at_tp2_pp2_reads_back_whole(model: str, kind: str, distributed: bool, tmp_path: Path) -> None:
     config = dataclasses.replace(MODELS[model], **TWO_BY_TWO)
     source = MemorySource(config, distributed=distributed, overlap=distributed)
