@@ -33,7 +33,7 @@ class MainGrad:
     layer). ``on_complete`` is called when all of them have arrived. ``on_begin`` is called before the first
     contribution after a reset: an owner that frees the memory in between sets ``tensor`` there. ``fuses_products`` says
     that the device can accumulate matmuls of the parameter's dtype in the dtype of ``tensor`` (see
-    `adds_wide_products`).
+    `adds_wide_products`). ``is_awaited`` says whether communication starts when the gradient is complete.
     """
 
     def __init__(
@@ -43,13 +43,17 @@ class MainGrad:
         on_complete: Callable[[], None] | None = None,
         on_begin: Callable[[], None] | None = None,
         fuses_products: bool = False,
+        is_awaited: Callable[[], bool] = lambda: False,
     ) -> None:
         self.tensor = tensor
         self.num_uses = num_uses
         self.on_complete = on_complete
         self.on_begin = on_begin
         self.fuses_products = fuses_products
+        self.is_awaited = is_awaited
         self.queue: WeightGradQueue | None = None
+        self.joins_sums = True
+        """Whether sums over rows may be computed together with those of other layers."""
         self.is_empty = True
         self._num_arrived = 0
 
@@ -335,13 +339,74 @@ def leave_parts(grad: torch.Tensor, parts: torch.Tensor) -> None:
     grad.column_parts = parts, grad._version  # type: ignore[attr-defined]
 
 
+class _PendingSums:
+    """Partial sums of one backward pass whose totals are computed together, in few launches.
+
+    Gradients do not wait if their memory is allocated for their first contribution, if communication waits for them, or
+    if layers are captured one by one.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[torch.Tensor, MainGrad]] = []
+
+    def put(self, parts: Sequence[torch.Tensor], main_grads: Sequence[MainGrad]) -> None:
+        """Add partial sums; if there are more than one launch can sum, earlier ones are summed first."""
+        from megatron.core.ops.triton import MAX_TOTALS
+
+        if len(self._pending) + len(main_grads) > MAX_TOTALS:
+            self.run()
+        self._pending += zip(parts, main_grads, strict=True)
+
+    def run(self) -> None:
+        """Sum all pending partial sums, and count the contributions as arrived, in order."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        begun = [main_grad.begin_contribution() for _, main_grad in pending]
+        _sum([parts for parts, _ in pending], [total for total, _ in begun], [is_added for _, is_added in begun])
+        for _, main_grad in pending:
+            main_grad.end_contribution()
+
+
+_pending_sums: dict[int, _PendingSums] = {}
+"""By the backward pass, as autograd numbers them."""
+_NO_PASS = -1
+
+
+def _sums_of_pass() -> _PendingSums | None:
+    """Return the pending sums of the backward pass that runs on this thread, or None outside of a backward pass."""
+    number = torch._C._current_graph_task_id()
+    if number == _NO_PASS:
+        return None
+    if number not in _pending_sums:
+        _pending_sums[number] = _PendingSums()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _pending_sums.pop(number).run())
+    return _pending_sums[number]
+
+
+def _sum(parts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], adds: Sequence[bool]) -> None:
+    from megatron.core.ops.triton import sum_parts
+
+    with torch.no_grad():
+        sum_parts(parts, totals, adds)
+
+
 def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[torch.Tensor | None]:
-    """Sum the partial sums of up to three gradients in one launch; return the totals for autograd, None for the others.
+    """Sum the partial sums of up to three gradients; return the totals for autograd, None for the others.
+
+    Totals for main gradients are summed together with those of other layers, at the end of the backward pass at the
+    latest.
 
     Shapes: ``parts: [receivers, n, width]`` in float32 ``-> [width]``.
     """
-    from megatron.core.ops.triton import sum_parts
-
+    main_grads = [main_grad for _, main_grad in receivers if main_grad is not None]
+    joins = len(main_grads) == len(receivers) and all(
+        each.joins_sums and each.on_begin is None and not each.is_awaited() for each in main_grads
+    )
+    sums = _sums_of_pass() if joins else None
+    if sums is not None:
+        sums.put(parts.unbind(), main_grads)
+        return [None] * len(receivers)
     totals, adds = [], []
     for dtype, main_grad in receivers:
         if main_grad is None:
@@ -350,10 +415,9 @@ def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[to
             total, is_added = main_grad.begin_contribution()
         totals.append(total)
         adds.append(is_added)
-    sum_parts(parts, totals, adds)
-    for receiver in receivers:
-        if receiver.main_grad is not None:
-            receiver.main_grad.end_contribution()
+    _sum(parts.unbind(), totals, adds)
+    for main_grad in main_grads:
+        main_grad.end_contribution()
     return [total if receiver.main_grad is None else None for receiver, total in zip(receivers, totals)]
 
 

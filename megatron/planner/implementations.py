@@ -355,7 +355,8 @@ def _dense_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) ->
     total = rows * h * _HALF * 2.0 * (2 + 3 + 3 + 3)
     if model.mla.multi_latent_attention:
         heads, narrow = model.num_attention_heads // t, (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank
-        total += tokens * (heads + 1) * model.mla.qk_pos_emb_head_dim * _ROTATION
+        rotated = (heads + 1) * model.mla.qk_pos_emb_head_dim * (model.position_embedding_type == "rope")
+        total += tokens * rotated * _ROTATION
         total += rows * narrow * _HALF * 5.0 * model.qk_layernorm
     elif kind.has_rotary and model.position_embedding_type == "rope":
         total += tokens * (queries + keys) * (_FUSED_ROTATION if implementation.is_rotation_fused else _ROTATION)

@@ -21,7 +21,7 @@ from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel import Action, Pass, StageContents, StagePlace, with_deferred_grads
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation, SavedBytes, expert_layer, score_elements
-from megatron.planner.plan import Plan, layer_kinds
+from megatron.planner.plan import Plan, layer_kinds, layer_numbers
 from megatron.planner.trace_store import default_store
 from megatron.planner.traces import PieceMemory, PieceTrace, TraceRequest
 
@@ -588,13 +588,24 @@ def stage_memory(
     moment = fullest_moment(actions, memories, pieces.output_deferred)
     return StageMemory(
         parameters=state.parameters,
-        weights=state.weights + state.whole.rest,
+        weights=state.weights + state.whole.rest + _kept_float8_bytes(plan, chunks, implementation),
         gradients=state.gradients + state.gradient_pool,
         optimizer=state.optimizer,
         activations=moment.kept,
         logits=moment.logits,
         buffers=moment.working,
     )
+
+
+def _kept_float8_bytes(plan: Plan, chunks: Sequence[StageContents], implementation: Implementation) -> int:
+    """Return the bytes of the FP8 weights and transposes that this program keeps from micro-batch to micro-batch."""
+    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(plan.parallel_sizes.num_replicas)
+    is_kept = plan.model.fp8.keeps_weights(plan.num_microbatches)
+    if not (implementation.is_traced and is_kept) or shards_weights or plan.model.cpu_offloading_weights:
+        return 0
+    # The same weights are in FP8 on every GPU type that has FP8.
+    numbers = [number for chunk in chunks for number in layer_numbers(plan.model, chunk)]
+    return _FLOAT8_COPIES * sum(layer_trace(plan, HOPPER, number).float8_weights for number in numbers)
 
 
 def _pooled_elements(

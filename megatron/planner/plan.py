@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
-from megatron.core.transformer import ATTENTION, MOE, LayerParts
+from megatron.core.transformer import MOE, LayerParts
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
@@ -232,8 +232,11 @@ class ExpertLayer:
         kept = 0
         if self.router_element != self.element:
             kept += (rows + self.num_experts) * model.hidden_size * self.router_element
-        is_softmax = model.moe.moe_router_score_function == "softmax"
-        if is_softmax and not model.moe.moe_router_pre_softmax:
+        function = model.moe.moe_router_score_function
+        is_softmax = function != "sigmoid"
+        if function == "sparsemixer":
+            kept += k * rows * self.num_experts * (self.wide + 1)
+        elif is_softmax and not model.moe.moe_router_pre_softmax:
             kept += of_weights
         else:
             kept += of_scores
@@ -361,5 +364,5 @@ def _megatron_flops(model: GPTConfig, s: int) -> float:
     if model.mla.multi_latent_attention:
         of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
     kinds = map(model.kind_of, range(model.num_layers + model.mtp.mtp_depth))
-    unused_half = 1.0 * s * s * of_scores * sum(model.layer_parts[kind].mixer == ATTENTION for kind in kinds)
+    unused_half = 1.0 * s * s * of_scores * sum(model.layer_parts[kind].has_attention for kind in kinds)
     return 3.0 * (_forward_flops(causal, s) + unused_half)

@@ -239,8 +239,8 @@ def batch_layout(
 def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) -> BatchContents:
     """Select the fields for a pipeline stage: tokens for the embedding, labels for the loss, document ids if needed.
 
-    Rotary positions are needed by every stage with layers, learned ones only by the embedding. MoE layers need the
-    padding mask if the data has padding.
+    Rotary positions are needed by every stage with layers, learned and sinusoidal ones only by the embedding. MoE
+    layers need the padding mask if the data has padding.
     """
     chunks = config.stage_layout.chunks(pp_rank)
     has_embedding = any(chunk.has_embedding for chunk in chunks)
@@ -249,7 +249,7 @@ def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) 
         tokens=has_embedding,
         labels=any(chunk.has_loss for chunk in chunks),
         position_ids=config.data.reset_position_ids
-        and (positions == "rope" or (positions == "learned_absolute" and has_embedding)),
+        and (positions == "rope" or (positions in ("learned_absolute", "sinusoidal") and has_embedding)),
         document_ids=config.data.reset_attention_mask
         and any(chunk.layer_numbers or (chunk.has_loss and config.model.mtp.mtp_depth) for chunk in chunks),
         padding_mask=_may_pad(config, evaluates)

@@ -28,6 +28,7 @@ from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.precision import dtype_from_name
 from megatron.core.transformer import (
     ACTIVATIONS,
+    XIELU,
     FeedForward,
     GatedAttention,
     LatentAttention,
@@ -129,7 +130,7 @@ class _Regions:
                 self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
             elif self._on_triton(module):
                 self.left["rotary embedding"] = _ON_TRITON
-            elif module.q_layernorm is None and not isinstance(module, GatedAttention):
+            elif module.rotates_first and not isinstance(module, GatedAttention):
                 module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
             else:
                 module.rotate = self._compile("rotary embedding", apply_rotary_to_both)
@@ -165,6 +166,8 @@ class _Regions:
             self.left[name] = _ON_TRITON
         elif weight.device.type == "cpu" and mlp.activation in _FAST_ON_CPU:
             self.left[name] = _BY_TORCH
+        elif isinstance(mlp.activation, XIELU):
+            mlp.activation.compute = self._compile(name, mlp.activation.compute)
         else:
             # Groups of rows have another length in each step.
             mlp.activation = self._compile(name, mlp.activation, dynamic=isinstance(mlp, GroupedExperts))
@@ -307,16 +310,15 @@ class _Inputs:
         if isinstance(attention.q_layernorm, Norm):
             width = attention.q_layernorm.shape[0]
             yield (LatentAttention, "query"), attention.q_layernorm, lambda: [self._zeros(rows, batch, width)]
-        if angles is not None:
-            yield (
-                (LatentAttention, "heads"),
-                partial(attention.split_latent, angles=angles),
-                lambda: [
-                    self._zeros(*whole, query_width),
-                    self._zeros(*whole, kv_width),
-                    self._zeros(*whole, 1, attention.rotary_width),
-                ],
-            )
+        yield (
+            (LatentAttention, "heads"),
+            partial(attention.split_latent, angles=angles),
+            lambda: [
+                self._zeros(*whole, query_width),
+                self._zeros(*whole, kv_width),
+                self._zeros(*whole, 1, attention.rotary_width),
+            ],
+        )
 
     def _branch(self) -> list[Any]:
         """Return a residual stream, a branch, and the dropout of the branch."""

@@ -18,11 +18,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import HostCopies
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.models import Model, compute_in_float8, describe_float8, wrap_model
+from megatron.core.models import Model, compute_in_float8, describe_float8, weight_quantizers, wrap_model
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.ops import (
     TRANSFORMER_ENGINE,
     Float8State,
+    Fp8Quantizers,
     describe_missing_flash,
     why_no_transformer_engine,
     why_no_wide_products,
@@ -182,8 +183,9 @@ class ModelAndOptimizer:
     weight gradients if the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers with CUDA
     graphs, if configured. ``weights`` are the layer weights that are offloaded during a step's passes.
     ``late_grads`` defers the weight gradients of the output layer in the last chunk. ``float8`` is the state of delayed
-    scaling, if there is any. ``expert_loads`` counts the tokens per expert in MoE models. ``qk_clip`` observes
-    attention logits for QK-clip. ``num_replicas_in_loss`` divides the loss of each step (see `num_replicas_in_loss`).
+    scaling, if there is any. ``float8_weights`` quantize weights that may be kept for a step. ``expert_loads`` counts
+    the tokens per expert in MoE models. ``qk_clip`` observes attention logits for QK-clip. ``num_replicas_in_loss``
+    divides the loss of each step (see `num_replicas_in_loss`).
     """
 
     chunks: tuple[Model, ...]
@@ -196,6 +198,7 @@ class ModelAndOptimizer:
     weights: tuple[WeightOffload, ...] = ()
     late_grads: WeightGradQueue | None = None
     float8: Float8State | None = None
+    float8_weights: tuple[Fp8Quantizers, ...] = ()
     expert_loads: ExpertLoads | None = None
     qk_clip: QueryKeyClip | None = None
     num_replicas_in_loss: int = 1
@@ -277,10 +280,18 @@ def build_model_and_optimizer(
         weights=weights,
         late_grads=make_late_grads(config, chunks),
         float8=float8,
+        float8_weights=weight_quantizers(chunks) if keeps_float8_weights(config) else (),
         expert_loads=loads_of(chunks, config.model, runtime.state),
         qk_clip=qk_clip,
         num_replicas_in_loss=in_loss,
     )
+
+
+def keeps_float8_weights(config: RunConfig) -> bool:
+    """Return whether FP8 weights may be kept for a step: the weights stay in memory, and no CUDA graph casts them."""
+    sharded = config.ddp.shards_weights and config.ddp.shards_over(config.parallel_sizes.num_replicas)
+    is_captured = config.training.cuda_graph_impl != "none"
+    return not (sharded or is_captured or config.model.cpu_offloading_weights)
 
 
 def describe_rounded_gradients(config: RunConfig, device: torch.device) -> str | None:

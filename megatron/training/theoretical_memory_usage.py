@@ -98,8 +98,13 @@ class _Layer:
 
     @property
     def pads_values(self) -> bool:
-        """Return whether the values of MLA are padded to the width of its keys."""
-        return self.model.mla.multi_latent_attention and self.model.mla.v_head_dim < self.model.mla.latent_head_width
+        """Return whether values are padded to the width of the keys: those of MLA, and with ALiBi."""
+        return self.model.value_width < self.model.head_width
+
+    @property
+    def extends_heads(self) -> bool:
+        """Return whether core attention saves copies of queries, keys and values with the channels of ALiBi."""
+        return self.model.alibi_slopes is not None and self.saves_core
 
     def bytes_per_token(self, matrix: ChunkParameter) -> int:
         """Return the saved bytes of a matrix's input and output, per token that the matrix processes."""
@@ -117,6 +122,8 @@ class _Layer:
         if self.model.mla.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
             writes = 0
         if linear == "linear_kv_up_proj" and (self.pads_values or self.is_copied):
+            writes = 0
+        if linear == "linear_qkv" and self.extends_heads and not self.model.qk_layernorm and not self.model.clip_qkv:
             writes = 0
         if linear == "linear_proj":
             return self._of_attention_output(matrix) + writes
@@ -137,6 +144,9 @@ class _Layer:
             key_width = heads * model.mla.latent_head_width
             is_kept = "mla_up_proj" not in self.recomputed or (self.saves_core and self.is_copied)
             width += key_width * is_kept * (2 if self.pads_values or self.is_copied else 1)
+        elif self.extends_heads:
+            query_width, key_width = heads * model.head_width, groups * model.head_width
+            width += query_width + 2 * key_width
         elif model.qk_layernorm:
             # The norms' outputs; a fused norm copies the queries if several of them share a key.
             width += query_width + key_width + query_width * (heads > groups)
@@ -172,7 +182,7 @@ class _Layer:
         """Return the saved bytes of the attention's output, for its own backward pass and for the projection's."""
         own = matrix.reads * self.element * self.saves_core
         if self.pads_values:
-            own = own * self.model.mla.latent_head_width // self.model.mla.v_head_dim
+            own = own * self.model.head_width // self.model.value_width
         is_same = not (self._rounds or self.is_copied or self.pads_values or self.model.attention_output_gate)
         of_projection = self._input(matrix, "linear_proj")
         return max(own, of_projection) if is_same else own + of_projection

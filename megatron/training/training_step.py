@@ -18,7 +18,7 @@ from megatron.core.datasets import Batch, SkippedSamples
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models import Model
-from megatron.core.ops import DropoutSamples
+from megatron.core.ops import DropoutSamples, weights_kept
 from megatron.core.optimizer import StepOutcome
 from megatron.core.pipeline_parallel import (
     SCHEDULES,
@@ -371,7 +371,10 @@ class TrainingStep:
         if self.parts.qk_clip is not None:
             self.parts.qk_clip.begin_step()
         of_data_sets = self._data_sets.begin()
-        result = replace(self._forward_backward(source, begun, shift), data_sets=of_data_sets)
+        per_microbatch = self.config.training.micro_batch_size * self.config.data_parallel_size
+        keeps = self.config.model.fp8.keeps_weights(begun.global_batch_size // per_microbatch)
+        with weights_kept(self.parts.float8_weights if keeps else ()):
+            result = replace(self._forward_backward(source, begun, shift), data_sets=of_data_sets)
         if self.config.training.empty_unused_memory_level >= 2:
             self.runtime.device.empty_cache()
         self._finish_gradients(result)

@@ -54,6 +54,15 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
         *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
     ),
+    "apertus": (
+        *("--xielu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--group-query-attention", "--num-query-groups", "2", "--qk-layernorm", "--qk-layernorm-after-rope"),
+        *("--rotary-ntk-alpha", "3", "--untie-embeddings-and-output-weights"),
+    ),
+    "bloom": (
+        *("--position-embedding-type", "alibi", "--add-embedding-norm", "--apply-residual-connection-post-layernorm"),
+        *("--group-query-attention", "--num-query-groups", "2"),
+    ),
 }
 """Model shapes by name: the flags that each adds to the base command line."""
 END_PARTS = (
@@ -61,7 +70,12 @@ END_PARTS = (
     *("--disable-proj-bias", "--normalization", "RMSNorm", "--norm-parameters", "none"),
 )
 """A norm of the embeddings, a bias of the output layer, none of attention's output, and norms without parameters."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere")
+POSITION_PARTS = (
+    *("--position-embedding-type", "sinusoidal", "--position-embedding-offset", "2", "--scale-embeddings"),
+    *("--activation-func", "relu"),
+)
+"""Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {
@@ -365,6 +379,9 @@ def _families() -> Iterator[Cell]:
     for extra in (END_PARTS, END_PARTS[:3]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
         yield make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=extra)
+    for parts in (POSITION_PARTS, POSITION_PARTS[2:4]):
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=parts)
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=parts)
 
 
 def _dropout() -> Iterator[Cell]:

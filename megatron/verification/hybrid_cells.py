@@ -1,4 +1,4 @@
-"""Parity test cases of hybrid models: gated delta-net and Mamba-2 layers among attention, MLP and experts."""
+"""Parity test cases of hybrid models: gated delta-net, KDA and Mamba-2 layers among attention, MLP and experts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ _DELTA = (
     *("--linear-value-head-dim", "6", "--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
 )
 _MAMBA = ("--mamba-state-dim", "5", "--mamba-head-dim", "6", "--mamba-num-groups", "4")
+_BAMBA = (
+    *("--mamba-state-dim", "6", "--mamba-conv-kernel-dim", "3", "--disable-mamba-conv-bias", "--mamba-proj-bias"),
+    *("--mamba-dt-lower-limit", "0.01", "--mamba-dt-upper-limit", "0.05"),
+)
+_FALCON_H1 = (
+    *("--hybrid-override-pattern", "PMP-", "--mamba-state-dim", "6", "--mamba-norm", "before-gate", "--swiglu"),
+    *("--mamba-multipliers", "0.7", "1.2", "0.8", "1.1", "0.9", "--parallel-attention-multiplier", "0.6"),
+    *("--parallel-mamba-multiplier", "1.3", "--mlp-gate-multiplier", "0.7", "--mlp-output-multiplier", "1.4"),
+)
+_FEW_GROUPS = (
+    ("1", Layout(tp=2, sequence_parallel=True, pp=2)),
+    ("2", Layout(tp=4, sequence_parallel=True)),
+    ("1", Layout(tp=2, dp=2, recompute=MODULES)),
+    ("1", fully_sharded(Layout(tp=2, sequence_parallel=True, dp=2), overlap=True)),
+)
+"""Layouts with fewer groups of Mamba-2 heads than tensor-parallel ranks, with the number of groups."""
 _EXPERTS = (
     *("--num-experts", "8", "--moe-ffn-hidden-size", "12", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.1"),
     *("--moe-shared-expert-intermediate-size", "16", "--moe-shared-expert-gate"),
@@ -30,6 +46,14 @@ HYBRID_SHAPES: dict[str, tuple[str, ...]] = {
         *("--normalization", "RMSNorm", "--no-position-embedding", "--disable-bias-linear", "--squared-relu"),
         *(*_MAMBA, "--hybrid-override-pattern", "[mamba,moe,gated_delta_net,attention]"),
         *(*_DELTA[2:], *_EXPERTS, "--untie-embeddings-and-output-weights"),
+    ),
+    "kimi-linear": (
+        *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+        *("--experimental-attention-variant", "kimi_delta_attention", "--linear-attention-freq", "4", *_DELTA[2:]),
+        *("--multi-latent-attention", "--no-position-embedding", "--num-query-groups", "4", "--kv-lora-rank", "10"),
+        *("--qk-head-dim", "6", "--qk-pos-emb-head-dim", "3", "--v-head-dim", "8"),
+        *("--qk-layernorm", "--latent-norm-epsilon", "1e-3", *_EXPERTS, "--moe-layer-freq", "[0,1,1,1]"),
+        *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     ),
 }
 """Hybrid model shapes by name: the flags that each adds to the base command line."""
@@ -113,6 +137,9 @@ def _cells() -> Iterator[Cell]:
         yield make_hybrid_cell(
             shape, Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True), extra=MUON
         )
+    kimi = ("--experimental-attention-variant", "kimi_delta_attention")
+    for layout in (*_DENSE_LAYOUTS, Layout(tp=2, sequence_parallel=True, recompute=MODULES)):
+        yield make_hybrid_cell("delta-net", layout, extra=kimi)
     for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(cp=2)):
         yield make_hybrid_cell("delta-net", layout, extra=("--mtp-num-layers", "1"))
     for layout in (
@@ -125,3 +152,6 @@ def _cells() -> Iterator[Cell]:
     yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
     yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))
+    for flags in (_BAMBA, _FALCON_H1):
+        for groups, layout in _FEW_GROUPS:
+            yield make_hybrid_cell("mamba", layout, "packed", extra=("--mamba-num-groups", groups, *flags))

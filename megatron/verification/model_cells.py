@@ -44,6 +44,11 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
     ),
 }
 """MoE model shapes by name: the flags that each adds to the base command line."""
+SPARSEMIXER = (
+    *("--moe-router-score-function", "sparsemixer", "--moe-router-sparsemixer-eps", "0.4"),
+    *("--add-qkv-bias", "--add-proj-bias"),
+)
+"""SparseMixer routing in which several experts are within reach, and attention biases, as in Phi-MoE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,9 @@ DISPATCHERS = ("alltoall", "allgather")
 
 def expert_matrix() -> list[Cell]:
     """Return the test cases of MoE models that every release must pass, without duplicates."""
-    cells = [cell for family in (_spread, _mixed, _kept, _dropped, _global, _at_random) for cell in family()]
+    cells = [
+        cell for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _at_random) for cell in family()
+    ]
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -166,6 +173,16 @@ def _global() -> Iterator[Cell]:
         yield make_expert_cell("mixtral", replace(layout, expert_flags=flags), extra=extra)
 
 
+def _sparsemixer() -> Iterator[Cell]:
+    """Yield SparseMixer routing at several kinds of layouts."""
+    for layout in (
+        ExpertLayout(tp=2, pp=2, dp=2, ep=2, sequence_parallel=True),
+        ExpertLayout(tp=2, cp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
+        ExpertLayout(dp=2, ep=2, recompute=("selective", "core_attn", "moe"), dispatcher="allgather"),
+    ):
+        yield make_expert_cell("mixtral", layout, extra=SPARSEMIXER)
+
+
 def _at_random() -> Iterator[Cell]:
     """Yield random routing, which must be the same in every layout."""
     for shape in ("mixtral", "deepseek-experts"):
@@ -234,6 +251,8 @@ def _latent_cells() -> Iterator[Cell]:
     for layout in (Layout(cp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
         yield make_latent_cell("latent", layout, "packed")
         yield make_latent_cell("latent-yarn", layout, extra=DROPOUT)
+    sharded = Layout(tp=2, sequence_parallel=True, cp=2)
+    yield make_latent_cell("latent", sharded, extra=("--position-embedding-type", "none"))
     for expert_layout in (ExpertLayout(pp=2, dp=2, ep=2), ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)):
         yield make_expert_cell(
             "deepseek-experts", expert_layout, extra=(*LATENT_SHAPES["latent"], "--mtp-num-layers", "1")

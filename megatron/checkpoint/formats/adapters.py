@@ -18,7 +18,6 @@ from megatron.checkpoint.formats.huggingface import (
     Family,
     WeightInfo,
     choose_family,
-    decode_record,
     publish_folder,
     query_key_value_rows,
     write_weights,
@@ -259,7 +258,7 @@ class PeftSource:
         config = model_config(base)
         dtype, rank = dtype_of(config.params_dtype), int(settings["r"])
         tensors = {name: info for name, info in base.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
-        family, _ = choose_family(config, decode_record(base.common))
+        family, _ = choose_family(config, base.common)
         modules = foreign_modules(family, config)
         stored = set(self._file.keys())  # type: ignore[no-untyped-call]
         self._origins: dict[str, dict[int | None, tuple[str, list[RowRange]]]] = {}
@@ -399,7 +398,7 @@ class AdapterExport:
     def __init__(self, source: CheckpointSource, base_model: str | None) -> None:
         self._source, self._base_model = source, base_model
         self._config = model_config(source)
-        self._family, _ = choose_family(self._config, decode_record(source.common))
+        self._family, _ = choose_family(self._config, source.common)
         adapters = list(stored_adapters(source, self._config))
         if not adapters:
             raise ConfigurationError(f"--saver peft: {source.folder} contains no LoRA adapters; use --saver hf")

@@ -12,8 +12,10 @@ from megatron.core.errors import choices
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,
+    ATTENTION_AND_MAMBA,
     GATED_ACTIVATIONS,
-    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    LINEAR_ATTENTION,
     MAMBA,
     MOE,
     NAMES_OF_RECURRENCES,
@@ -21,7 +23,12 @@ from megatron.core.transformer import (
     LayerParts,
 )
 
-_PREFIXES = {GATED_DELTA_NET: "linear_", MAMBA: "mamba_"}
+_PREFIXES = {
+    "linear_": (LINEAR_ATTENTION, "gated delta-net or KDA layer"),
+    "mamba_": ((MAMBA,), "Mamba-2 layer"),
+    "parallel_": ((ATTENTION_AND_MAMBA,), "layer of attention and Mamba-2"),
+}
+"""Layers with the flags of a prefix, and their name."""
 _EXCHANGES = ("p2p", "a2a")
 """Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
 _OF_ATTENTION = (
@@ -54,8 +61,8 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
         if hybrid.hybrid_override_pattern is not None:
             yield (
                 f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
-                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbol of gated "
-                "delta-net is G)"
+                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbols are G for gated "
+                "delta-net and K for KDA)"
             )
             return
         if hybrid.linear_attention_freq is None:
@@ -74,7 +81,7 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
             yield f"--linear-attention-freq {hybrid.linear_attention_freq}: {error}"
         return
     is_linear = hybrid.experimental_attention_variant is not None
-    if is_linear and not any(each.mixer == GATED_DELTA_NET for each in parts):
+    if is_linear and not any(each.mixer in LINEAR_ATTENTION for each in parts):
         yield (
             f"--linear-attention-freq {hybrid.linear_attention_freq} gives linear attention to none of the "
             f"{model.num_layers} layers; use a list with a 1, or omit {_given(model)}"
@@ -118,24 +125,25 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     if not parts:
         return
     used = {each.mixer for each in parts}
+    if ATTENTION_AND_MAMBA in used:
+        used |= {ATTENTION, MAMBA}
     for spec in field_specs(HybridConfig):
-        for mixer, prefix in _PREFIXES.items():
+        for prefix, (mixers, name) in _PREFIXES.items():
             value = getattr(hybrid, spec.name)
-            is_idle = spec.name.startswith(prefix) and value != spec.default and mixer not in used
+            is_idle = spec.name.startswith(prefix) and value != spec.default and used.isdisjoint(mixers)
             # Another check reports flags of Mamba-2 without a pattern.
-            is_checked = mixer == MAMBA and hybrid.hybrid_override_pattern is None
+            is_checked = prefix != "linear_" and hybrid.hybrid_override_pattern is None
             if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                name = NAMES_OF_RECURRENCES[mixer]
-                yield f"{spec.typed(value)} has no effect: the model has no {name} layer; omit it"
+                yield f"{spec.typed(value)} has no effect: the model has no {name}; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
-        absent |= dict.fromkeys(GATED_ACTIVATIONS, "feed-forward")
+        absent |= dict.fromkeys((*GATED_ACTIVATIONS, "xielu"), "feed-forward")
     for name, part in absent.items():
         found = config.flag(name)
         if found is not None and found[1] != found[0].default:
             yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
     tensor = max(model.tensor_model_parallel_size, 1)
-    if GATED_DELTA_NET in used:
+    if not used.isdisjoint(LINEAR_ATTENTION):
         keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
         if values % keys:
             yield (
@@ -158,8 +166,33 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 f"{heads} Mamba-2 heads are not divisible by --mamba-num-groups {groups}; numbers of groups that work: "
                 f"{divisors(heads, heads)}"
             )
-        yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        elif heads % tensor:
+            yield (
+                f"{heads} Mamba-2 heads are not divisible by --tensor-model-parallel-size {tensor}; sizes that work: "
+                f"{divisors(heads, heads)}"
+            )
+        elif tensor % groups == 0:
+            if groups * hybrid.mamba_state_dim % tensor:
+                yield (
+                    f"--mamba-num-groups {groups} x --mamba-state-dim {hybrid.mamba_state_dim} is not divisible by "
+                    f"--tensor-model-parallel-size {tensor}, whose ranks share a group; use another size"
+                )
+        else:
+            yield from _check_sharding("--mamba-num-groups", groups, tensor)
+        multipliers = hybrid.mamba_multipliers
+        if len(multipliers) != 5 or min(multipliers) <= 0:
+            given = " ".join(map(str, multipliers))
+            yield f"--mamba-multipliers {given}: five numbers greater than 0 are expected, of z, x, B, C and dt"
+        lower, upper = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
+        if upper is not None and lower > upper:
+            yield f"--mamba-dt-lower-limit {lower} is above --mamba-dt-upper-limit {upper}; use a smaller lower limit"
         yield from _check_context(config, "--mamba-num-heads", heads, "--mamba-num-groups", groups)
+        if groups < tensor and model.context_parallel_size > 1:
+            yield (
+                f"--mamba-num-groups {groups} is below --tensor-model-parallel-size {tensor}, which is not supported "
+                f"with --context-parallel-size {model.context_parallel_size} yet; use at most {groups} tensor-parallel "
+                "ranks"
+            )
 
 
 def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
@@ -212,10 +245,29 @@ def _check_unsupported(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.hybrid.is_hybrid:
         return
+    has_both = any(each.mixer == ATTENTION_AND_MAMBA for each in _parts(model))
+    of_both = {
+        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
+        f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
+        f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
+        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
+        "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
+        "--qk-clip": model.qk_clip,
+    }
+    for name, is_given in of_both.items():
+        if is_given and has_both:
+            yield f"attention and Mamba-2 in parallel (P) is not supported with {name} yet; omit {name}"
     others = {
         "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
         and config.optimizer.optimizer_cpu_offload,
     }
+    if any(each.mixer == KIMI_DELTA_ATTENTION for each in _parts(model)):
+        others |= {
+            f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
+            f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
+            f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
+            "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
+        }
     for name, is_given in others.items():
         if is_given:
             yield f"{_given(model)} is not supported with {name} yet; omit {name}"
@@ -235,6 +287,7 @@ HYBRID_CHECKS = (
             *(spec.name for spec in field_specs(HybridConfig)),
             *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
             *GATED_ACTIVATIONS,
+            "xielu",
         ),
         _check_shapes,
     ),
@@ -247,7 +300,8 @@ HYBRID_CHECKS = (
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern"),
+            *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "num_layers"),
+            *("context_parallel_size", "fp8_format", "fp4_format", "lora_rank", "cuda_graph_impl", "qk_clip"),
             *("optimizer_offload_policy", "optimizer_cpu_offload"),
         ),
         _check_unsupported,

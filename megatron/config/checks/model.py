@@ -60,6 +60,7 @@ def _check_gate(config: RunConfig) -> Iterator[str]:
     model = config.model
     offset, limit = model.glu_linear_offset, model.activation_func_clamp_value
     given = {"--glu-linear-offset": offset or None, "--activation-func-clamp-value": limit}
+    given["--mlp-gate-multiplier"] = None if model.mlp_gate_multiplier == 1.0 else model.mlp_gate_multiplier
     for name, value in given.items():
         if value is not None and not model.is_gated:
             yield f"{name} {value} applies only to gated FFN layers; add --swiglu, --geglu or --quick-geglu"
@@ -82,6 +83,14 @@ def _check_positions(config: RunConfig) -> Iterator[str]:
             f"--seq-length {length} is greater than --max-position-embeddings {positions}, but position embeddings are "
             f"learned; use --max-position-embeddings {length}, or a shorter --seq-length"
         )
+    kind, offset = config.model.position_embedding_type, config.model.position_embedding_offset
+    if offset and kind not in ("learned_absolute", "sinusoidal"):
+        yield (
+            f"--position-embedding-offset {offset} has no effect with --position-embedding-type {kind}; omit it, or "
+            "use learned_absolute or sinusoidal"
+        )
+    if kind == "sinusoidal" and config.model.hidden_size < 4:
+        yield "--position-embedding-type sinusoidal needs two frequencies; use --hidden-size 4 or more"
 
 
 def _check_sequence_length(config: RunConfig) -> Iterator[str]:
@@ -97,6 +106,11 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
                 "--use-rope-scaling has no effect with --position-embedding-type "
                 f"{model.position_embedding_type}; add --position-embedding-type rope"
             )
+        if model.qk_layernorm_after_rope:
+            yield (
+                "--qk-layernorm-after-rope has no effect with --position-embedding-type "
+                f"{model.position_embedding_type}; add --position-embedding-type rope, or omit it"
+            )
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
@@ -105,6 +119,11 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
             f"rotary position embeddings rotate {model.rotary_dim} of the {model.kv_channels} channels per head, but "
             "need an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
             f"{1.0 if model.kv_channels % 2 == 0 else 2 / model.kv_channels}"
+        )
+    elif model.rotary_ntk_alpha != 1.0 and model.rotary_dim == 2:
+        yield (
+            f"--rotary-ntk-alpha {model.rotary_ntk_alpha} scales the frequencies of 4 or more rotated channels per "
+            "head, but the heads have 2; increase --kv-channels or --rotary-percent, or omit it"
         )
     if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (
@@ -329,7 +348,7 @@ def _check_parameters(config: RunConfig) -> Iterator[str]:
     feed_forward = model.hidden_size * model.ffn_hidden_size * (3 if model.is_gated else 2)
     rows = model.vocab_size or config.tokenizer.vocab_size or 0
     if model.position_embedding_type == "learned_absolute":
-        rows += model.max_position_embeddings
+        rows += model.num_position_embeddings
     total = model.num_layers * (attention + feed_forward) + rows * model.hidden_size
     if total > _MOST_VALUES * ranks:
         yield (
@@ -364,14 +383,23 @@ MODEL_CHECKS = (
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
     Check(("num_attention_heads", "num_query_groups"), _check_query_groups),
-    Check(("seq_length", "max_position_embeddings", "position_embedding_type"), _check_positions),
+    Check(
+        (
+            *("seq_length", "max_position_embeddings", "position_embedding_type", "position_embedding_offset"),
+            "hidden_size",
+        ),
+        _check_positions,
+    ),
     Check(("seq_length",), _check_sequence_length),
     Check(
-        ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
+        (
+            *("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
+            *("rotary_ntk_alpha", "qk_layernorm_after_rope"),
+        ),
         _check_rotary,
     ),
     Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl"), _check_norms),
-    Check(("glu_linear_offset", "activation_func_clamp_value"), _check_gate),
+    Check(("glu_linear_offset", "activation_func_clamp_value", "mlp_gate_multiplier"), _check_gate),
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
@@ -422,6 +450,18 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
+def _check_linear_biases(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "alibi":
+        return
+    others = {"--softmax-type": model.has_sinks, "--attn-logit-softcapping": model.attn_logit_softcapping is not None}
+    for name in (name for name, is_given in others.items() if is_given):
+        yield (
+            f"--position-embedding-type alibi is not supported with {name}: biases are exact up to a constant per "
+            "query, which only a plain softmax ignores; omit one of them"
+        )
+
+
 def _check_flash_version(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.attention_backend not in ("fa3", "fa4"):
@@ -455,6 +495,7 @@ def _check_flash_version(config: RunConfig) -> Iterator[str]:
 
 
 ATTENTION_CHECKS = (
+    Check(("position_embedding_type", "softmax_type", "attn_logit_softcapping"), _check_linear_biases),
     Check(
         (
             *("attention_backend", "attention_dropout", "attn_logit_softcapping", "reset_attention_mask", "seq_length"),
@@ -484,18 +525,22 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
             f"{given} has keys and values per head, but --num-query-groups {groups} shares them; omit "
             f"--num-query-groups, or use --num-query-groups {heads}"
         )
-    if model.position_embedding_type != "rope":
+    if model.position_embedding_type not in ("rope", "none"):
         yield (
-            f"{given} requires rotary position embeddings, but --position-embedding-type is "
+            f"{given} requires rotary position embeddings or none, but --position-embedding-type is "
             f"{model.position_embedding_type}; use --position-embedding-type rope"
         )
-    if width % 2:
+    if width % 2 and model.position_embedding_type == "rope":
         yield f"--qk-pos-emb-head-dim {width}: rotary position embeddings need an even number; use {width + 1}"
 
 
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.mla.multi_latent_attention:
+        for spec in field_specs(GPTConfig) if model.position_embedding_type == "none" else ():
+            value = field_value(model, spec.name)
+            if spec.name in ("rope_type", *STRETCH_FIELDS) and value != spec.default:
+                yield f"{spec.typed(value)} has no effect with --position-embedding-type none; omit it"
         return
     if model.rope.rope_type != "yarn":
         for spec in field_specs(GPTConfig):
@@ -576,7 +621,7 @@ MLA_CHECKS = (
     Check(
         (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
-            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta"),
+            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta", *STRETCH_FIELDS),
         ),
         _check_yarn,
     ),
@@ -606,10 +651,10 @@ def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
     given = f"--mtp-num-layers {model.mtp.mtp_num_layers}"
     if model.mtp.mtp_num_layers >= length > 1:
         yield f"{given} predicts tokens beyond the end of --seq-length {length}; values from 1 to {length - 1} work"
-    if model.position_embedding_type == "learned_absolute":
+    if model.position_embedding_type in ("learned_absolute", "sinusoidal"):
         yield (
-            f"{given} does not support learned position embeddings; use --position-embedding-type rope or "
-            "--no-position-embedding"
+            f"{given} does not support learned or sinusoidal position embeddings; use --position-embedding-type rope "
+            "or --no-position-embedding"
         )
     tensor = model.tensor_model_parallel_size
     if tensor > 0 and model.hidden_size % tensor:
@@ -708,7 +753,15 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             "--moe-router-topk 1: a softmax over one expert is always 1, so the router cannot learn; add "
             "--moe-router-pre-softmax"
         )
-    if moe.moe_router_enable_expert_bias and is_softmax:
+    is_sparsemixer = moe.moe_router_score_function == "sparsemixer"
+    others = {
+        "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
+        "--moe-router-num-groups": moe.moe_router_num_groups is not None,
+    }
+    for name, is_given in others.items():
+        if is_given and is_sparsemixer:
+            yield f"--moe-router-score-function sparsemixer is not supported with {name}; omit {name}"
+    if moe.moe_router_enable_expert_bias and (is_softmax or is_sparsemixer):
         yield (
             "--moe-router-enable-expert-bias requires sigmoid scores; add --moe-router-score-function sigmoid, or "
             "omit it"

@@ -208,6 +208,7 @@ class ParamAndGradBuffer:
             gradient_uses_of(parameter),
             on_complete=functools.partial(self._gradient_completed, bucket_index, parameter_index),
             fuses_products=self._fuses_products,
+            is_awaited=self._reduces_at_once,
         )
 
     def _make_bucket_shards(self) -> Iterable[BucketShard]:
@@ -231,13 +232,17 @@ class ParamAndGradBuffer:
 
     def _gradient_completed(self, bucket_index: int, parameter_index: int) -> None:
         self._check_gathered(bucket_index)
-        if not self.plan.overlap or not self._counts_as_last_microbatch():
+        if not self._reduces_at_once():
             return
         completed = self.buckets[bucket_index].completed
         assert parameter_index not in completed, "a second last micro-batch: run all others under no_sync()"
         completed.add(parameter_index)
         while self._num_started < len(self.buckets) and self.buckets[self._num_started].is_complete:
             self._start_next_bucket()
+
+    def _reduces_at_once(self) -> bool:
+        """Return whether a bucket is reduced as soon as its gradients are complete."""
+        return self.plan.overlap and self._counts_as_last_microbatch()
 
     def _check_gathered(self, bucket_index: int) -> None:
         is_stale = self.flat_parameters is not None and self.flat_parameters.is_pending(bucket_index)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         quantize_blocks,
         quantize_scales,
     )
-    from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
+    from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers, weights_kept
     from megatron.core.ops.fp8_tensor import (
         E4M3,
         WHOLE,
@@ -108,7 +108,7 @@ __getattr__ = lazy_exports(
             "quantize_scales"
         ),
         "flash_implementation": "FlashShape activate_flash_implementation active_flash_implementation",
-        "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers",
+        "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers weights_kept",
         "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
         "gemm": (
             "Groups RowCounts RowEnds add_rows add_wide_product adds_wide_products gradient_library group_gradient "

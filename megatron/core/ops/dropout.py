@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.ops.triton_support import is_on_triton_device, runs_on_triton
 
 _COLUMN_STEP = 0x9E3779B1
 _FIRST_FACTOR = 0x21F0AAAD
@@ -199,8 +199,15 @@ class DropoutSamples:
     @classmethod
     def at(cls, seed: int, iteration: int, first_sample: int, count: int, device: torch.device | str) -> DropoutSamples:
         """Return ``count`` consecutive samples, numbered from ``first_sample`` in the iteration's global batch."""
+        base, number = hash_numbers(seed, iteration), hash_numbers(seed, iteration, first_sample)
+        states = torch.empty(count, dtype=torch.int64, device=device)
+        if count and is_on_triton_device(states):
+            from megatron.core.ops.triton import write_states
+
+            write_states(states, base, first_sample, _STEP, _FACTORS)
+            return cls(number, states)
         numbers = torch.arange(first_sample, first_sample + count, device=device)
-        return cls(hash_numbers(seed, iteration, first_sample), _mixed(hash_numbers(seed, iteration), numbers))
+        return cls(number, _mixed(base, numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,8 +318,14 @@ class DropoutKeys:
     @cached_property
     def _of_sites(self) -> RowKeys:
         """Return the keys of all hidden-state sites, computed together. Shapes: ``[sites, s, b]``."""
-        sites = torch.arange(self._first_site, 2 * self.layers.stop, device=self.positions.device)
-        states = _mixed(self.samples.states, self.positions[self.hidden, None])
+        positions, last_site = self.positions[self.hidden], 2 * self.layers.stop
+        if is_on_triton_device(positions):
+            from megatron.core.ops.triton import keys_of_sites
+
+            num_sites = last_site - self._first_site
+            return RowKeys(*keys_of_sites(self.samples.states, positions, self._first_site, num_sites, _STEP, _FACTORS))
+        sites = torch.arange(self._first_site, last_site, device=positions.device)
+        states = _mixed(self.samples.states, positions[:, None])
         return _row_keys(_mixed(states, sites[:, None, None]))
 
 

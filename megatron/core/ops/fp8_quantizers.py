@@ -5,7 +5,8 @@ Delayed scaling stores a scale and an amax history for every operand of every li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -185,6 +186,16 @@ class Fp8Quantizers:
         """Whether the saved input of the layer is recomputed in the backward pass, if it is saved unquantized."""
         self._state = state
         self._place = place
+        # By whether it is the transpose; None while nothing is kept.
+        self._kept_weight: dict[bool, Quantized] | None = None
+
+    def keep_weight(self) -> None:
+        """Quantize the weight only once, together with its transpose, until `forget_weight` is called."""
+        self._kept_weight = {}
+
+    def forget_weight(self) -> None:
+        """Quantize the weight for every GEMM again, because its values may change."""
+        self._kept_weight = None
 
     def of_microbatch(self) -> Fp8Quantizers:
         """Return the quantizers of the micro-batch whose forward pass begins, for both of its passes."""
@@ -264,19 +275,27 @@ class Fp8Quantizers:
 
         Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
         """
+        if self._kept_weight is not None:
+            if not self._kept_weight:
+                # The first pass of recomputed layers does not record, but a pass that does may find the kept weight.
+                both = self._weight(x, None, plain=True, transpose=True, records=True)
+                self._kept_weight = {False: both[0], True: both[1]}
+            return self._kept_weight[transpose]
+        return self._weight(x, scale, plain=not transpose, transpose=transpose, records=records)[0]
+
+    def _weight(
+        self, x: torch.Tensor, scale: torch.Tensor | None, *, plain: bool, transpose: bool, records: bool
+    ) -> list[Quantized]:
+        """Return a quantized weight (``plain``), its quantized transpose, or both."""
         dtype, blocks = self.recipe.dtype("weight"), self.recipe.weight_blocks
         if blocks == WHOLE:
             amax = None
             if scale is None:
                 scale, amax = self._scale("weight", x, None, records)
-            plain, turned = quantize_whole(x, dtype, scale, amax, plain=not transpose, transpose=transpose)
-            quantized = turned if plain is None else plain
-            assert quantized is not None
-            return quantized
-        plain, turned = quantize_both(x, dtype, blocks, plain=not transpose, transpose=transpose, scale=scale)
-        quantized = turned if plain is None else plain
-        assert quantized is not None
-        return quantized
+            parts = quantize_whole(x, dtype, scale, amax, plain=plain, transpose=transpose)
+        else:
+            parts = quantize_both(x, dtype, blocks, plain=plain, transpose=transpose, scale=scale)
+        return [part for part in parts if part is not None]
 
     def _scale(
         self, operand: str, x: torch.Tensor, group: Group | None, records: bool
@@ -288,6 +307,18 @@ class Fp8Quantizers:
             return state.scale[index].view(1, 1), seen
         # The first step has no history and uses the current amax.
         return scale_of(_shared_amax(x, WHOLE, group), self.recipe.dtype(operand)), seen
+
+
+@contextmanager
+def weights_kept(quantizers: Sequence[Fp8Quantizers]) -> Iterator[None]:
+    """Quantize each weight only once inside the context, in which no weight may change."""
+    for each in quantizers:
+        each.keep_weight()
+    try:
+        yield
+    finally:
+        for each in quantizers:
+            each.forget_weight()
 
 
 def _maximum_over(group: Group | None) -> Callable[[torch.Tensor], object] | None:

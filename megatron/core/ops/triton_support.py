@@ -18,10 +18,12 @@ def runs_on_triton(*tensors: torch.Tensor) -> bool:
 
     Tensor subclasses use torch, because a kernel may be unable to read their memory.
     """
-    return (
-        all(x.device.type == _DEVICE and x.dtype in _DTYPES and has_readable_memory(x) for x in tensors)
-        and triton_works()
-    )
+    return all(x.dtype in _DTYPES for x in tensors) and is_on_triton_device(*tensors)
+
+
+def is_on_triton_device(*tensors: torch.Tensor) -> bool:
+    """Return whether Triton kernels can be launched for these tensors, whatever their dtypes are."""
+    return all(x.device.type == _DEVICE and has_readable_memory(x) for x in tensors) and triton_works()
 
 
 def has_readable_memory(x: torch.Tensor) -> bool:

@@ -162,8 +162,7 @@ class GradNorm:
         num_totals = 2 if count_zeros else 1
         totals = torch.zeros(num_totals + len(self._kinds), dtype=torch.float64, device=device)
         square_sum = totals[0]
-        for gradient, weights, of_kinds in self._bucket_shards:
-            norms = _block_norms(gradient)
+        for norms, (_, weights, of_kinds) in zip(self._block_norms(), self._bucket_shards, strict=True):
             square_sum.add_(torch.dot(norms, norms if weights is None else norms * weights))
             for index, of_kind in enumerate(of_kinds, num_totals):
                 totals[index].add_(torch.dot(norms, norms * of_kind))
@@ -174,6 +173,16 @@ class GradNorm:
                         totals[1].add_(_num_zeros(shard))
         all_reduce(totals, self._counting.group)
         return totals[:num_totals], totals[num_totals:]
+
+    def _block_norms(self) -> Sequence[torch.Tensor]:
+        """Return the norms of each bucket shard's blocks, in float64; one operation converts them all."""
+        gradients = [gradient for gradient, _, _ in self._bucket_shards]
+        counts = [gradient.numel() // PARAM_ALIGNMENT for gradient in gradients]
+        dtype = arithmetic_dtype(gradients[0].dtype)
+        norms = torch.empty(sum(counts), dtype=dtype, device=gradients[0].device)
+        for gradient, into in zip(gradients, torch.split(norms, counts), strict=True):
+            torch.linalg.vector_norm(gradient.view(-1, PARAM_ALIGNMENT), dim=1, dtype=dtype, out=into)
+        return torch.split(norms.double(), counts)
 
 
 def _num_zeros(shard: ParamShard) -> torch.Tensor | int:
@@ -236,6 +245,8 @@ def grad_multipliers(
     """
     limits = _limits(config)
     if not any(limits):
+        if scale == 1.0:
+            return {ALL_KINDS: clip_coefficient(norm, config.clip_grad)}
         return {ALL_KINDS: clip_coefficient(norm / scale, config.clip_grad) / scale}
     norms = of_kinds.sqrt() / scale
     factors = torch.stack([clip_coefficient(norm, limit) for norm, limit in zip(norms, limits, strict=True)])

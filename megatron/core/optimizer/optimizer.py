@@ -167,7 +167,8 @@ class MegatronOptimizer:
             norm = totals[0].sqrt()
             scale = self._scaler.scale
             multipliers = grad_multipliers(norm, of_kinds, scale, self.config)
-        is_wanted = norm.isfinite()
+        # A norm is not negative: this is one operation on CUDA, ``isfinite`` four.
+        is_wanted = norm < math.inf
         if accept is not None:
             is_wanted = is_wanted & accept(norm / scale)
         self._update(is_wanted, multipliers)

@@ -34,7 +34,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         with_normalizers: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         flat = logits.detach().reshape(-1, logits.shape[-1])
-        local_labels = labels.reshape(-1) - first_column
+        local_labels = labels.reshape(-1) - first_column if first_column else labels.reshape(-1)
         local_normalizer, label_logits = normalizer_and_label_logits(flat, local_labels, num_columns)
         log_normalizer = local_normalizer
         if tp.size > 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.alibi import alibi_slopes
     from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue, describe_attention
     from megatron.core.transformer.cuda_graphs import GraphedLayers
     from megatron.core.transformer.decoder_config import (
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.gated_attention import GatedAttention
     from megatron.core.transformer.hybrid_config import (
         ATTENTION,
+        ATTENTION_AND_MAMBA,
         GATED_DELTA_NET,
+        KIMI_DELTA_ATTENTION,
+        LINEAR_ATTENTION,
         MAMBA,
         MOE,
         NAMES_OF_RECURRENCES,
@@ -79,17 +83,19 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+    from megatron.core.transformer.xielu import XIELU
 
 __getattr__ = lazy_exports(
     __name__,
     {
+        "alibi": "alibi_slopes",
         "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
         "hybrid_config": (
-            "ATTENTION GATED_DELTA_NET MAMBA MOE NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts "
-            "pattern_symbols"
+            "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
+            "NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts pattern_symbols"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
@@ -112,5 +118,6 @@ __getattr__ = lazy_exports(
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer make_norm",
+        "xielu": "XIELU",
     },
 )

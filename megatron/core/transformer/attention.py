@@ -46,6 +46,7 @@ from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.hybrid_config import ATTENTION
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.linear_biases import LinearBiases
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -264,7 +265,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.head_dim = config.head_width
+        self.head_dim = config.value_width if config.alibi_slopes is not None else config.head_width
         self.num_heads = config.num_attention_heads // tp.size
         self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
@@ -272,11 +273,14 @@ class SelfAttention(nn.Module):
         self.has_rotary = not config.layers_without_rotary[config.kind_of(layer_number)]
         self.score_factor = self._factor_of_scores(config)
         self.clip = config.clip_qkv
+        self.rotates_first = not config.qk_layernorm or config.qk_layernorm_after_rope
         self.dropout = config.attention_dropout
         self.logit_observers: list[LogitObserver] = []
         self.tp_size = tp.size
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
+        slopes = config.alibi_slopes
+        self.biases = None if slopes is None else LinearBiases([slopes[head] for head in self.heads], self.cp)
         _activate_flash(config, device)
         self.core = with_context_parallel(
             select_attention_core(
@@ -417,8 +421,7 @@ class SelfAttention(nn.Module):
 
         Shapes: ``x: [s, b, h] -> [s, b, n/tp, d], [s, b, groups/tp, d], [s, b, groups/tp, d]``.
         """
-        is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
-        bias = None if is_rotated_first or self.clip is not None else self._bias_of_split(x)
+        bias = None if (angles is not None and self.rotates_first) or self.clip is not None else self._bias_of_split(x)
         mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)
         return self.split_heads(mixed, angles, bias)
 
@@ -434,13 +437,13 @@ class SelfAttention(nn.Module):
         if self.clip is not None:
             mixed = mixed.clamp(-self.clip, self.clip)
         mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
-        if angles is not None and (self.q_layernorm is None or self.k_layernorm is None):
-            return self.split_and_rotate(mixed, angles)
-        query, key, value = split_projection(mixed, bias)
-        if self.q_layernorm is None or self.k_layernorm is None:
-            return query, key, value
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if angles is not None:
+        if angles is not None and self.rotates_first:
+            query, key, value = self.split_and_rotate(mixed, angles)
+        else:
+            query, key, value = split_projection(mixed, bias)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if angles is not None and not self.rotates_first:
             query, key = self.rotate(query, key, angles)
         return query, key, value
 
@@ -477,5 +480,5 @@ class SelfAttention(nn.Module):
 
     def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        context = self.core(inputs)
+        context = self.core(inputs if self.biases is None else self.biases.extend(inputs))[..., : self.head_dim]
         return context.reshape(*context.shape[:2], -1)

@@ -23,6 +23,7 @@ from megatron.core.config_base import (
 )
 from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelConfig
 from megatron.core.registry import find_registered, is_registered
+from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
     ATTENTION,
     MOE,
@@ -64,7 +65,8 @@ class MLAConfig(Config):
     qk_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Query and key dimension per head without the rotary part."""
     qk_pos_emb_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_LATENT)
-    """Dimension of the rotary part of queries and keys; all heads share the key's."""
+    """Dimension of the rotary part of queries and keys; all heads share the key's. It is not rotated without position
+    embeddings."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Value dimension per head."""
     latent_norm_epsilon: float | None = flag(
@@ -245,9 +247,23 @@ class MoEConfig(Config, in_args=False):
     moe_router_pre_softmax: bool = flag(False, role="meaning", needs="num_experts")
     """Apply the softmax over all experts, before the top-k, instead of over the selected experts."""
     moe_router_score_function: str = flag(
-        "softmax", choices=("softmax", "sigmoid"), not_built=("sqrtsoftplus",), role="meaning", needs="num_experts"
+        "softmax",
+        choices=("softmax", "sigmoid", "sparsemixer"),
+        not_built=("sqrtsoftplus",),
+        role="meaning",
+        needs="num_experts",
     )
-    """Function from logits to scores; sigmoid scores are normalized over the selected experts."""
+    """Function from logits to scores; sigmoid scores are normalized over the selected experts. sparsemixer: each
+    selected expert's softmax over the experts that are not better and not much worse."""
+    moe_router_sparsemixer_eps: float = flag(
+        0.01,
+        role="meaning",
+        bounds=NOT_NEGATIVE,
+        where=("moe_router_score_function", "sparsemixer"),
+        needs="num_experts",
+        in_args=False,
+    )
+    """SparseMixer: half the relative difference of logits beyond which an expert is much worse."""
     moe_router_num_groups: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk")
     """Equal groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
@@ -338,7 +354,7 @@ def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu")
-_PLAIN_ACTIVATIONS = ("squared_relu",)
+_PLAIN_ACTIVATIONS = ("squared_relu", "xielu")
 """Activations with a flag of the same name; without any of these flags the activation is GELU."""
 _ACTIVATION_SWITCHES = (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS, "openai_gelu")
 _FLAG_OF_ACTIVATION = {
@@ -416,6 +432,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
+    qk_layernorm_after_rope: bool = flag(
+        False,
+        role="meaning",
+        needs="qk_layernorm",
+        excludes=("multi_latent_attention", "attention_output_gate"),
+        in_args=False,
+    )
+    """Normalize queries and keys after their rotary embedding, instead of before."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
     attention_output_gate: bool = flag(
@@ -466,14 +490,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     activation_func: str | None = flag(
         None,
-        choices=tuple(_FLAG_OF_ACTIVATION),
+        choices=(*_FLAG_OF_ACTIVATION, "relu"),
         registry="activation",
         role="shape",
         excludes=_ACTIVATION_SWITCHES,
         in_args=False,
         seen_as="activation",
     )
-    """Activation by name: one that a script registered, or a built-in one, for which this is the same as its flag."""
+    """Activation by name: one that a script registered, relu, or another built-in one, for which this is the same as
+    its flag."""
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU activation."""
     geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
@@ -486,10 +511,22 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Offset added to the linear part of a gated activation."""
     activation_func_clamp_value: float | None = flag(None, role="meaning", bounds=POSITIVE)
     """Clamp a gated activation's gate input from above, and its linear part on both sides, at this value."""
+    mlp_gate_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
+    """Multiplier of the gate of a gated FFN layer before its activation."""
+    mlp_output_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, excludes=("num_experts",), in_args=False)
+    """Multiplier of the output of FFN layers."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
     """Use the tanh form of GELU."""
+    xielu: bool = flag(
+        False,
+        role="weights",
+        excludes=(*GATED_ACTIVATIONS, "squared_relu", "openai_gelu", "num_experts"),
+        seen_as="activation",
+        in_args=False,
+    )
+    """Use the xIELU activation, whose two slopes are learned per layer."""
     bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion", role="meaning", seen_as="activation")
     """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU, not the tanh form, unless
     --openai-gelu is given."""
@@ -505,6 +542,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         False, role="weights", idle=idle_with("add_bias_linear", False), seen_as="has_proj_bias", in_args=False
     )
     """Use no bias in attention's output projection even if the other linear layers have one."""
+    add_proj_bias: bool = flag(
+        False,
+        role="weights",
+        excludes=("disable_proj_bias",),
+        idle=idle_without("add_bias_linear", value=False),
+        seen_as="has_proj_bias",
+        in_args=False,
+    )
+    """Add a bias to attention's output projection even if the other linear layers have none."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the hidden states."""
@@ -778,7 +824,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def has_proj_bias(self) -> bool:
-        return self.add_bias_linear and not self.disable_proj_bias
+        return (self.add_bias_linear and not self.disable_proj_bias) or self.add_proj_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -807,7 +853,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def head_width(self) -> int:
         """Return the head width of queries, keys and values that attention kernels see."""
+        if self.alibi_slopes is not None:
+            return extended_head_width(self.kv_channels, self.params_dtype)
         return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return None
 
     @property
     def value_width(self) -> int:
@@ -878,13 +931,17 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
-        mixer, feed_forward = self.layer_parts[kind]
+        parts = self.layer_parts[kind]
+        mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
             gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
-        if mixer != ATTENTION:
-            gemms, core = (0, 0.0) if mixer is None else self.hybrid.multiply_adds(mixer, hidden)
+        if not parts.has_attention:
+            gemms, core = 0, 0.0
+        if mixer is not None:
+            more_gemms, recurrence = self.hybrid.multiply_adds(mixer, hidden)
+            gemms, core = gemms + more_gemms, core + recurrence
         num_matrices = 3 if self.is_gated else 2
         if feed_forward == MOE:
             # Routed experts (top-k), the shared expert and the router.

@@ -43,7 +43,8 @@ class HeadNorm(torch.nn.Module):
 class GatedDeltaNet(RecurrentMixer):
     """Gated delta-net with a convolution over queries, keys and values, and a gated norm of its output.
 
-    The rows of the input projection are queries, keys, values, the gate of the output, beta and the decay input.
+    The input of `mix` is queries, keys, values, the gate of the output, beta and the input of the decays. Here they are
+    the rows of the input projection.
     """
 
     def __init__(
@@ -58,13 +59,11 @@ class GatedDeltaNet(RecurrentMixer):
         hybrid = config.hybrid
         num_heads = hybrid.linear_num_value_heads
         self.key_dim, self.value_dim = hybrid.linear_key_head_dim, hybrid.linear_value_head_dim
-        self.rows = hybrid.projection_rows(GATED_DELTA_NET, config.hidden_size)
         own_heads, own_keys = num_heads // tp.size, hybrid.linear_num_key_heads // tp.size
         copies = copies_of_key_value_heads(own_heads, own_keys, self.cp.size)
         assert copies is not None, f"{own_heads} heads of {own_keys} keys cannot be shared by {self.cp.size} ranks"
-        of_keys, of_steps = StackedHeads(own_keys, self.key_dim, copies), (StackedHeads(own_heads),)
+        of_keys = StackedHeads(own_keys, self.key_dim, copies)
         of_conv = (of_keys, of_keys, StackedHeads(own_heads, self.value_dim))
-        self.stacked = (of_conv, of_steps, of_steps)
         self.values_per_key = own_heads // (own_keys * copies)
         self.conv1d = StackedConvolution(
             of_conv,
@@ -75,9 +74,28 @@ class GatedDeltaNet(RecurrentMixer):
             dtype=self.dtype,
             device=device,
         )
-        self._add_decay(num_heads)
+        self._add_decays(config, copies)
         self.out_norm = HeadNorm(config, self.value_dim, tp, self.dtype, device)
-        self._add_projections(config, hybrid.linear_value_size)
+        self.stacked = (of_conv, (StackedHeads(own_heads),), (self.heads_of_steps,))
+        self._add_all_projections(config)
+
+    def _add_decays(self, config: DecoderConfig, copies: int) -> None:
+        self._add_decay(config.hybrid.linear_num_value_heads)
+
+    def _add_all_projections(self, config: DecoderConfig) -> None:
+        self.rows = config.hybrid.projection_rows(GATED_DELTA_NET, config.hidden_size)
+        self._add_projections(config, config.hybrid.linear_value_size)
+
+    def opening(self, gate: torch.Tensor) -> torch.Tensor:
+        """Return the factors of the output. Shapes: ``[b, s, heads/tp, dv] -> [b, s, heads/tp, dv]``."""
+        return F.silu(gate)
+
+    def log_decay(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Return the logarithm of the decay of each head, or of each channel of its keys.
+
+        Shapes: ``[b, s, steps/tp] -> [b, s, heads/tp]`` or ``[b, s, heads/tp, dk]``.
+        """
+        return self.decay_rates() * self.steps(x, padding)
 
     def mix(
         self,
@@ -88,8 +106,9 @@ class GatedDeltaNet(RecurrentMixer):
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        keys, _, values, _, heads, _ = (rows // self.tp.size for rows in self.rows)
-        qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes((2 * keys + values, values, heads, heads), dim=-1)
+        convolved, beta_rows, step_rows = ([heads.num_rows for heads in own] for own in self.stacked)
+        sizes = (sum(convolved), convolved[-1], *beta_rows, *step_rows)
+        qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes(sizes, dim=-1)
         qkv, b, a = self.to_heads((qkv, b, a), self.stacked)
         of_conv, of_rule = (None, None) if states is None else states
         qkv, conv_state = self.conv1d(qkv, of_conv, starts, padding, return_state=return_states)
@@ -100,14 +119,14 @@ class GatedDeltaNet(RecurrentMixer):
             query * self.key_dim**-0.5,
             key,
             value.unflatten(-1, (-1, self.value_dim)),
-            self.decay_rates() * self.steps(a, padding),
+            self.log_decay(a, padding),
             without_padding(b.sigmoid(), padding),
             of_rule,
             starts,
             return_state=return_states,
         )
         wide = arithmetic_dtype(mixed.dtype)
-        opened = F.silu(gate.reshape(*gate.shape[:2], -1, self.value_dim).to(wide))
+        opened = self.opening(gate.reshape(*gate.shape[:2], -1, self.value_dim).to(wide))
         gated = self.out_norm(self.to_sequence(context)) * opened
         output = gated.to(mixed.dtype).flatten(2).transpose(0, 1).contiguous()
         if conv_state is None or rule_state is None:

@@ -1,4 +1,4 @@
-"""Flags of hybrid models: which layers are gated delta-nets or Mamba-2 layers, and their shapes.
+"""Flags of hybrid models: which layers are gated delta-nets, KDA or Mamba-2 layers, and their shapes.
 
 Importing this module does not import torch.
 """
@@ -10,13 +10,17 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
 
 ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
+ATTENTION_AND_MAMBA = "attention_and_mamba"
+KIMI_DELTA_ATTENTION = "kimi_delta_attention"
+LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
+"""Sequence mixers with the shapes of ``linear_*``."""
 MLP, MOE = "mlp", "moe"
 
-NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", MAMBA: "Mamba-2"}
+NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", KIMI_DELTA_ATTENTION: "KDA", MAMBA: "Mamba-2"}
 """Names of recurrent layers in messages."""
 
 _VARIANT, _PATTERN = "experimental_attention_variant", "hybrid_override_pattern"
@@ -28,11 +32,17 @@ class LayerParts(NamedTuple):
     mixer: str | None
     feed_forward: str | None
 
+    @property
+    def has_attention(self) -> bool:
+        return self.mixer in (ATTENTION, ATTENTION_AND_MAMBA)
+
 
 SYMBOLS = {
     "M": LayerParts(MAMBA, None),
     "*": LayerParts(ATTENTION, None),
     "G": LayerParts(GATED_DELTA_NET, None),
+    "K": LayerParts(KIMI_DELTA_ATTENTION, None),
+    "P": LayerParts(ATTENTION_AND_MAMBA, None),
     "-": LayerParts(None, MLP),
     "E": LayerParts(None, MOE),
 }
@@ -56,19 +66,19 @@ def pattern_symbols(layers: Sequence[LayerParts]) -> str:
 class HybridConfig(Config, in_args=False):
     """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
 
-    Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464. Mamba-2: Dao and Gu 2024,
-    https://arxiv.org/abs/2405.21060.
+    Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464. Kimi Delta Attention (KDA): Kimi Team 2025,
+    https://arxiv.org/abs/2510.26692. Mamba-2: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
     """
 
     experimental_attention_variant: str | None = flag(
         None,
-        choices=(GATED_DELTA_NET,),
-        not_built=("kimi_delta_attention", "dsa", "dsv4_hybrid"),
+        choices=LINEAR_ATTENTION,
+        not_built=("dsa", "dsv4_hybrid"),
         role="shape",
         seen_as="hybrid_layers",
     )
     """Linear attention instead of attention in the layers of --linear-attention-freq: gated delta-net, as Qwen3-Next
-    has."""
+    has, or Kimi Delta Attention (KDA), as Kimi Linear has."""
     linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT, seen_as="hybrid_layers")
     """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
     linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
@@ -83,8 +93,9 @@ class HybridConfig(Config, in_args=False):
     """Number of value heads of linear attention, a multiple of the key heads."""
 
     hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
-    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, - MLP, E
-    experts, such as M-M*-; or a list of names: ([mamba,mlp]*3+[attention,mlp])*2."""
+    """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, P
+    attention and Mamba-2 in parallel, - MLP, E experts, such as M-M*-; or a list of names:
+    ([mamba,mlp]*3+[attention,mlp])*2."""
     mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """State dimension of Mamba-2."""
     mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)
@@ -93,6 +104,26 @@ class HybridConfig(Config, in_args=False):
     """Groups of Mamba-2 heads that share B and C."""
     mamba_num_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_PATTERN)
     """Number of Mamba-2 heads; by default 2 x hidden size / --mamba-head-dim."""
+    mamba_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE, needs=_PATTERN)
+    """Positions that the convolution of Mamba-2 covers, its own included."""
+    mamba_conv_bias: bool = flag(True, negative="--disable-mamba-conv-bias", role="weights", needs=_PATTERN)
+    """Add a bias to the convolution of Mamba-2. Off: use a convolution of Mamba-2 without bias."""
+    mamba_proj_bias: bool = flag(False, role="weights", needs=_PATTERN)
+    """Add biases to the input and output projections of Mamba-2."""
+    mamba_dt_lower_limit: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE, needs=_PATTERN)
+    """Clamp the step sizes dt of Mamba-2 to this value or more."""
+    mamba_dt_upper_limit: float | None = flag(None, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Clamp the step sizes dt of Mamba-2 to this value or less; by default they have no upper limit."""
+    mamba_norm: str = flag("after-gate", choices=("after-gate", "before-gate", "none"), role="shape", needs=_PATTERN)
+    """Normalize the output of Mamba-2 after its gate, before its gate, or not at all."""
+    mamba_multipliers: tuple[float, ...] = flag(
+        (1.0,) * 5, nargs="+", metavar="X", role="meaning", bounds=None, needs=_PATTERN
+    )
+    """Multipliers of the gate z, x, B, C and the step sizes dt of Mamba-2 after the input projection: five numbers."""
+    parallel_attention_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Multiplier of the output of attention in parallel with Mamba-2."""
+    parallel_mamba_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
+    """Multiplier of the output of Mamba-2 in parallel with attention."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -112,30 +143,36 @@ class HybridConfig(Config, in_args=False):
         return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
 
     def projection_rows(self, mixer: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the rows of each tensor that the input projection of a gated delta-net or Mamba-2 stacks.
+        """Return the rows of each tensor that the input projection of a recurrent layer stacks.
 
-        They are queries, keys, values, the gate of the output, beta and the decay input of a gated delta-net, and the
-        gate z, x, B, C and the step sizes dt of Mamba-2.
+        They are queries, keys, values, the gate of the output, beta and the decay input of a gated delta-net, those but
+        for the gate and the decay input of KDA, and the gate z, x, B, C and the step sizes dt of Mamba-2.
         """
-        if mixer == GATED_DELTA_NET:
+        if mixer in LINEAR_ATTENTION:
             keys, values, heads = self.linear_key_size, self.linear_value_size, self.linear_num_value_heads
-            return keys, keys, values, values, heads, heads
+            is_kda = mixer == KIMI_DELTA_ATTENTION
+            return (keys, keys, values, heads) if is_kda else (keys, keys, values, values, heads, heads)
         heads = self.mamba_heads(hidden_size)
         inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
         return inner, inner, states, states, heads
 
     def inner_size(self, mixer: str, hidden_size: int) -> int:
-        """Return the width of the input of the output projection of a gated delta-net or Mamba-2."""
-        return self.linear_value_size if mixer == GATED_DELTA_NET else self.projection_rows(mixer, hidden_size)[0]
+        """Return the width of the input of the output projection of a recurrent layer."""
+        return self.linear_value_size if mixer in LINEAR_ATTENTION else self.projection_rows(mixer, hidden_size)[0]
 
     def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
-        """Return the multiply-adds per token of a gated delta-net or Mamba-2: of its GEMMs, and of the recurrence.
+        """Return the multiply-adds per token of the recurrent part of a mixer: of its GEMMs, and of the recurrence.
 
         The recurrence is counted with its convolution as Megatron-LM does.
         """
+        if mixer == ATTENTION:
+            return 0, 0.0
         inner = self.inner_size(mixer, hidden_size)
         gemms = hidden_size * (sum(self.projection_rows(mixer, hidden_size)) + inner)
-        if mixer == GATED_DELTA_NET:
+        if mixer == KIMI_DELTA_ATTENTION:
+            # The gate and the decays are projected to the dimension of a head first.
+            gemms += self.linear_value_head_dim * (2 * hidden_size + inner + self.linear_key_size)
+        if mixer in LINEAR_ATTENTION:
             convolution = self.linear_conv_kernel_dim * (2 * self.linear_key_size + inner)
             return gemms, convolution + 4 * inner * self.linear_key_head_dim
         return gemms, 3.5 * inner * self.mamba_state_dim
@@ -186,6 +223,6 @@ def layer_parts(hybrid: HybridConfig, num_layers: int, has_experts: tuple[bool, 
     if hybrid.experimental_attention_variant is not None:
         is_linear = parse_layer_pattern(hybrid.linear_attention_freq or "0", num_layers)
     return tuple(
-        LayerParts(GATED_DELTA_NET if linear else ATTENTION, MOE if has else MLP)
+        LayerParts(hybrid.experimental_attention_variant if linear else ATTENTION, MOE if has else MLP)
         for linear, has in zip(is_linear, has_experts, strict=True)
     )

@@ -13,45 +13,65 @@ from megatron.core.ops.linear_attention import selective_scan
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_shards
-from megatron.core.tensor_parallel import make_parameter
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    make_parameter,
+    sum_over_tensor_model_parallel_region,
+)
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.hybrid_config import MAMBA
-from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution
-
-_CONVOLUTION_WIDTH = 4
+from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 
 
-class GroupNorm(torch.nn.Module):
-    """RMSNorm over the channels of each group of heads, after the gate. Groups are sharded over tensor parallelism.
+class GatedNorm(torch.nn.Module):
+    """RMSNorm over the channels of each group of heads after or before the gate, or the gate alone.
+
+    Groups are sharded over tensor parallelism. If there are fewer groups than tensor-parallel ranks, several ranks
+    share a group. Forward and backward: an all-reduce of one number per token and group.
 
     Shapes: ``x, gate: [..., inner/tp] -> [..., inner/tp]``.
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        inner: int,
-        num_groups: int,
-        tp: Group,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: DecoderConfig, inner: int, tp: Group, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.epsilon, self.group_width = config.norm_epsilon, inner // num_groups
-        spec = ParamSpec("weight", (inner,), even_shards((inner,), 0, tp.rank, tp.size), init_mean=1.0)
-        self.weight = make_parameter((inner // tp.size,), spec, dtype, device)
+        self.kind, self.num_groups = config.hybrid.mamba_norm, config.hybrid.mamba_num_groups
+        self.tp, self.epsilon = tp, config.norm_epsilon
+        self.ranks_per_group = max(tp.size // self.num_groups, 1)
+        self.own_width = inner // self.num_groups // self.ranks_per_group
+        self.weight: torch.nn.Parameter | None = None
+        if self.kind != "none":
+            spec = ParamSpec("weight", (inner,), even_shards((inner,), 0, tp.rank, tp.size), init_mean=1.0)
+            self.weight = make_parameter((inner // tp.size,), spec, dtype, device)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         wide = arithmetic_dtype(x.dtype)
-        gated = (x.to(wide) * F.silu(gate.to(wide))).reshape(*x.shape[:-1], -1, self.group_width)
-        scale = torch.rsqrt(gated.square().mean(dim=-1, keepdim=True) + self.epsilon)
-        return (gated * scale).view(x.shape).to(x.dtype) * self.weight
+        opened, gated = F.silu(gate.to(wide)), x.to(wide)
+        if self.kind != "before-gate":
+            gated = gated * opened
+        if self.weight is None:
+            return gated.to(x.dtype)
+        gated = gated.reshape(*x.shape[:-1], -1, self.own_width)
+        mean = gated.square().mean(dim=-1, keepdim=True)
+        if self.ranks_per_group > 1:
+            mean = self._mean_of_group(mean)
+        normalized = (gated * torch.rsqrt(mean + self.epsilon)).view(x.shape).to(x.dtype) * self.weight
+        return normalized if self.kind == "after-gate" else (normalized * opened).to(x.dtype)
+
+    def _mean_of_group(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the ranks that share this rank's group. Shapes: ``[..., 1, 1] -> [..., 1, 1]``."""
+        group = self.tp.rank // self.ranks_per_group
+        by_group = F.pad(own, (group, self.num_groups - 1 - group))
+        sums = sum_over_tensor_model_parallel_region(by_group, self.tp)
+        return sums[..., group : group + 1] / self.ranks_per_group
 
 
 class MambaMixer(RecurrentMixer):
     """Mamba-2 with a convolution over x, B and C, and a gated norm of its output.
 
-    The rows of the input projection are the gate z, x, B, C and the step sizes dt.
+    The rows of the input projection are the gate z, x, B, C and the step sizes dt. If there are fewer groups of heads
+    than tensor-parallel ranks, the state dimensions of B and C are sharded, and all-gathered before the scan.
     """
 
     def __init__(
@@ -67,19 +87,29 @@ class MambaMixer(RecurrentMixer):
         num_heads, self.head_dim = hybrid.mamba_heads(config.hidden_size), hybrid.mamba_head_dim
         inner, self.state_dim = hybrid.inner_size(MAMBA, config.hidden_size), hybrid.mamba_state_dim
         self.rows = hybrid.projection_rows(MAMBA, config.hidden_size)
-        own_heads, own_groups = num_heads // tp.size, hybrid.mamba_num_groups // tp.size
+        self.ranks_per_group = max(tp.size // hybrid.mamba_num_groups, 1)
+        own_heads, own_groups = num_heads // tp.size, max(hybrid.mamba_num_groups // tp.size, 1)
         copies = copies_of_key_value_heads(own_heads, own_groups, self.cp.size)
         assert copies is not None, f"{own_heads} heads in {own_groups} groups cannot be shared by {self.cp.size} ranks"
-        of_states = StackedHeads(own_groups, self.state_dim, copies)
+        # Ranks that share a group convolve their share of its state dimensions.
+        of_states = StackedHeads(own_groups, self.rows[2] // tp.size // own_groups, copies)
         of_conv = (StackedHeads(own_heads, self.head_dim), of_states, of_states)
         self.stacked = (of_conv, (StackedHeads(own_heads),))
         self.conv1d = StackedConvolution(
-            of_conv, _CONVOLUTION_WIDTH, tp, self.cp, has_bias=True, dtype=self.dtype, device=device
+            of_conv,
+            hybrid.mamba_conv_kernel_dim,
+            tp,
+            self.cp,
+            has_bias=hybrid.mamba_conv_bias,
+            dtype=self.dtype,
+            device=device,
         )
+        self.multipliers = hybrid.mamba_multipliers
+        self.dt_limits = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
         self._add_decay(num_heads)
         self.D = self._per_head("D", num_heads, init_mean=1.0)
-        self.norm = GroupNorm(config, inner, hybrid.mamba_num_groups, tp, self.dtype, device)
-        self._add_projections(config, inner)
+        self.norm = GatedNorm(config, inner, tp, self.dtype, device)
+        self._add_projections(config, inner, has_bias=hybrid.mamba_proj_bias)
 
     def mix(
         self,
@@ -90,19 +120,24 @@ class MambaMixer(RecurrentMixer):
         *,
         return_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        inner, _, width, _, heads = (rows // self.tp.size for rows in self.rows)
+        rows = [count // self.tp.size for count in self.rows]
+        inner, _, width, _, heads = rows
+        if set(self.multipliers) != {1.0}:
+            mixed = mixed * torch.cat([mixed.new_full((count,), x) for count, x in zip(rows, self.multipliers)])
         z, xbc, dt = mixed.transpose(0, 1).split_with_sizes((inner, inner + 2 * width, heads), dim=-1)
         xbc, dt = self.to_heads((xbc, dt), self.stacked)
         of_conv, of_scan = (None, None) if states is None else states
         xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)
         shares = [heads.rows_of_rank(self.cp.size) for heads in self.stacked[0]]
         x, to_state, from_state = xbc.split_with_sizes(shares, dim=-1)
+        if self.ranks_per_group > 1:
+            to_state, from_state = self._own_groups(xbc[..., shares[0] :])
         y, scan_state = selective_scan(
             x.unflatten(-1, (-1, self.head_dim)),
             self.steps(dt, padding),
             self.decay_rates(),
-            to_state.unflatten(-1, (-1, self.state_dim)),
-            from_state.unflatten(-1, (-1, self.state_dim)),
+            torch.unflatten(to_state, -1, (-1, self.state_dim)),
+            torch.unflatten(from_state, -1, (-1, self.state_dim)),
             self.own_heads(self.D),
             of_scan,
             starts,
@@ -112,3 +147,22 @@ class MambaMixer(RecurrentMixer):
         if conv_state is None or scan_state is None:
             return output, ()
         return output, (conv_state, scan_state)
+
+    def _own_groups(self, of_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return B and C of the group that this rank shares with others.
+
+        Shapes: ``[b, s, 2 * groups * d_state/tp] -> [b, s, d_state]`` twice.
+        """
+        gathered = all_gather_last_dim_from_tensor_parallel_region(of_states, self.tp)
+        both = torch.unflatten(gathered, -1, (self.tp.size, 2, -1)).movedim(-2, 0).flatten(-2)
+        first = self.tp.rank // self.ranks_per_group * self.state_dim
+        to_state, from_state = both[..., first : first + self.state_dim].unbind()
+        return to_state, from_state
+
+    def steps(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Return the step sizes as `RecurrentMixer` does, within their limits."""
+        steps = super().steps(x, None)
+        lower, upper = self.dt_limits
+        if lower > 0 or upper is not None:
+            steps = steps.clamp(lower, upper)
+        return without_padding(steps, padding)

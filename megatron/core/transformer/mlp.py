@@ -15,16 +15,19 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.model_parallel_config import reject_unsupported
 from megatron.core.ops import runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import ColumnShardedLinear, RowShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.xielu import XIELU
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
 
@@ -40,7 +43,8 @@ class FeedForward(nn.Module):
         stride = 2 if config.is_gated else 1
         self.kind = config.activation
         self.is_gated = config.is_gated
-        self.activation = activation_of(config)
+        self.activation = make_activation(config, tp, device)
+        self.output_multiplier = config.mlp_output_multiplier
         self.linear_fc1 = ColumnShardedLinear(
             config.hidden_size,
             config.ffn_hidden_size * stride,
@@ -64,7 +68,8 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:
-        return LayerOutput(self.linear_fc2(self._activated(x)))
+        output = self.linear_fc2(self._activated(x))
+        return LayerOutput(output if self.output_multiplier == 1.0 else output * self.output_multiplier)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.linear_fc1.bias
@@ -86,13 +91,35 @@ class FeedForward(nn.Module):
         return self.kind in KINDS
 
 
+def make_activation(
+    config: DecoderConfig, tp: Group, device: torch.device | str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function between the two linear layers: a module if it has parameters. Shapes: as `activation_of`."""
+    if config.xielu:
+        return XIELU(tp, dtype_from_name(config.params_dtype), device)
+    return activation_of(config)
+
+
 def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
+    activation = _unscaled_activation_of(config)
+    multiplier = config.mlp_gate_multiplier
+    return activation if multiplier == 1.0 else partial(_with_scaled_gate, activation, multiplier)
+
+
+def _with_scaled_gate(
+    activation: Callable[[torch.Tensor], torch.Tensor], multiplier: float, x: torch.Tensor
+) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activation(torch.cat((gate * multiplier, up), dim=-1))
+
+
+def _unscaled_activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.activation in ACTIVATIONS:
+        return ACTIVATIONS[config.activation]
     if config.activation_func is not None:
         own: Callable[[torch.Tensor], torch.Tensor] = find_registered("activation", config.activation_func).value
         return partial(_gated_by, own) if config.is_gated else own
-    if not config.is_gated:
-        return ACTIVATIONS[config.activation]
     offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
     return partial(gated_activation, kind=config.activation, offset=offset, limit=limit)
 

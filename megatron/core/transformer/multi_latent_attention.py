@@ -58,11 +58,17 @@ class ReplicatedLinear(nn.Module):
         )
 
 
+def _rotated(x: torch.Tensor, angles: RotaryAngles | None) -> torch.Tensor:
+    """Rotate heads unless the model has no rotary position embeddings. Shapes: ``[s, b, n, p] -> [s, b, n, p]``."""
+    return x if angles is None else apply_rotary(x, angles)
+
+
 class LatentAttention(SelfAttention):
     """Multi-head latent attention (MLA): the KV cache stores only the latent vectors and the rotary parts of the keys.
 
-    All heads share the rotary part of a key. Queries, keys and values are padded with zeros to one width, which all
-    kernels and all context-parallel exchanges accept. Values keep their width for kernels that support it.
+    All heads share the rotary part of a key, which is not rotated in a model without rotary position embeddings.
+    Queries, keys and values are padded with zeros to one width, which all kernels and all context-parallel exchanges
+    accept. Values keep their width for kernels that support it.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -129,7 +135,6 @@ class LatentAttention(SelfAttention):
     ) -> torch.Tensor:
         if not (self.recomputes_up and self.training):
             return super().context(x, pattern, angles, cache, dropout)
-        assert angles is not None, "MLA has rotary positions"
         narrow = self._narrow(x, angles, cache)
         widen = partial(self._widen, angles)
         heads = widen(*narrow)
@@ -139,11 +144,10 @@ class LatentAttention(SelfAttention):
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert angles is not None, "MLA has rotary positions"
         return self._widen(angles, *self._narrow(x, angles, cache))
 
     def _narrow(
-        self, x: torch.Tensor, angles: RotaryAngles, cache: KeyValueCache | None
+        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the input of the query up-projection, the key-value latent vectors, and the keys' rotary part.
 
@@ -158,14 +162,14 @@ class LatentAttention(SelfAttention):
             rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), group=self.tp)
         else:
             rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp)
-        rotary_key = apply_rotary(rotary_key.unsqueeze(2), angles)
+        rotary_key = _rotated(rotary_key.unsqueeze(2), angles)
         if cache is not None:
             latents, rotary_key = cache.update(self.layer_number, latent.unsqueeze(2), rotary_key)
             latent = latents.squeeze(2)
         return of_query, latent, rotary_key
 
     def _widen(
-        self, angles: RotaryAngles, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor
+        self, angles: RotaryAngles | None, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values of this rank's heads, padded to the widths of `core`.
 
@@ -177,7 +181,7 @@ class LatentAttention(SelfAttention):
         return self.split_latent(query, self.linear_kv_up_proj(latent), rotary_key, angles)
 
     def split_latent(
-        self, query: torch.Tensor, key_value: torch.Tensor, rotary_key: torch.Tensor, angles: RotaryAngles
+        self, query: torch.Tensor, key_value: torch.Tensor, rotary_key: torch.Tensor, angles: RotaryAngles | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split the outputs of the up-projections into heads, rotate queries, and pad heads to the widths of `core`.
 
@@ -222,7 +226,7 @@ def join_heads(
     query: torch.Tensor,
     key_value: torch.Tensor,
     rotary_key: torch.Tensor,
-    angles: RotaryAngles,
+    angles: RotaryAngles | None,
     *,
     value_width: int,
     padded_width: int,
@@ -244,7 +248,7 @@ def join_heads(
 
     plain_width = key_value.shape[-1] - value_width
     plain, rotary = query.split_with_sizes((plain_width, query.shape[-1] - plain_width), dim=-1)
-    query = padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1), padded_width)
+    query = padded(torch.cat((plain, _rotated(rotary, angles)), dim=-1), padded_width)
     if query_factor != 1.0:
         query = query * query_factor
     key, value = key_value.split_with_sizes((plain_width, value_width), dim=-1)

@@ -1,4 +1,4 @@
-"""Parts that gated delta-net and Mamba-2 share: sharded projections and convolutions, decay parameters, and states."""
+"""Parts of gated delta-net, KDA and Mamba-2: sharded projections and convolutions, decay parameters, and states."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class RecurrentMixer(nn.Module, ABC):
     """A layer that mixes positions by a recurrence, called like `SelfAttention`.
 
     A subclass sets ``rows``, the whole widths of the tensors that the input projection stacks, calls `_add_projections`
-    and computes `mix`. Heads are sharded over the tensor-parallel group, so that it exchanges nothing between the
-    projections. Context-parallel ranks share these heads: `to_heads` exchanges sequence shards for head shards before
-    the convolution, and `to_sequence` exchanges them back after the recurrence. The state does not pass from one packed
-    document to the next.
+    and computes `mix`, to whose input `project` may add tensors. Heads are sharded over the tensor-parallel group, so
+    that it exchanges nothing between the projections. Context-parallel ranks share these heads: `to_heads` exchanges
+    sequence shards for head shards before the convolution, and `to_sequence` exchanges them back after the recurrence.
+    The state does not pass from one packed document to the next.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -114,7 +114,7 @@ class RecurrentMixer(nn.Module, ABC):
         self.tp, self.device, self.dtype = tp, device, dtype_from_name(config.params_dtype)
         self.recomputes_core = "core_attn" in config.recomputed_modules
 
-    def _add_projections(self, config: DecoderConfig, inner: int) -> None:
+    def _add_projections(self, config: DecoderConfig, inner: int, *, has_bias: bool = False) -> None:
         """Create the input projection, whose rows are sharded tensor by tensor, and the output projection."""
         self.in_proj = ColumnShardedLinear(
             config.hidden_size,
@@ -122,30 +122,41 @@ class RecurrentMixer(nn.Module, ABC):
             self.tp,
             config=config,
             init_std=config.init_method_std,
-            bias=False,
+            bias=has_bias,
             device=self.device,
             tp_comm_buffer_name="fc1",
         )
-        spec = spec_of(self.in_proj.weight)
-        shards = stacked_shards(spec.global_shape, 0, self.tp.rank, self.tp.size, self.rows)
-        attach_spec(self.in_proj.weight, replace(spec, shards=shards, fused_rows=self.rows))
+        for parameter in self.in_proj.parameters():
+            spec = spec_of(parameter)
+            shards = stacked_shards(spec.global_shape, 0, self.tp.rank, self.tp.size, self.rows)
+            attach_spec(parameter, replace(spec, shards=shards, fused_rows=self.rows if parameter.dim() > 1 else ()))
         self.out_proj = RowShardedLinear(
             inner,
             config.hidden_size,
             self.tp,
             config=config,
             init_std=config.output_init_method_std,
-            bias=False,
+            bias=has_bias,
             device=self.device,
             tp_comm_buffer_name="fc2",
         )
 
-    def _add_decay(self, num_heads: int) -> None:
-        """Create the logarithms of decay rates from 1 to 16, and the biases of steps from 0.001 to 0.1."""
+    def _add_decay(self, num_heads: int, steps_per_head: int = 1, copies: int = 1) -> None:
+        """Create the logarithms of decay rates from 1 to 16, and the biases of steps from 0.001 to 0.1.
+
+        Context-parallel ranks get ``copies`` of the heads.
+        """
+        own_heads = num_heads // self.tp.size
+        self.heads_of_rates = StackedHeads(own_heads, 1, copies)
+        self.heads_of_steps = StackedHeads(own_heads, steps_per_head, copies)
         low, high = math.log(1e-3), math.log(1e-1)
         self.A_log = self._per_head("A_log", num_heads, init_mean=8.5, init_bound=7.5, init_transform="log")
         self.dt_bias = self._per_head(
-            "dt_bias", num_heads, init_mean=(low + high) / 2, init_bound=(high - low) / 2, init_transform="step_bias"
+            "dt_bias",
+            num_heads * steps_per_head,
+            init_mean=(low + high) / 2,
+            init_bound=(high - low) / 2,
+            init_transform="step_bias",
         )
 
     def _per_head(
@@ -172,7 +183,7 @@ class RecurrentMixer(nn.Module, ABC):
         """Return the output; with a cache the states of the layer continue and are updated."""
         assert pattern.is_causal, "a recurrence is causal"
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
-        mixed = self.in_proj(x)
+        mixed = self.project(x)
         padding = None if cache is None else cache.padding
         starts = document_starts(pattern, mixed.shape[0] * self.cp.size) if padding is None else None
         if cache is not None:
@@ -183,6 +194,11 @@ class RecurrentMixer(nn.Module, ABC):
         else:
             output, _ = self.mix(mixed, starts)
         return LayerOutput(self.out_proj(output))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of `mix`. Shapes: ``[s, b, h] -> [s, b, rows/tp]``; ``[s/tp, b, h]`` with SP."""
+        mixed: torch.Tensor = self.in_proj(x)
+        return mixed
 
     @abstractmethod
     def mix(
@@ -227,9 +243,9 @@ class RecurrentMixer(nn.Module, ABC):
         received = heads_to_sequence(x.flatten(2).transpose(0, 1), self.cp).transpose(0, 1)
         return received.view(*received.shape[:2], -1, x.shape[3])
 
-    def own_heads(self, parameter: torch.Tensor) -> torch.Tensor:
+    def own_heads(self, parameter: torch.Tensor, heads: StackedHeads | None = None) -> torch.Tensor:
         """Return the values of this rank's heads. Shapes: ``[heads/tp] -> [heads of rank]``."""
-        return rows_of_heads(parameter, (StackedHeads(len(parameter)),), self.cp)
+        return rows_of_heads(parameter, (heads or StackedHeads(len(parameter)),), self.cp)
 
     def steps(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Return the step sizes in at least float32: positive, but 0 in the padding, where nothing decays.
@@ -237,11 +253,13 @@ class RecurrentMixer(nn.Module, ABC):
         Shapes: ``x: [b, s, heads of rank], padding: [b] -> [b, s, heads of rank]``.
         """
         wide = arithmetic_dtype(x.dtype)
-        return without_padding(F.softplus(x.to(wide) + self.own_heads(self.dt_bias).to(wide)), padding)
+        return without_padding(
+            F.softplus(x.to(wide) + self.own_heads(self.dt_bias, self.heads_of_steps).to(wide)), padding
+        )
 
     def decay_rates(self) -> torch.Tensor:
         """Return the negative rates, in at least float32. Shapes: ``-> [heads of rank]``."""
-        return -self.own_heads(self.A_log).to(arithmetic_dtype(self.A_log.dtype)).exp()
+        return -self.own_heads(self.A_log, self.heads_of_rates).to(arithmetic_dtype(self.A_log.dtype)).exp()
 
 
 def without_padding(x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:

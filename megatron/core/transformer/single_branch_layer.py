@@ -11,7 +11,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
-from megatron.core.transformer.hybrid_config import MAMBA
+from megatron.core.transformer.hybrid_config import ATTENTION_AND_MAMBA, MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -51,7 +51,8 @@ class SingleBranchLayer(TransformerLayer):
         self.input_layernorm = make_stream_norm(config, tp, device)
         mixer, _ = config.layer_parts[config.kind_of(self.layer_number)]
         # The names of the parts in Megatron-LM's layers.
-        self.name_of_branch = "mlp" if mixer is None else "mixer" if mixer == MAMBA else "self_attention"
+        has_mamba = mixer in (MAMBA, ATTENTION_AND_MAMBA)
+        self.name_of_branch = "mlp" if mixer is None else "mixer" if has_mamba else "self_attention"
         self.has_feed_forward = mixer is None
         if mixer is None:
             self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)

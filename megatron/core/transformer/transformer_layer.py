@@ -18,11 +18,18 @@ from megatron.core.registry import find_registered
 from megatron.core.tensor_parallel import LowRankAdapter, saved_as_inputs
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention_and_mamba import AttentionAndMamba
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.gated_attention import GatedAttention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.hybrid_config import GATED_DELTA_NET, MAMBA
+from megatron.core.transformer.hybrid_config import (
+    ATTENTION_AND_MAMBA,
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA,
+)
+from megatron.core.transformer.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.mlp import FeedForward
@@ -30,6 +37,12 @@ from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
 from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+
+_RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
+    GATED_DELTA_NET: GatedDeltaNet,
+    KIMI_DELTA_ATTENTION: KimiDeltaAttention,
+    MAMBA: MambaMixer,
+}
 
 
 def make_norm(config: DecoderConfig, tp: Group, device: torch.device | str, kind: type[Norm] = Norm) -> Norm:
@@ -73,8 +86,17 @@ def make_attention(
         ConfigurationError: --attention names a class that does not fit MLA, or has parameters without `ParamSpec`.
     """
     mixer, _ = config.layer_parts[config.kind_of(layer_number)]
-    if mixer in (GATED_DELTA_NET, MAMBA):
-        return (GatedDeltaNet if mixer == GATED_DELTA_NET else MambaMixer)(config, layer_number, tp, device, cp)
+    if mixer in _RECURRENT:
+        return _RECURRENT[mixer](config, layer_number, tp, device, cp)
+    attention = _make_self_attention(config, layer_number, tp, device, cp)
+    if mixer == ATTENTION_AND_MAMBA:
+        return AttentionAndMamba(config.hybrid, attention, MambaMixer(config, layer_number, tp, device))
+    return attention
+
+
+def _make_self_attention(
+    config: DecoderConfig, layer_number: int, tp: Group, device: torch.device | str, cp: Group | None
+) -> nn.Module:
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
     if config.attention_output_gate:

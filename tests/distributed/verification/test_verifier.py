@@ -19,6 +19,7 @@ from megatron.verification.cells import (
     IN_PARTS,
     MAX_WORLD_SIZE,
     MODULES,
+    POSITION_PARTS,
     PP_OVERLAP,
     TP_OVERLAP,
     Cell,
@@ -27,7 +28,13 @@ from megatron.verification.cells import (
     matrix,
     with_micro_batch_size,
 )
-from megatron.verification.model_cells import ExpertLayout, expert_matrix, make_expert_cell, make_latent_cell
+from megatron.verification.model_cells import (
+    SPARSEMIXER,
+    ExpertLayout,
+    expert_matrix,
+    make_expert_cell,
+    make_latent_cell,
+)
 from megatron.verification.random_cells import fuzz
 from megatron.verification.training_cells import fully_sharded
 from megatron.verification.verifier import CellReport, Verifier
@@ -77,6 +84,8 @@ REPRESENTATIVE = (
     # Families least alike once; the whole matrix has all of them at all of their layouts.
     make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
+    make_cell("bloom", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",)), "packed"),
+    make_cell("apertus", Layout(tp=2, sequence_parallel=True, pp=2, cp=2)),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.
@@ -90,6 +99,7 @@ REPRESENTATIVE = (
     ),
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", recompute=("full", "uniform", "1"))),
     make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
+    make_expert_cell("mixtral", ExpertLayout(tp=2, cp=2, ep=4, etp=1, sequence_parallel=True), extra=SPARSEMIXER),
 )
 FURTHER = (
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
@@ -117,6 +127,7 @@ FURTHER = (
     make_cell("olmo2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("gemma3", Layout(tp=2, cp=2), "packed"),
     make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=END_PARTS),
+    make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=POSITION_PARTS),
 )
 """Cells whose parts the others have in other mixtures."""
 

@@ -1609,6 +1609,12 @@ _MIXED = (
     training(
         "hybrid, weight offload", f"{_HYBRID} --cpu-offloading --cpu-offloading-num-layers 2 --cpu-offloading-weights"
     ),
+    training(
+        "hybrid, attention and Mamba-2 in parallel",
+        f"{_MIXERS} --mamba-num-groups 1 --hybrid-override-pattern PG --num-layers 2 --mamba-norm before-gate "
+        f"--mamba-multipliers 1 2 1 1 1 --mamba-dt-lower-limit 0.01 {_TENSOR} --sequence-parallel --bf16",
+        2,
+    ),
     prepared("hybrid, documents in small parts", "small", f"{_HYBRID} --reset-attention-mask --bf16"),
     prepared(
         "Triton: small parts, hybrid",

@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 
 SHAPE = """
     hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size
-    position_embedding_type max_position_embeddings normalization apply_layernorm_1p swiglu
+    position_embedding_type max_position_embeddings position_embedding_offset normalization apply_layernorm_1p swiglu
     norm_placement qk_layernorm_across_heads geglu quick_geglu
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias
@@ -16,11 +16,12 @@ SHAPE = """
     softmax_type attention activation_func attention_output_gate
     hybrid_override_pattern experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
-    mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups
+    mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups mamba_conv_kernel_dim mamba_norm
 """
 WEIGHTS = """
     num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights
     mtp_num_layers shared_parallel_norm norm_parameters add_output_bias add_embedding_norm disable_proj_bias
+    mamba_conv_bias mamba_proj_bias xielu add_proj_bias
 """
 
 

@@ -123,6 +123,26 @@ WRONG = [
     ),
     ("--shared-parallel-norm --use-parallel-residual --norm-placement post", 1, "--shared-parallel-norm", ()),
     ("--norm-parameters none --apply-layernorm-1p", 1, "--apply-layernorm-1p", ()),
+    ("--qk-layernorm --qk-layernorm-after-rope", 1, "--qk-layernorm-after-rope", ("--position-embedding-type rope",)),
+    (
+        "--position-embedding-type rope --kv-channels 2 --rotary-ntk-alpha 4",
+        1,
+        "--rotary-ntk-alpha",
+        ("--kv-channels",),
+    ),
+    (
+        "--num-experts 4 --moe-router-score-function sparsemixer --moe-router-pre-softmax",
+        1,
+        "--moe-router-score-function",
+        ("omit --moe-router-pre-softmax",),
+    ),
+    (
+        "--num-experts 4 --moe-router-score-function sparsemixer --moe-router-enable-expert-bias",
+        1,
+        "--moe-router-enable-expert-bias",
+        ("sigmoid",),
+    ),
+    ("--xielu --num-experts 2", 1, "--xielu", ("--num-experts 2",)),
     ("--norm-parameters weight --transformer-impl transformer_engine", 1, "--norm-parameters", ()),
     (
         "--norm-parameters none --normalization RMSNorm --qk-layernorm --qk-layernorm-across-heads",

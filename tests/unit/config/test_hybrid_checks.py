@@ -10,6 +10,7 @@ from megatron.core.transformer.hybrid_config import SYMBOLS, LayerParts, parse_h
 from tests.unit.config.test_model_checks import BASE
 
 DELTA = "--experimental-attention-variant gated_delta_net"
+KDA = "--experimental-attention-variant kimi_delta_attention"
 FOUR = f"{DELTA} --linear-attention-freq 4"
 MIXED = "--hybrid-override-pattern M*-M"
 WRONG = [
@@ -22,7 +23,7 @@ WRONG = [
     (f"{FOUR} --mamba-state-dim 8", "--mamba-state-dim 8 has no effect without --hybrid-override-pattern"),
     (
         "--linear-num-key-heads 4",
-        "--linear-num-key-heads 4 has no effect: the model has no gated delta-net layer; omit",
+        "--linear-num-key-heads 4 has no effect: the model has no gated delta-net or KDA layer; omit",
     ),
     (
         f"{MIXED} --linear-conv-kernel-dim 2",
@@ -48,6 +49,26 @@ WRONG = [
     (f"{MIXED} --mtp-num-layers 1 --no-position-embedding", "is not supported with --mtp-num-layers 1"),
     (f"{MIXED} --mamba-head-dim 24", "twice --hidden-size 32 is not divisible by --mamba-head-dim 24"),
     (f"{MIXED} --mamba-num-heads 12", "12 Mamba-2 heads are not divisible by --mamba-num-groups 8; numbers of groups"),
+    (f"{MIXED} --mamba-multipliers 1 2", "--mamba-multipliers 1.0 2.0: five numbers greater than 0 are expected"),
+    (f"{MIXED} --mamba-multipliers 1 2 0 1 1", "five numbers greater than 0 are expected, of z, x, B, C and dt"),
+    (
+        f"{MIXED} --mamba-dt-lower-limit 2 --mamba-dt-upper-limit 1",
+        "--mamba-dt-lower-limit 2.0 is above --mamba-dt-upper-limit 1.0; use a smaller lower limit",
+    ),
+    (
+        f"{MIXED} --parallel-mamba-multiplier 2",
+        "--parallel-mamba-multiplier 2.0 has no effect: the model has no layer of attention and Mamba-2; omit it",
+    ),
+    (
+        "--parallel-mamba-multiplier 2",
+        "--parallel-mamba-multiplier 2.0 has no effect without --hybrid-override-pattern",
+    ),
+    ("--mlp-gate-multiplier 2", "--mlp-gate-multiplier 2.0 applies only to gated FFN layers; add --swiglu"),
+    (
+        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid",
+        "attention and Mamba-2 in parallel (P) is not supported with --fp8-format hybrid yet; omit --fp8-format hybrid",
+    ),
+    ("--hybrid-override-pattern P-P- --lora-rank 2", "(P) is not supported with --lora-rank 2 yet; omit"),
     (
         f"{FOUR} --bf16 --fp8-format hybrid --linear-num-key-heads 2 --linear-num-value-heads 6 "
         "--linear-key-head-dim 8 --linear-value-head-dim 8",
@@ -73,14 +94,32 @@ WRONG = [
         "--hidden-size 64 --linear-num-value-heads 16 --linear-value-head-dim 6",
         "--linear-num-value-heads x --linear-value-head-dim 96 is not a whole number of blocks of 64 input features",
     ),
-    (f"{FOUR} --save x --ckpt-format torch_dist", "cannot store a model with --experimental-attention-variant"),
     (
-        f"{MIXED} --mamba-num-heads 16 --save x --ckpt-format torch",
-        "cannot store a model with --hybrid-override-pattern",
+        f"{FOUR} --normalization RMSNorm --save x --ckpt-format torch_dist",
+        "--ckpt-format torch_dist cannot store a model with gated delta-net without --swiglu",
+    ),
+    (
+        "--hybrid-override-pattern M-*G --save x --ckpt-format torch",
+        "cannot store a model with G in --hybrid-override-pattern M-*G",
+    ),
+    (
+        "--hybrid-override-pattern M-*- --mamba-norm none --save x --ckpt-format torch",
+        "cannot store a model with --mamba-norm none",
     ),
     ("--hybrid-override-pattern M-M- --qk-layernorm", "--qk-layernorm has no effect: the model has no attention layer"),
     ("--hybrid-override-pattern M*M* --swiglu", "--swiglu has no effect: the model has no feed-forward layer; omit it"),
     ("--attention-output-gate --multi-latent-attention", "exclude each other"),
+    (f"{KDA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
+    (f"{KDA} --linear-attention-freq 4 --linear-num-value-heads 24", "not divisible by --linear-num-key-heads 16"),
+    (
+        "--multi-latent-attention --no-position-embedding --rotary-scaling-factor 4",
+        "--rotary-scaling-factor 4.0 has no effect with --position-embedding-type none; omit it",
+    ),
+    (
+        "--multi-latent-attention --no-position-embedding --save x --ckpt-format torch",
+        "cannot store a model with --position-embedding-type none",
+    ),
+    (f"{KDA} --linear-attention-freq 4 --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
     ("--attention-output-gate --lora-rank 2", "exclude each other"),
 ]
 
@@ -98,7 +137,12 @@ def test_a_problem_is_one_line_that_says_what_works(words: str, message: str) ->
     ("words", "message"),
     [
         (f"{FOUR} --linear-num-key-heads 3 --linear-num-value-heads 6", "--linear-num-key-heads 3 is not divisible by"),
-        (f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 4", "--mamba-num-groups 1 is not divisible by"),
+        (f"{MIXED} --mamba-num-groups 3 --mamba-num-heads 6", "--mamba-num-groups 3 is not divisible by"),
+        (f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 5", "5 Mamba-2 heads are not divisible by --tensor-model"),
+        (
+            f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 4 --mamba-state-dim 5",
+            "--mamba-num-groups 1 x --mamba-state-dim 5 is not divisible by --tensor-model-parallel-size 2, whose",
+        ),
     ],
 )
 def test_heads_are_sharded_evenly(words: str, message: str) -> None:
@@ -147,10 +191,11 @@ def test_each_layer_may_have_its_communication_type() -> None:
 
 
 def test_symbols_and_names_are_the_same_pattern() -> None:
-    symbols = parse_hybrid_pattern("M-M-*EG")
-    assert symbols == parse_hybrid_pattern("[mamba, mlp]*2 + [attention, moe, gated_delta_net]")
+    symbols = parse_hybrid_pattern("M-M-*EGKP")
+    names = "[mamba, mlp]*2 + [attention, moe, gated_delta_net, kimi_delta_attention, attention_and_mamba]"
+    assert symbols == parse_hybrid_pattern(names)
     assert symbols[:2] == (LayerParts("mamba", None), LayerParts(None, "mlp"))
-    assert symbols[4:] == (SYMBOLS["*"], SYMBOLS["E"], SYMBOLS["G"])
+    assert symbols[4:] == (SYMBOLS["*"], SYMBOLS["E"], SYMBOLS["G"], SYMBOLS["K"], SYMBOLS["P"])
 
 
 def test_layers_and_experts_follow_the_flags() -> None:
@@ -167,13 +212,19 @@ def test_layers_and_experts_follow_the_flags() -> None:
 
 def test_the_work_of_each_part_is_counted() -> None:
     """By hand: multiply-adds per token, x 2 x 24 tokens."""
-    flags = "--hybrid-override-pattern MG-* --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2"
+    flags = (
+        "--num-layers 5 --hybrid-override-pattern MG-*K --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2"
+    )
     flags += " --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
     model = resolve_arguments([*BASE.split(), *flags.split()], 1).config.model
-    mamba, delta, mlp, attention = (model.layer_forward_flops(number, 24) for number in range(4))
+    mamba, delta, mlp, attention, kimi = (model.layer_forward_flops(number, 24) for number in range(5))
     assert mamba == (48 * (32 * (2 * 64 + 2 * 16 + 4) + 64 * 32), 48 * 3.5 * 64 * 8)
     assert delta == (48 * (32 * (2 * 16 + 2 * 32 + 2 * 4) + 32 * 32), 48 * (4 * 64 + 4 * 4 * 8 * 8))
+    low_rank = 8 * (2 * 32 + 16 + 32)
+    assert kimi == (48 * (32 * (2 * 16 + 32 + 4) + low_rank + 32 * 32), delta[1])
     assert mlp == (48 * 2 * 32 * 40, 0)
     assert attention == (48 * 4 * 32 * 32, 48 * 2 * 32 * 24 / 2)
+    both = resolve_arguments([*BASE.split(), *flags.replace("MG-*", "PG-*").split()], 1).config.model
+    assert both.layer_forward_flops(0, 24) == (mamba[0] + attention[0], mamba[1] + attention[1])
     gated = resolve_arguments([*BASE.split(), "--attention-output-gate"], 1).config.model
     assert gated.layer_forward_flops(0, 24)[0] == 48 * (5 * 32 * 32 + 2 * 32 * 40)

@@ -92,6 +92,13 @@ WRONG = [
         "alltoall --recompute-granularity selective --recompute-modules shared_experts",
         "exclude each other",
     ),
+    (
+        "--position-embedding-type rope --position-embedding-offset 2",
+        "has no effect with --position-embedding-type rope",
+    ),
+    ("--position-embedding-type sinusoidal --mtp-num-layers 1", "does not support learned or sinusoidal position"),
+    ("--position-embedding-type alibi --softmax-type learnable", "alibi is not supported with --softmax-type: biases"),
+    ("--position-embedding-type alibi --attn-logit-softcapping 9", "is not supported with --attn-logit-softcapping"),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
     (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; omit it: experts are built without it"),

@@ -257,7 +257,7 @@ def _sums_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
             total.copy_(part.sum(dim=0) + (total if is_added else 0.0))
 
     module = ModuleType("column_sums")
-    module.sum_parts = sum_parts  # type: ignore[attr-defined]
+    module.sum_parts, module.MAX_TOTALS = sum_parts, 8  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.core.ops.triton.column_sums", module)
 
 

@@ -23,6 +23,7 @@ from megatron.training.theoretical_memory_usage import (
     activation_bytes,
     kept_layer_bytes,
     offloaded_bytes,
+    saved_layer_bytes,
     tokens_of_rank,
 )
 from tests.closed_forms import saved_activations
@@ -48,8 +49,13 @@ def again(*modules: str) -> dict[str, Any]:
 
 
 def make(num_layers: int, **config: Any) -> GPTModel:
-    # In float32 a CPU's norms keep what the fused ones do.
-    settings = {"params_dtype": "float32", "position_embedding_type": "learned_absolute"} | config
+    # In float32 a CPU's norms keep what the fused ones do, and torch's fused attention what a GPU's does.
+    settings = {
+        "params_dtype": "float32",
+        "position_embedding_type": "learned_absolute",
+        "attention_backend": "fused",
+        **config,
+    }
     model = make_model(tensor_parallel_group(), num_layers=num_layers, **settings)
     load_global_weights(model)
     compute_in_float8([model], model.config, "cpu")
@@ -106,6 +112,15 @@ def formula(**config: Any) -> int:
 )
 def test_a_layer_keeps_what_the_closed_form_says(config: dict[str, Any]) -> None:
     assert kept_by_a_layer(**config) == formula(**config)
+
+
+@pytest.mark.parametrize("more", [{}, again("core_attn")], ids=str)
+def test_a_layer_with_alibi_keeps_wider_queries_keys_and_values(more: dict[str, Any]) -> None:
+    plain, biased = ({"position_embedding_type": kind} | more for kind in ("none", "alibi"))
+    models = [make(3, **config).config for config in (plain, biased)]
+    expected = [saved_layer_bytes(model, LENGTH * BATCH, 2, model.recomputed_modules) for model in models]
+    assert kept_by_a_layer(**biased) - kept_by_a_layer(**plain) == expected[1] - expected[0]
+    assert (expected[1] > expected[0]) == (not more)
 
 
 @pytest.mark.parametrize(

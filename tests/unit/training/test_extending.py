@@ -74,11 +74,11 @@ def problems_of(*more: str) -> tuple[str, ...]:
 
 
 def test_a_registered_name_is_accepted_and_shown() -> None:
-    shown = "--activation-func {swiglu,geglu,quick_geglu,squared_relu,gelu,gelu_tanh"
+    shown = "--activation-func {swiglu,geglu,quick_geglu,squared_relu,xielu,gelu,gelu_tanh,relu"
     assert f"{shown}}}" in build_parser().format_help()
     assert problems_of("--activation-func", "mish") == (
-        "--activation-func mish: possible values are swiglu, geglu, quick_geglu, squared_relu, gelu, gelu_tanh; a "
-        "script that registers mish adds it (--script FILE)",
+        "--activation-func mish: possible values are swiglu, geglu, quick_geglu, squared_relu, xielu, gelu, "
+        "gelu_tanh, relu; a script that registers mish adds it (--script FILE)",
     )
     register_activation("mish", torch.nn.functional.mish)
     assert f"{shown},mish}}" in build_parser().format_help()
@@ -131,7 +131,7 @@ def test_a_stored_configuration_needs_the_parts_of_the_model_only() -> None:
         config_from_dict(GPTConfig, values)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "geglu", "quick_geglu", "squared_relu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "quick_geglu", "squared_relu", "xielu", "gelu", "gelu_tanh"])
 def test_a_built_in_activation_is_recorded_as_its_flag(name: str) -> None:
     config = with_fields(MODEL, activation_func=name, ffn_hidden_size=0)
     assert (config.activation, config.activation_func) == (name, None)
@@ -139,7 +139,7 @@ def test_a_built_in_activation_is_recorded_as_its_flag(name: str) -> None:
     words = flags.get(name, ["--" + name.replace("_", "-")])
     models = [resolve_arguments([*FLAGS, *more], 1).config.model for more in (words, ["--activation-func", name])]
     assert models[0] == models[1]
-    assert not flags_without_argument(with_fields(config, geglu=False))
+    assert not flags_without_argument(with_fields(config, geglu=False, xielu=False))
 
 
 def test_an_activation_excludes_the_flags_of_others() -> None:

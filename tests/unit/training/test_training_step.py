@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
+from megatron.core.ops import Fp8Quantizers
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.verification.cells import Layout, make_cell
@@ -36,6 +40,36 @@ def test_delayed_scaling_needs_two_steps_before_a_capture(flags: str, steps: int
 def test_without_graphs_no_step_is_added() -> None:
     flags = "--bf16 --cuda-graph-warmup-steps 1 --fp8-format hybrid --fp8-recipe delayed"
     assert resolve_arguments([*MINIMAL, *flags.split()], 1).config.training.cuda_graph_warmup_steps == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize(
+    "again", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+)
+def test_float8_weights_that_are_kept_for_a_step_change_no_number(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, again: str
+) -> None:
+    flags = f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --global-batch-size 4 --micro-batch-size 1 {again}"
+    flags += " --hidden-size 32 --ffn-hidden-size 48 --kv-channels 8"
+    cell = make_cell("llama", Layout(), num_layers=1)
+    quantize, counts, results = Fp8Quantizers._weight, [], []
+
+    def count(self: Fp8Quantizers, *args: Any, **more: Any) -> object:
+        counts[-1] += 1
+        return quantize(self, *args, **more)
+
+    monkeypatch.setattr(Fp8Quantizers, "_weight", count)
+    for more in ("", "--disable-parameter-transpose-cache"):
+        counts.append(0)
+        words = (*cell.flags, *flags.split(), *more.split())
+        results.append(run_cell(words, 1, cell.data, "bfloat16", pretrain_gpt.provide_model, pretrain_gpt.forward_step))
+    own, other = results
+    assert (own.losses, own.grad_norms) == (other.losses, other.grad_norms)
+    for fragment, expected in zip(own.parameters, other.parameters, strict=True):
+        np.testing.assert_array_equal(fragment.values, expected.values)
+    num_passes = 3 if again else 2
+    # Each of four micro-batches quantizes in each pass, except in evaluation.
+    assert counts[1] >= 4 * num_passes * counts[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.huggingface.family import (
@@ -19,29 +20,44 @@ from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import from_fields, with_fields
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import MOE, LayerParts, format_layer_pattern
+from megatron.core.transformer import LINEAR_ATTENTION, MOE, LayerParts, format_layer_pattern
 
 if TYPE_CHECKING:
     import torch
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def read_layer_types(settings: Settings, default: Sequence[bool]) -> list[bool]:
-    """Return whether each layer has a sliding window according to ``layer_types``; ``default`` if it is absent."""
-    types = settings.values.get("layer_types")
+def read_layer_types(
+    settings: Settings, default: Sequence[bool], kind: str = SLIDING, other: str = FULL, name: str = "layer_types"
+) -> list[bool]:
+    """Return whether each layer is of one of the two kinds of a setting; ``default`` if the setting is absent."""
+    types = settings.values.get(name)
     if types is None:
         return list(default)
     kinds = list(types) if isinstance(types, list) else [types]
-    unknown = sorted({str(kind) for kind in kinds if kind not in (FULL, SLIDING)})
+    unknown = sorted({str(each) for each in kinds if each not in (other, kind)})
     if unknown:
-        settings.refuse(f"layer_types contains {', '.join(unknown)}; supported values are {FULL} and {SLIDING}")
+        settings.refuse(f"{name} contains {', '.join(unknown)}; supported values are {other} and {kind}")
     elif len(kinds) != len(default):
-        settings.refuse(f"layer_types has {len(kinds)} entries, but the model has {len(default)} layers")
+        settings.refuse(f"{name} has {len(kinds)} entries, but the model has {len(default)} layers")
     else:
-        return [kind == SLIDING for kind in kinds]
+        return [each == kind for each in kinds]
     return list(default)
+
+
+def linear_attention_fields(variant: str, is_linear: Sequence[bool]) -> dict[str, Any]:
+    """Return the fields of a model with linear attention in some layers; empty if it has none."""
+    if not any(is_linear):
+        return {}
+    pattern = str([1] * len(is_linear)) if all(is_linear) else format_layer_pattern(is_linear)
+    return {"experimental_attention_variant": variant, "linear_attention_freq": pattern}
+
+
+def written_linear_layers(config: GPTConfig) -> list[str]:
+    """Return ``layer_types`` of a model with linear attention in some layers."""
+    return [LINEAR if parts.mixer in LINEAR_ATTENTION else FULL for parts in config.layer_parts]
 
 
 def window_fields(settings: Settings, has_window: Sequence[bool], default: int | None) -> dict[str, Any]:
@@ -94,7 +110,7 @@ _IN_MEMORY = ExpertNames()
 """Names of router and experts in transformers' modules, which may differ from those in the files."""
 
 
-def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int) -> dict[str, Any]:
+def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int | None) -> dict[str, Any]:
     """Return the GPTConfig fields that all MoE architectures have; reject a top-k above the number of experts."""
     chosen = settings.integer("num_experts_per_tok", default_choices)
     if chosen > num_experts and not settings.problems:
@@ -123,9 +139,9 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
     yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
     for expert in range(count):
         of_expert = f"{theirs}{names.experts}.{expert}."
-        gated = f"{ours}mlp.experts.linear_fc1.weight"
-        yield one_of(gated, expert, 0, f"{of_expert}{names.gate}.weight", (ffn, width))
-        yield one_of(gated, expert, ffn, f"{of_expert}{names.up}.weight", (ffn, width))
+        for number, name in enumerate((names.gate, names.up)[0 if config.is_gated else 1 :]):
+            first = f"{ours}mlp.experts.linear_fc1.weight"
+            yield one_of(first, expert, number * ffn, f"{of_expert}{name}.weight", (ffn, width))
         yield one_of(f"{ours}mlp.experts.linear_fc2.weight", expert, 0, f"{of_expert}{names.down}.weight", (width, ffn))
 
 
@@ -135,16 +151,16 @@ def shared_expert_links(
     """Yield the links of a layer's shared expert, which has the given name in the files."""
     width, ffn = config.hidden_size, config.moe.moe_shared_expert_intermediate_size
     assert ffn is not None
-    gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}{name}."
-    yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))
-    yield rows(gated, ffn, f"{of_shared}up_proj.weight", 0, ffn, (width,))
+    first, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}{name}."
+    for number, part in enumerate(("gate_proj", "up_proj")[0 if config.is_gated else 1 :]):
+        yield rows(first, number * ffn, f"{of_shared}{part}.weight", 0, ffn, (width,))
     yield whole(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{of_shared}down_proj.weight", (width, ffn))
 
 
-def linear_links(config: GPTConfig, native: str, foreign: str, shape: tuple[int, int]) -> Iterator[TensorLink]:
-    """Yield the links of a linear layer: its weight of the given shape, and its bias if linear layers have biases."""
+def linear_links(native: str, foreign: str, shape: tuple[int, int], *, has_bias: bool) -> Iterator[TensorLink]:
+    """Yield the links of a linear layer: its weight of the given shape, and its bias if it has one."""
     yield whole(f"{native}.weight", f"{foreign}.weight", shape)
-    if config.add_bias_linear:
+    if has_bias:
         yield whole(f"{native}.bias", f"{foreign}.bias", shape[:1])
 
 
@@ -152,6 +168,58 @@ def norm_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorL
     """Yield the links of a norm of hidden states: of its weight and bias, if it has them."""
     for kind in config.norm_parameter_names:
         yield whole(f"{native}.{kind}", f"{foreign}.{kind}", (config.hidden_size,))
+
+
+LINEAR_QKV = "self_attention.linear_qkv"
+STACKED_QKV = "stacked query, key and value"
+"""Name in tables of links of a projection with the rows of all queries, then all keys, then all values."""
+
+
+def named_layer_links(
+    config: GPTConfig, ours: str, theirs: str, names: Iterable[tuple[str, str]]
+) -> Iterator[TensorLink]:
+    """Yield the links of a dense layer, given pairs of our and their module names, in the order of their tensors.
+
+    ``LINEAR_QKV`` is a projection with the native order of rows, or, if its name has ``{}`` for ``q``, ``k`` or ``v``,
+    three projections. ``STACKED_QKV`` is one with all queries first.
+    """
+    width, ffn = config.hidden_size, config.ffn_hidden_size
+    shapes = {
+        LINEAR_QKV: (config.query_projection_size + 2 * config.kv_projection_size, width),
+        "self_attention.linear_proj": (width, config.context_size),
+        "mlp.linear_fc1": (ffn, width),
+        "mlp.linear_fc2": (width, ffn),
+    }
+    for native, foreign in names:
+        if native == STACKED_QKV or "{}" in foreign:
+            yield from projection_links(config, f"{ours}{LINEAR_QKV}", f"{theirs}{foreign}")
+        elif native == LINEAR_QKV:
+            yield whole(f"{ours}{native}.weight", f"{theirs}{foreign}.weight", shapes[native])
+            if config.has_qkv_bias:
+                yield whole(f"{ours}{native}.bias", f"{theirs}{foreign}.bias", shapes[native][:1])
+        elif native in shapes:
+            yield from linear_links(
+                f"{ours}{native}", f"{theirs}{foreign}", shapes[native], has_bias=config.add_bias_linear
+            )
+        else:
+            yield from norm_links(config, f"{ours}{native}", f"{theirs}{foreign}")
+
+
+def projection_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorLink]:
+    """Yield the links of query, key and value projections.
+
+    ``foreign`` has ``{}`` for ``q``, ``k`` or ``v``, or is the name of one projection, with all queries first.
+    """
+    fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
+    starts, keys = {"q": 0, "k": 0, "v": 0}, config.query_projection_size
+    if "{}" not in foreign:
+        starts = {"q": 0, "k": keys, "v": keys + config.kv_projection_size}
+    for name in ("q", "k", "v"):
+        for kind, trailing in (("weight", (config.hidden_size,)), ("bias", ()))[: 2 if config.has_qkv_bias else 1]:
+            for part, native_start, foreign_start, count in fused:
+                if part == name:
+                    their_name, start = f"{foreign.format(name)}.{kind}", starts[name] + foreign_start
+                    yield rows(f"{native}.{kind}", native_start, their_name, start, count, trailing)
 
 
 def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
@@ -165,8 +233,10 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
         if of_router:
             found[f"{layer}.{names.router}.{kind}"] = weight
             continue
-        layer, of_experts, kind = name.partition(f".{_IN_MEMORY.experts}.")
-        parts = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}.get(kind)
+        place = names.experts if f".{names.experts}." in name else _IN_MEMORY.experts
+        layer, of_experts, kind = name.partition(f".{place}.")
+        stacked = {"gate_up_proj": (names.gate, names.up), "up_proj": (names.up,), "down_proj": (names.down,)}
+        parts = stacked.get(kind)
         if not of_experts or parts is None:
             found[name] = weight
             continue
@@ -176,6 +246,7 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
     return found
 
 
+_VISION = "model.visual."
 _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -185,13 +256,21 @@ class RotaryDecoderFamily:
     ``has_qkv_bias`` states whether the QKV projections have biases, unless ``own_fields`` decides. The defaults are
     those of the architecture's configuration class, since its files may omit them. By default each head has its own
     key-value group, and the head dimension is the hidden size divided by the number of heads. ``norm_names`` pairs our
-    names of a layer's norms with theirs. ``mlp_names`` are their names of the MLP's projections: gate if it has one,
-    up, and down. ``expert_names`` is None if the files stack the experts as a model in memory does.
-    ``names_in_memory`` pairs parts of tensor names that differ in memory with those in the files.
+    names of a layer's norms with theirs, and ``head_norm_names`` those of the QK norms. ``embedding_name``,
+    ``attention_name`` and ``mlp_name`` are their names of these parts, and ``mlp_names`` of the MLP's projections: gate
+    if it has one, up, and down. ``native_layers`` is the number of our layers per layer of theirs: 2 if ours have one
+    part each, a mixer or a feed-forward. ``expert_names`` is None if the files stack the experts as a model in memory
+    does.
+
+    ``other_names`` pairs parts of tensor names with those of other folders, or of models in memory, and
+    ``stacked_in_memory`` maps a part of the name of a tensor in memory to those of the tensors that it stacks.
+    ``multimodal_architecture`` names folders whose ``text_config`` describes the model; their vision part is left out.
+    ``setting_names`` maps names of settings to the names that are read here, the one that is written first.
     """
 
     model_type: str
     architecture: str
+    multimodal_architecture: str | None = None
     base_prefix = "model."
     has_qkv_bias = False
     default_positions: int
@@ -203,18 +282,27 @@ class RotaryDecoderFamily:
     activation = ("hidden_act", "silu", "swiglu")
     """Setting of the activation, its only supported value, and the corresponding flag."""
     epsilon_name = "rms_norm_eps"
+    embedding_name = "embed_tokens"
+    attention_name = "self_attn"
     attention_output = "o_proj"
     final_norm = "norm"
+    native_layers = 1
+    mlp_name = "mlp"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    head_norm_names: Mapping[str, str] = MappingProxyType({"q": "q_norm", "k": "k_norm"})
     expert_names: ExpertNames | None = ExpertNames()
-    names_in_memory: tuple[tuple[str, str], ...] = ()
+    other_names: tuple[tuple[str, str], ...] = ()
+    stacked_in_memory: Mapping[str, Sequence[str]] = MappingProxyType({})
+    setting_names: Mapping[str, str] = MappingProxyType({})
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
     )
+    default_ffn_size: int | None = None
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
+        settings = self._with_usual_names(settings)
         width = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
         # A null value, unlike an absent setting, means that the value is computed from the other sizes.
@@ -234,13 +322,14 @@ class RotaryDecoderFamily:
             num_attention_heads=heads,
             num_query_groups=groups,
             group_query_attention=groups != heads,
-            ffn_hidden_size=settings.integer("intermediate_size"),
+            ffn_hidden_size=settings.integer("intermediate_size", self.default_ffn_size),
             kv_channels=head_dim,
             normalization="RMSNorm",
             norm_epsilon=settings.number(self.epsilon_name, self.default_epsilon),
             swiglu=switch == "swiglu",
             geglu=switch == "geglu",
             squared_relu=switch == "squared_relu",
+            xielu=switch == "xielu",
             add_bias_linear=False,
             add_qkv_bias=self.has_qkv_bias,
             hidden_dropout=0.0,
@@ -254,6 +343,22 @@ class RotaryDecoderFamily:
             **dtype_fields(settings),
         )
         return with_fields(config, **self.own_fields(settings))
+
+    def _with_usual_names(self, settings: Settings) -> Settings:
+        given, usual_values = settings.values, dict[str, Any]()
+        for name, usual in self.setting_names.items():
+            if name not in given:
+                continue
+            other = usual_values.get(usual, given.get(usual, given[name]))
+            if other != given[name]:
+                settings.refuse(f"{name} is {given[name]!r:.40}, but another name of this setting has {other!r:.40}")
+            usual_values[usual] = given[name]
+        return settings.replaced(usual_values) if usual_values else settings
+
+    def with_own_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings under the architecture's names for them."""
+        own = {usual: name for name, usual in reversed([*self.setting_names.items()])}
+        return {own.get(name, name): value for name, value in values.items()}
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         return read_rope(settings, positions, self.default_rotary_base)
@@ -274,7 +379,7 @@ class RotaryDecoderFamily:
             "intermediate_size": config.ffn_hidden_size,
             "max_position_embeddings": config.max_position_embeddings,
             "num_attention_heads": config.num_attention_heads,
-            "num_hidden_layers": config.num_layers,
+            "num_hidden_layers": config.num_layers // self.native_layers,
             "num_key_value_heads": config.num_query_groups,
             self.epsilon_name: config.norm_epsilon,
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
@@ -287,11 +392,10 @@ class RotaryDecoderFamily:
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
         """Yield every link, in the order of the tensors in their model."""
         width, prefix = config.hidden_size, self.base_prefix
-        yield whole(
-            "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
-        )
+        embedding = f"{prefix}{self.embedding_name}.weight"
+        yield whole("model.embedding.word_embeddings.weight", embedding, (config.vocab_size, width))
         for layer in range(config.num_layers):
-            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
+            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer // self.native_layers}."
             yield from self.layer_links(config, ours, theirs, config.layer_parts[layer])
         yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}{self.final_norm}")
         if config.untie_embeddings_and_output_weights:
@@ -299,35 +403,41 @@ class RotaryDecoderFamily:
         if config.add_output_bias:
             yield whole("model.output_layer.bias", "lm_head.bias", (config.vocab_size,))
 
+    def as_in_files(self, config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Convert a loaded model's weights to the form of its files."""
+        if config.moe.num_experts is not None and self.expert_names is not None:
+            weights = weights_as_in_files(weights, self.expert_names)
+        for stacked, parts in self.stacked_in_memory.items():
+            found: dict[str, torch.Tensor] = {}
+            for name, weight in weights.items():
+                names = [name.replace(stacked, part) for part in parts] if stacked in name else [name]
+                found |= zip(names, weight.chunk(len(names)) if stacked in name else [weight])
+            weights = found
+        return weights
+
     def is_buffer(self, name: str) -> bool:
-        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain."""
-        return _BUFFER.fullmatch(name) is not None
+        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain, or of a vision part."""
+        is_vision = self.multimodal_architecture is not None and name.startswith(_VISION)
+        return is_vision or _BUFFER.fullmatch(name) is not None
 
     def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a dense layer's gate and up projections."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
         for number, name in enumerate(self.mlp_names[:-1]):
             for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.add_bias_linear else 1]:
-                native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}mlp.{name}.{kind}"
+                native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}{self.mlp_name}.{name}.{kind}"
                 yield rows(native, number * ffn, foreign, 0, ffn, trailing)
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QKV projections."""
-        width = config.hidden_size
-        fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
-        for name in ("q", "k", "v"):
-            for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.has_qkv_bias else 1]:
-                for part, native_start, foreign_start, count in fused:
-                    if part == name:
-                        native = f"{ours}self_attention.linear_qkv.{kind}"
-                        foreign = f"{theirs}self_attn.{name}_proj.{kind}"
-                        yield rows(native, native_start, foreign, foreign_start, count, trailing)
+        yield from projection_links(config, f"{ours}{LINEAR_QKV}", f"{theirs}{self.attention_name}.{{}}_proj")
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QK norms."""
         across = config.qk_layernorm_across_heads
         for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
-            native, foreign = f"{ours}self_attention.{name}_layernorm.weight", f"{theirs}self_attn.{name}_norm.weight"
+            native = f"{ours}self_attention.{name}_layernorm.weight"
+            foreign = f"{theirs}self_attn.{self.head_norm_names[name]}.weight"
             yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -339,21 +449,28 @@ class RotaryDecoderFamily:
         """Yield the links of a layer's attention."""
         yield from self.attention_links(config, ours, theirs)
         projection = (config.hidden_size, config.context_size)
-        output = f"{theirs}self_attn.{self.attention_output}"
-        yield from linear_links(config, f"{ours}self_attention.linear_proj", output, projection)
+        output = f"{theirs}{self.attention_name}.{self.attention_output}"
+        native, has_bias = f"{ours}self_attention.linear_proj", config.has_proj_bias
+        yield from linear_links(native, output, projection, has_bias=has_bias)
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
 
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
         """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
-        yield from self.mixer_links(config, ours, theirs, parts)
+        if parts.mixer is not None:
+            yield from self.mixer_links(config, ours, theirs, parts)
         if parts.feed_forward == MOE:
             yield from self.expert_layer_links(config, ours, theirs)
-        else:
+        elif parts.feed_forward is not None:
+            down = f"{theirs}{self.mlp_name}.{self.mlp_names[-1]}"
             yield from self.fc1_links(config, ours, theirs)
-            yield from linear_links(config, f"{ours}mlp.linear_fc2", f"{theirs}mlp.{self.mlp_names[-1]}", (width, ffn))
-        for name, their_name in self.norm_names[: 1 if config.shared_parallel_norm else None]:
+            yield from linear_links(f"{ours}mlp.linear_fc2", down, (width, ffn), has_bias=config.add_bias_linear)
+        names = self.norm_names[: 1 if config.shared_parallel_norm else None]
+        if not all(parts):
+            # A layer with one part has one norm, under the name of the first.
+            names = ((names[0][0], names[0 if parts.mixer else -1][1]),)
+        for name, their_name in names:
             yield from norm_links(config, f"{ours}{name}", f"{theirs}{their_name}")
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:

@@ -25,13 +25,15 @@ _NORM_EPSILON = 1e-6
 class SharedExpertFamily(RotaryDecoderFamily):
     """Base of architectures with DeepSeek-V3's experts: dense first layers, sigmoid scores, a shared expert, and MTP.
 
-    ``expert_defaults`` are the defaults of the architecture's configuration class. ``group_score_topk`` is the number
+    ``expert_defaults`` are the defaults of the architecture's configuration class, None if files must have the value.
+    Some may be absent there, with DeepSeek-V3's value. ``group_score_topk`` is the number
     of best experts by whose scores transformers ranks a group. ``experts_setting`` and ``shared_setting`` name the
     numbers of experts and of shared experts, and ``bias_name`` is the expert bias in the files. ``has_mtp`` states
     whether they may contain MTP modules.
     """
 
     expert_defaults: Mapping[str, Any]
+    shared_name = "mlp.shared_experts"
     group_score_topk = 2
     experts_setting, shared_setting = "n_routed_experts", "n_shared_experts"
     bias_name = "mlp.gate.e_score_correction_bias"
@@ -46,13 +48,14 @@ class SharedExpertFamily(RotaryDecoderFamily):
         modules = further_layers(settings, f"layers.{settings.integer('num_hidden_layers')}.") if self.has_mtp else 0
         is_divided = fields["moe_router_topk"] > 1
         reason = "scores are always normalized to sum 1" if is_divided else "the score of a single expert is its weight"
-        settings.require("norm_topk_prob", is_divided, True, reason)
+        settings.require("norm_topk_prob", is_divided, usual.get("norm_topk_prob", True), reason)
+        shared = settings.integer(self.shared_setting, usual.get(self.shared_setting, 1))
         groups, of_token = (settings.integer(name, usual[name]) for name in ("n_group", "topk_group"))
         return {
             **fields,
             **self.group_fields(settings, experts, fields["moe_router_topk"], groups, of_token),
             "moe_layer_freq": self.layers_with_experts(settings),
-            "moe_shared_expert_intermediate_size": settings.integer(self.shared_setting, 1) * width,
+            "moe_shared_expert_intermediate_size": shared * width,
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", usual["routed_scaling_factor"]),
             "moe_router_enable_expert_bias": True,
@@ -135,7 +138,7 @@ class SharedExpertFamily(RotaryDecoderFamily):
             bias = f"{theirs}{self.bias_name}"
             yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
         if config.moe.moe_shared_expert_intermediate_size is not None:
-            yield from shared_expert_links(config, ours, theirs)
+            yield from shared_expert_links(config, ours, theirs, self.shared_name)
 
 
 _DENSE, _SPARSE = "dense", "sparse"
@@ -168,6 +171,7 @@ class DeepseekV3Family(SharedExpertFamily):
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     default_positions = 4096
+    default_query_rank: int | None = 1536
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {
             "moe_intermediate_size": 2048,
@@ -262,13 +266,13 @@ class DeepseekV3Family(SharedExpertFamily):
             settings.refuse(f"qk_rope_head_dim is {rotary}; rotary position embeddings need an even number")
 
 
-def further_layers(settings: Settings, name_part: str) -> int:
+def further_layers(settings: Settings, name_part: str, setting: str = "num_nextn_predict_layers") -> int:
     """Return the number of MTP modules, whose tensor names contain ``name_part``.
 
     transformers writes the number but not the modules.
     """
     names = settings.tensor_names
-    stated = count_of(settings, "num_nextn_predict_layers", 0 if names is None else 1)
+    stated = count_of(settings, setting, 0 if names is None else 1)
     if names is not None and not any(name_part in name for name in names()):
         return 0
     return stated

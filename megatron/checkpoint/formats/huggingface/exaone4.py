@@ -58,7 +58,7 @@ class ExaoneMoeFamily(SharedExpertFamily):
     default_epsilon = 1e-5
     experts_setting, shared_setting = "num_experts", "num_shared_experts"
     bias_name = "mlp.e_score_correction_bias"
-    names_in_memory = ((SharedExpertFamily.bias_name, bias_name),)
+    other_names = ((bias_name, SharedExpertFamily.bias_name),)
     has_mtp = False
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.families import FAMILIES, HOW_TO_ADD, named_family, read_as
-from megatron.checkpoint.formats.huggingface.family import Family
+from megatron.checkpoint.formats.huggingface.families import FAMILIES, HOW_TO_ADD, language_part, named_family, read_as
+from megatron.checkpoint.formats.huggingface.family import Family, names_in_files
 from megatron.checkpoint.formats.huggingface.settings import ObservedValues, Settings, read_settings, stored_names
 from megatron.core.config_base import IDENTITY, field_specs, field_value
 from megatron.core.models.gpt import GPTConfig
@@ -52,7 +52,7 @@ def explain_family(folder: Path) -> list[str]:
     Raises:
         CheckpointError: the folder has no config.json, or it is not a JSON object.
     """
-    settings = read_settings(folder)
+    settings = language_part(read_settings(folder))
     given = {name: value for name, value in settings.values.items() if name not in _OF_EVERY_MODEL}
     names, family = named_family(settings)
     reading = _nearest(settings, given) if family is None else _read(family, settings)
@@ -119,8 +119,9 @@ def _compare_tensors(reading: _Reading, stored: Collection[str]) -> Iterator[str
     if not len(stored) >= max(reading.config.num_layers, reading.config.moe.num_experts or 0):
         return
     prefix = reading.family.base_prefix
-    links = [link for link in reading.family.links(reading.config) if not link.is_copy]
-    theirs = {_pattern(link.foreign.removeprefix(prefix)) for link in links}
+    names = {link.foreign for link in reading.family.links(reading.config) if not link.is_copy}
+    found = (next((each for each in names_in_files(reading.family, name) if each in stored), name) for name in names)
+    theirs = {_pattern(name.removeprefix(prefix)) for name in found}
     ours = {_pattern(name.removeprefix(prefix)) for name in stored if not reading.family.is_buffer(name)}
     yield from _listed("tensors that only the folder has", sorted(ours - theirs))
     yield from _listed(f"tensors that only {reading.family.architecture} has", sorted(theirs - ours))

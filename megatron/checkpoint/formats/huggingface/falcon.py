@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, linear_links, norm_links
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    RotaryDecoderFamily,
+    named_layer_links,
+    norm_links,
+)
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
+
+_LINEAR_NAMES = (
+    ("self_attention.linear_qkv", "self_attention.query_key_value"),
+    ("self_attention.linear_proj", "self_attention.dense"),
+    ("mlp.linear_fc1", "mlp.dense_h_to_4h"),
+    ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
+)
 
 
 class FalconFamily(RotaryDecoderFamily):
@@ -27,7 +38,7 @@ class FalconFamily(RotaryDecoderFamily):
         """Return the model configuration that the settings describe."""
         width, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
         settings.require("n_embed", width, width, "it is another name of hidden_size")
-        settings.require("alibi", False, False, "ALiBi is not supported")
+        settings.require("alibi", False, False, "its slopes depend on the head dimension")
         settings.require("hidden_dropout", 0.0, 0.0, "one dropout for the sum of attention and MLP is not supported")
         groups = settings.integer("num_kv_heads", heads)
         if not settings.switch("new_decoder_architecture", False):
@@ -76,24 +87,14 @@ class FalconFamily(RotaryDecoderFamily):
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
         """Yield every link, in the order of the tensors in their model."""
-        width, ffn, prefix = config.hidden_size, config.ffn_hidden_size, self.base_prefix
-        vocabulary, fused = (config.vocab_size, width), config.query_projection_size + 2 * config.kv_projection_size
+        vocabulary, prefix = (config.vocab_size, config.hidden_size), self.base_prefix
         yield whole("model.embedding.word_embeddings.weight", f"{prefix}word_embeddings.weight", vocabulary)
-        norms = ("input_layernorm", "post_attention_layernorm")
-        if config.use_parallel_residual and not config.shared_parallel_norm:
-            norms = ("ln_attn", "ln_mlp")
+        has_two = config.use_parallel_residual and not config.shared_parallel_norm
+        first, second = ("ln_attn", "ln_mlp") if has_two else ("input_layernorm", "post_attention_layernorm")
+        names = [*_LINEAR_NAMES, ("input_layernorm", first), ("pre_mlp_layernorm", second)]
         for layer in range(config.num_layers):
             ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}h.{layer}."
-            for native, foreign, shape in (
-                ("self_attention.linear_qkv", "self_attention.query_key_value", (fused, width)),
-                ("self_attention.linear_proj", "self_attention.dense", (width, config.query_projection_size)),
-                ("mlp.linear_fc1", "mlp.dense_h_to_4h", (ffn, width)),
-                ("mlp.linear_fc2", "mlp.dense_4h_to_h", (width, ffn)),
-            ):
-                yield from linear_links(config, f"{ours}{native}", f"{theirs}{foreign}", shape)
-            yield from norm_links(config, f"{ours}input_layernorm", f"{theirs}{norms[0]}")
-            if not config.shared_parallel_norm:
-                yield from norm_links(config, f"{ours}pre_mlp_layernorm", f"{theirs}{norms[1]}")
+            yield from named_layer_links(config, ours, theirs, names[: -1 if config.shared_parallel_norm else None])
         yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}ln_f")
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", vocabulary)

@@ -6,13 +6,19 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.formats.huggingface.apertus import ApertusFamily
 from megatron.checkpoint.formats.huggingface.arcee import ArceeFamily
+from megatron.checkpoint.formats.huggingface.bamba import BambaFamily
+from megatron.checkpoint.formats.huggingface.bloom import BloomFamily
 from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, CohereFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
+from megatron.checkpoint.formats.huggingface.dots1 import Dots1Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family, ExaoneMoeFamily
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
+from megatron.checkpoint.formats.huggingface.falcon_h1 import FalconH1Family
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
@@ -22,15 +28,22 @@ from megatron.checkpoint.formats.huggingface.gpt_bigcode import GPTBigCodeFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
 from megatron.checkpoint.formats.huggingface.gptj import CodeGenFamily, GPTJFamily
 from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, GraniteMoeFamily
+from megatron.checkpoint.formats.huggingface.granite_hybrid import GraniteMoeHybridFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
+from megatron.checkpoint.formats.huggingface.hunyuan import HunYuanDenseV1Family, HunYuanMoEV1Family
+from megatron.checkpoint.formats.huggingface.kimi_linear import KimiLinearFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
+from megatron.checkpoint.formats.huggingface.minimax_m2 import MiniMaxM2Family
 from megatron.checkpoint.formats.huggingface.mistral import (
     Ministral3Family,
     MinistralFamily,
     MistralFamily,
     MixtralFamily,
 )
+from megatron.checkpoint.formats.huggingface.mpt import MptFamily
 from megatron.checkpoint.formats.huggingface.nanochat import NanoChatFamily
+from megatron.checkpoint.formats.huggingface.nemotron import NemotronFamily
+from megatron.checkpoint.formats.huggingface.nemotron_h import NemotronHFamily
 from megatron.checkpoint.formats.huggingface.olmo import (
     FlexOlmoFamily,
     Olmo2Family,
@@ -38,10 +51,13 @@ from megatron.checkpoint.formats.huggingface.olmo import (
     OlmoeFamily,
     OlmoFamily,
 )
+from megatron.checkpoint.formats.huggingface.opt import OptFamily
 from megatron.checkpoint.formats.huggingface.persimmon import PersimmonFamily
 from megatron.checkpoint.formats.huggingface.phi import PhiFamily
 from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
+from megatron.checkpoint.formats.huggingface.phimoe import PhimoeFamily
 from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen2MoEFamily, Qwen3Family, Qwen3MoEFamily
+from megatron.checkpoint.formats.huggingface.qwen3_5 import Qwen3_5Family, Qwen3_5MoEFamily
 from megatron.checkpoint.formats.huggingface.qwen3_next import Qwen3NextFamily
 from megatron.checkpoint.formats.huggingface.seed_oss import SeedOssFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings, read_quantization, read_settings
@@ -49,6 +65,7 @@ from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
 from megatron.checkpoint.formats.huggingface.stablelm import StableLmFamily
 from megatron.checkpoint.formats.huggingface.starcoder2 import Starcoder2Family
 from megatron.checkpoint.formats.huggingface.tokenizer_files import tokenizer_settings
+from megatron.checkpoint.formats.huggingface.xglm import XglmFamily
 from megatron.core.config_base import config_to_dict, excesses
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import GPTConfig
@@ -103,12 +120,34 @@ FAMILIES: tuple[Family, ...] = (
     NanoChatFamily(),
     DeepseekV2Family(),
     Qwen3NextFamily(),
+    BambaFamily(),
+    GraniteMoeHybridFamily(),
+    NemotronHFamily(),
+    FalconH1Family(),
+    BloomFamily(),
+    MptFamily(),
+    OptFamily(),
+    XglmFamily(),
+    ApertusFamily(),
+    HunYuanDenseV1Family(),
+    HunYuanMoEV1Family(),
+    MiniMaxM2Family(),
+    PhimoeFamily(),
+    Dots1Family(),
+    NemotronFamily(),
+    Qwen3_5Family(),
+    Qwen3_5MoEFamily(),
+    KimiLinearFamily(),
 )
 
 HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"
 _LANGUAGE_MODEL = "ForCausalLM"
-_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3")
+_PUBLISHED_WITH_CODE = ("deepseek_v2", "deepseek_v3", "kimi_linear", "minimax_m2", "mpt")
 """Architectures whose folders refer to custom code, which transformers ignores since it has built-in code."""
+
+
+_OF_BOTH = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+"""Settings of a whole model that apply to its language model."""
 
 
 def hugging_face_config(folder: str | Path) -> GPTConfig:
@@ -128,6 +167,7 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
         CheckpointError: the architecture is not supported.
         ConfigurationError: a setting is not supported.
     """
+    settings = language_part(settings)
     family = _family_of(settings)
     config = read_as(family, settings)
     settings.raise_problems()
@@ -143,6 +183,22 @@ def read_as(family: Family, settings: Settings) -> GPTConfig:
     for problem in excesses(config):
         settings.refuse(problem)
     return config
+
+
+def language_part(settings: Settings) -> Settings:
+    """Return the settings of the language model of a model with a vision part, or the settings of any other model."""
+    for family in FAMILIES:
+        multimodal = family.multimodal_architecture if isinstance(family, RotaryDecoderFamily) else None
+        if multimodal is None or settings.values.get("architectures") != [multimodal]:
+            continue
+        text = settings.inner("text_config")
+        if text is None:
+            settings.refuse(f"text_config is missing; {multimodal} needs it")
+            settings.raise_problems()
+        common = {name: value for name, value in settings.values.items() if name in _OF_BOTH and value is not None}
+        values = {**text.values, **common, "architectures": [family.architecture]} if text else {}
+        return Settings(values, settings.place, settings.problems, settings.tensor_names)
+    return settings
 
 
 def family_for(config: GPTConfig, preferred: Family | None = None) -> Family:
@@ -183,7 +239,9 @@ def named_family(settings: Settings) -> tuple[str, Family | None]:
     architectures = settings.values.get("architectures")
     if isinstance(architectures, list) and architectures:
         wanted = [str(name) for name in architectures]
-        found = [family for family in FAMILIES if wanted == [family.architecture]]
+        # MPT's own code spells the name differently from transformers.
+        in_lower_case = [name.lower() for name in wanted]
+        found = [family for family in FAMILIES if in_lower_case == [family.architecture.lower()]]
         return ", ".join(wanted), found[0] if found else None
     wanted_type = settings.values.get("model_type")
     found = [family for family in FAMILIES if family.model_type == wanted_type]

@@ -13,6 +13,7 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, full_shards
+from megatron.core.transformer import MOE
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,8 @@ class TensorLink:
     With ``is_transposed`` the last two dims of the boxes are swapped. If their tensor has fewer dims, the leading dims
     of our box are 1: our tensor stacks several of theirs. ``is_copy`` marks values that duplicate another of their
     tensors: they are written, but may be missing when read. With ``foreign_step`` only every ``foreign_step``-th
-    element along the last dim of their box is used. Their values are ours plus ``foreign_offset``, rounded.
+    element along the last dim of their box is used. Their values are ours plus ``foreign_offset``, rounded. Their
+    tensor has ``foreign_ones`` dims of 1 before and after ours.
     """
 
     native: str
@@ -36,10 +38,13 @@ class TensorLink:
     is_copy: bool = False
     foreign_step: int = 1
     foreign_offset: float = 0.0
+    foreign_ones: tuple[int, int] = (0, 0)
 
     def foreign_part(self, native_part: Box) -> Box:
         """Return the bounding box in their tensor of a part of our box, including elements between strided values."""
-        relative, dims = native_part.relative_to(self.native_box.offset), len(self.foreign_box.shape)
+        before, after = self.foreign_ones
+        relative = native_part.relative_to(self.native_box.offset)
+        dims = len(self.foreign_box.shape) - before - after
         stacked = len(relative.shape) - dims
         offset, shape = relative.offset[stacked:], relative.shape[stacked:]
         if self.is_transposed:
@@ -47,6 +52,7 @@ class TensorLink:
         if self.foreign_step > 1:
             offset = (*offset[:-1], offset[-1] * self.foreign_step)
             shape = (*shape[:-1], (shape[-1] - 1) * self.foreign_step + 1)
+        offset, shape = (*(0,) * before, *offset, *(0,) * after), (*(1,) * before, *shape, *(1,) * after)
         return Box(tuple(o + base for o, base in zip(offset, self.foreign_box.offset, strict=True)), shape)
 
     def foreign_slices(self, native_part: Box) -> tuple[slice, ...]:
@@ -62,14 +68,19 @@ class TensorLink:
             values = values[..., :: self.foreign_step]
         if self.foreign_offset:
             values = values - self.foreign_offset
+        before, after = self.foreign_ones
+        values = values.reshape(values.shape[before : values.dim() - after])
         return values.mT if self.is_transposed else values
 
     def to_foreign(self, values: torch.Tensor) -> torch.Tensor:
         """Convert our values to theirs, with their dims."""
         if self.foreign_offset:
             values = values + self.foreign_offset
-        values = values.reshape(values.shape[values.dim() - len(self.foreign_box.shape) :])
-        return values.mT if self.is_transposed else values
+        before, after = self.foreign_ones
+        dims = len(self.foreign_box.shape) - before - after
+        values = values.reshape(values.shape[values.dim() - dims :])
+        values = values.mT if self.is_transposed else values
+        return values.reshape((*(1,) * before, *values.shape, *(1,) * after))
 
 
 def _exchanged(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,6 +114,14 @@ def rows(
     if is_transposed and trailing:
         foreign_box = Box(foreign_box.offset[::-1], foreign_box.shape[::-1])
     return TensorLink(native, native_box, foreign, foreign_box, is_transposed and bool(trailing))
+
+
+def stacked_rows(native: str, parts: Iterable[tuple[str, int]], trailing: tuple[int, ...]) -> Iterator[TensorLink]:
+    """Link our tensor to the tensors of theirs that it stacks, given by their names and numbers of rows."""
+    start = 0
+    for foreign, num_rows in parts:
+        yield rows(native, start, foreign, 0, num_rows, trailing)
+        start += num_rows
 
 
 def one_of(native: str, number: int, first_row: int, foreign: str, shape: tuple[int, ...]) -> TensorLink:
@@ -153,6 +172,10 @@ class Family(Protocol):
     def base_prefix(self) -> str:
         """Return the prefix of all tensor names except the output layer's; files of the base model omit it."""
 
+    @property
+    def other_names(self) -> Sequence[tuple[str, str]]:
+        """Return pairs of parts of tensor names: as in links, and as in some folders or in transformers' modules."""
+
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe; record unsupported settings in ``settings``."""
 
@@ -164,6 +187,15 @@ class Family(Protocol):
 
     def is_buffer(self, name: str) -> bool:
         """Return whether a tensor is a buffer, not a weight, that older files contain."""
+
+
+def names_in_files(family: Family, name: str) -> Iterator[str]:
+    """Yield the names under which a folder or a model in memory may have a tensor of a link."""
+    yield name
+    yield name.removeprefix(family.base_prefix)
+    for part, other in family.other_names:
+        if part in name:
+            yield name.replace(part, other)
 
 
 def model_features(config: GPTConfig) -> dict[str, Any]:
@@ -185,6 +217,9 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
     features = {name: field_value(config, name) for name in names if name not in unused}
+    if config.moe.num_experts is not None:
+        # Without a factor, the weights are as with a factor of 1.
+        features["moe_router_topk_scaling_factor"] = config.moe.moe_router_topk_scaling_factor or 1.0
     if config.mla.multi_latent_attention:
         # mscale_all_dim scales MLA's attention scores even without YaRN.
         features["mscale_all_dim"] = config.rope.mscale_all_dim if config.scales_latent_scores else 0.0
@@ -212,7 +247,7 @@ def _unused_features(config: GPTConfig) -> set[str]:
         unused |= {"kv_channels", "rotary_dim", "score_scale", "rotary_interleaved"}
     # A factor of 1 leaves RoPE unchanged. MLA uses YaRN by default.
     unused |= {"rope_type"} if config.stretches_positions else _YARN
-    if config.moe.num_experts is not None and all(config.moe_layers):
+    if config.moe.num_experts is not None and all(parts.feed_forward in (None, MOE) for parts in config.layer_parts):
         unused.add("ffn_hidden_size")
     return unused
 

@@ -24,9 +24,10 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
     "gelu": {"bias_gelu_fusion": False},
     "relu2": {"squared_relu": True},
+    "relu": {"activation_func": "relu"},
 }
 """Hugging Face names of activations without a gate."""
-_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2", "relu": "relu"}
 
 
 def read_activation(settings: Settings, name: str, default: str) -> dict[str, Any]:
@@ -57,6 +58,7 @@ class GPT2Family:
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
     default_sizes: ClassVar[Mapping[str, int]] = {
         "n_embd": 768,
         "n_head": 12,
@@ -196,6 +198,7 @@ class GPTNeoFamily:
     model_type = "gpt_neo"
     architecture = "GPTNeoForCausalLM"
     base_prefix = "transformer."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
@@ -322,6 +325,7 @@ class GPTNeoXFamily:
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
     base_prefix = "gpt_neox."
+    other_names: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""

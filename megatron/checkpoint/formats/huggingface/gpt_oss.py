@@ -13,7 +13,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     written_layer_types,
 )
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
-from megatron.checkpoint.formats.huggingface.rope import read_rope, rope_object
+from megatron.checkpoint.formats.huggingface.rope import read_rope, with_default_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box
@@ -46,21 +46,12 @@ class GptOssFamily(RotaryDecoderFamily):
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the RoPE fields."""
-        if rope_object(settings) is None:
-            # The list of problems is shared; only the defaults are specific to this architecture.
-            settings = settings.replaced({"rope_scaling": _UNSAID_ROPE, "rope_parameters": None})
-        return read_rope(settings, positions, self.default_rotary_base)
+        return read_rope(with_default_rope(settings, _UNSAID_ROPE), positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of attention sinks, sliding windows and MoE; reject unsupported settings."""
         settings.require("attention_bias", True, True, "every linear layer has a bias")
         settings.require("swiglu_alpha", _GATE_STEEPNESS, _GATE_STEEPNESS, "the gate is x * sigmoid(1.702 x)")
-        for name in ("rope_scaling", "rope_parameters"):
-            if name in settings.values and rope_object(settings) is None:
-                settings.refuse(
-                    f"{name} is null, which releases of transformers interpret differently; set its rope_type"
-                )
-                break
         limit = settings.positive_or_none("swiglu_limit", 7.0)
         if limit is None:
             settings.refuse("swiglu_limit is null; a number greater than 0 is expected")

@@ -55,10 +55,10 @@ class GraniteMoeFamily(GraniteFamily):
     model_type = "granitemoe"
     architecture = "GraniteMoeForCausalLM"
     expert_names = None
-    names_in_memory = (
-        (f"{_EXPERTS}experts.gate_up_proj", f"{_EXPERTS}input_linear.weight"),
-        (f"{_EXPERTS}experts.down_proj", f"{_EXPERTS}output_linear.weight"),
-        (f"{_EXPERTS}router.weight", f"{_EXPERTS}router.layer.weight"),
+    other_names = (
+        (f"{_EXPERTS}input_linear.weight", f"{_EXPERTS}experts.gate_up_proj"),
+        (f"{_EXPERTS}output_linear.weight", f"{_EXPERTS}experts.down_proj"),
+        (f"{_EXPERTS}router.layer.weight", f"{_EXPERTS}router.weight"),
     )
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:

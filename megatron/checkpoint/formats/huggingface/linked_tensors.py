@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron.checkpoint import TensorInfo
-from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, shapes_of
+from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, names_in_files, shapes_of
 from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE
 from megatron.checkpoint.formats.huggingface.weight_files import OUTPUT_LAYER, WeightEntry
 from megatron.core.dist_checkpointing import MAX_SHARD_BYTES
@@ -172,8 +172,7 @@ def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weig
     shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
     stored: dict[str, str] = {}
     for name in shapes:
-        bare = name.removeprefix(family.base_prefix)
-        stored[name] = bare if name not in weights.entries and bare in weights.entries else name
+        stored[name] = next((other for other in names_in_files(family, name) if other in weights.entries), name)
     known = set(stored.values())
     if not config.untie_embeddings_and_output_weights and OUTPUT_LAYER in weights.entries:
         known.add(OUTPUT_LAYER)

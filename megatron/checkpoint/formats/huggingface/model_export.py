@@ -8,13 +8,25 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron.checkpoint import CheckpointSource
-from megatron.checkpoint.formats.huggingface.families import family_for, read_model
-from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, model_features, shapes_of
-from megatron.checkpoint.formats.huggingface.model_record import ModelRecord, decode_record, index_text
+from megatron.checkpoint.formats.huggingface.families import FAMILIES, family_for, read_model
+from megatron.checkpoint.formats.huggingface.family import (
+    Family,
+    TensorLink,
+    model_features,
+    names_in_files,
+    shapes_of,
+)
+from megatron.checkpoint.formats.huggingface.model_record import (
+    ModelRecord,
+    decode_record,
+    index_text,
+    recorded_model_type,
+)
 from megatron.checkpoint.formats.huggingface.settings import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -56,7 +68,7 @@ class ModelExport:
     def __init__(self, source: CheckpointSource, max_file_bytes: int) -> None:
         self._source = source
         self._config = config_from_dict(GPTConfig, source.common["config"]["model"])
-        self._family, self._record = choose_family(self._config, decode_record(source.common))
+        self._family, self._record = choose_family(self._config, source.common)
         links = list(self._family.links(self._config))
         _check_tensors(source, links)
         self._links: dict[str, list[TensorLink]] = {}
@@ -110,7 +122,8 @@ class ModelExport:
         Files may omit a prefix, or hold a tied output layer in addition to the embedding.
         """
         stored = [tensor for file in record.files.values() for tensor in file.tensors]
-        names = {name: name if name in self._links else self._family.base_prefix + name for name in stored}
+        known = {other: name for name in self._links for other in names_in_files(self._family, name)}
+        names = {name: name if name in self._links else known.get(name, name) for name in stored}
         if OUTPUT_LAYER in names and not self._config.untie_embeddings_and_output_weights:
             names[OUTPUT_LAYER] = next(iter(self._links))
         copies = {name for name, links in self._links.items() if links[0].is_copy}
@@ -143,8 +156,10 @@ class ModelExport:
         return max(sizes, key=lambda name: sizes[name])
 
     def _tokenizer_folder(self) -> Path | None:
-        name = self._source.common["tokenizer"]
-        return None if name is None else local_copy(self._source.folder / name)
+        name, folder = self._source.common["tokenizer"], self._source.folder
+        if name is None:
+            return folder if (folder / CONFIG_FILE).is_file() else None  # A model folder contains its tokenizer.
+        return local_copy(folder / name)
 
 
 class ExportedView:
@@ -176,13 +191,18 @@ class ExportedView:
         self._source.close()
 
 
-def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:
+def choose_family(config: GPTConfig, common: Mapping[str, Any]) -> tuple[Family, ModelRecord | None]:
     """Return a model's architecture, if possible its source folder's, and the folder's record for an unchanged model.
 
+    ``common`` is the section of the checkpoint that may contain the record.
+
     Raises:
+        CheckpointError: the record is damaged.
         ConfigurationError: no supported architecture can express the model.
     """
-    family = None
+    record = decode_record(common)
+    preferred = recorded_model_type(common)
+    family = next((each for each in FAMILIES if each.model_type == preferred), None)
     if record is not None:
         tensors = [name for file in record.files.values() for name in file.tensors]
         family, recorded = read_model(parse_settings(record.config, CONFIG_FILE, lambda: tensors))

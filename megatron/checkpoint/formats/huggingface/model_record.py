@@ -16,6 +16,8 @@ MODEL_RECORD = "hugging_face"
 """Key of the record in a checkpoint's ``common`` section."""
 HUB = "hub"
 """Key in the record of the name and the commit of a model from the Hub."""
+MODEL_TYPE = "model_type"
+"""Key of the architecture in the record of a folder that is not written again in its form."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def decode_record(common: Mapping[str, Any]) -> ModelRecord | None:
     content = common.get(MODEL_RECORD)
     if content is None:
         return None
-    if isinstance(content, Mapping) and content.keys() == {HUB}:  # quantized weights are not written again
+    if isinstance(content, Mapping) and content.keys() <= {HUB, MODEL_TYPE}:
         return None
     try:
         files = {
@@ -77,6 +79,13 @@ def decode_record(common: Mapping[str, Any]) -> ModelRecord | None:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the checkpoint's record of its Hugging Face folder is damaged: {error!r}") from error
+
+
+def recorded_model_type(common: Mapping[str, Any]) -> str | None:
+    """Return the architecture in the record of a folder that is not written again in its form, if there is one."""
+    content = common.get(MODEL_RECORD)
+    found = content.get(MODEL_TYPE) if isinstance(content, Mapping) else None
+    return found if isinstance(found, str) else None
 
 
 def record_model(

@@ -23,6 +23,11 @@ _MEMORY_METHODS = {
 }
 _UNSUPPORTED_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
+_POSITIONS_BY_MASK = ("opt",)
+"""Architectures whose positions count the tokens that the attention mask has so far; padding has position -1."""
+_DISTANCES_BY_MASK = ("bloom",)
+"""Architectures in which the distance of two tokens does not count padding between them."""
+
 
 class ParallelModel:
     """Connection of a transformers model to the worker processes that compute its forward pass.
@@ -99,7 +104,7 @@ class ParallelModel:
             "kind": "logits",
             "tokens": ids.tolist(),
             "mask": torch.ones_like(ids).tolist() if mask is None else mask.long().tolist(),
-            "positions": (torch.arange(ids.shape[1]) if positions is None else positions).expand(ids.shape).tolist(),
+            "positions": _positions(model, ids, mask, positions).expand(ids.shape).tolist(),
             "num_last": kept if isinstance(kept, int) else 0,
         }
         with self._lock:  # from other threads: after the generation in progress
@@ -132,6 +137,12 @@ class ParallelModel:
                 raise ConfigurationError(
                     f"{name} of shape {list(value.shape)} with input_ids of {list(ids.shape)}; the shapes must be equal"
                 )
+        is_by_mask = mask is not None and model.config.model_type in _DISTANCES_BY_MASK
+        if is_by_mask and bool(((mask.bool().int().diff(dim=1) > 0).sum(dim=1) + mask[:, 0].bool() > 1).any()):
+            raise ConfigurationError(
+                f"attention_mask has padding between tokens, which a parallel {model.config.model_type} model does not "
+                "support; pad on the left or on the right"
+            )
         defaults = model.config.to_dict()
         switches = {name: defaults.get(name, False) for name in _UNSUPPORTED_OUTPUTS} | others
         if wrong := [name for name, value in switches.items() if not isinstance(value, bool) or value]:
@@ -206,3 +217,13 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[s
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound |= bound.pop(name, {})
     return {name: value for name, value in bound.items() if value is not None}
+
+
+def _positions(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the positions that transformers uses. Shapes: ``ids, mask: [b, s] -> [b, s]``, or ``[s]`` for all rows."""
+    if given is not None:
+        return given
+    if mask is None or model.config.model_type not in _POSITIONS_BY_MASK:
+        return torch.arange(ids.shape[1])
+    present = mask.long()
+    return present.cumsum(dim=1) * present - 1

@@ -30,7 +30,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.core.transformer import GATED_DELTA_NET
+from megatron.core.transformer import LINEAR_ATTENTION, MAMBA
 
 _DEFAULT_LENGTH = 20
 """Default total length of a sequence in tokens, including the prompt, as in transformers."""
@@ -311,10 +311,18 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
         problems.append(
             f"{groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
         )
-    if any(parts.mixer == GATED_DELTA_NET for parts in config.layer_parts):
+    if any(parts.mixer in LINEAR_ATTENTION for parts in config.layer_parts):
         keys = config.hybrid.linear_num_key_heads
         if keys % size:
             problems.append(f"{keys} key heads of linear attention are not divisible by tensor-parallel size {size}")
+    if any(parts.mixer == MAMBA for parts in config.layer_parts):
+        heads, of_heads = config.hybrid.mamba_heads(config.hidden_size), config.hybrid.mamba_num_groups
+        states = of_heads * config.hybrid.mamba_state_dim
+        if heads % size or (of_heads % size and (size % of_heads or states % size)):
+            problems.append(
+                f"{heads} Mamba-2 heads in {of_heads} groups with {states} state dimensions together cannot be sharded "
+                f"over tensor-parallel size {size}"
+            )
     widths = {"a feed-forward layer": config.ffn_hidden_size if not all(config.moe_layers) else 0}
     if config.moe.num_experts is not None:
         widths |= {"an expert": config.moe.moe_ffn_hidden_size}

@@ -55,7 +55,9 @@ class PersimmonFamily(RotaryDecoderFamily):
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's fused QKV projection."""
         names = f"{ours}self_attention.linear_qkv", f"{theirs}self_attn.query_key_value"
-        yield from linear_links(config, *names, (3 * config.query_projection_size, config.hidden_size))
+        yield from linear_links(
+            *names, (3 * config.query_projection_size, config.hidden_size), has_bias=config.add_bias_linear
+        )
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QK norms, which have biases."""

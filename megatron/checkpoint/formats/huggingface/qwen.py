@@ -115,6 +115,10 @@ class GatedSharedExpertFamily(RotaryDecoderFamily):
 
     expert_defaults: Mapping[str, Any]
 
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of MoE and the shared expert."""
+        return self.experts_of(settings)
+
     def experts_of(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MoE and the shared expert."""
         usual = self.expert_defaults

@@ -26,7 +26,12 @@ def read_rope(settings: Settings, max_position_embeddings: int, default_base: fl
 
 
 def read_partial_rope(
-    settings: Settings, max_position_embeddings: int, base_name: str, share_name: str, default_share: float
+    settings: Settings,
+    max_position_embeddings: int,
+    base_name: str,
+    share_name: str,
+    default_share: float,
+    default_base: float = _DEFAULT_BASE,
 ) -> dict[str, Any]:
     """Return the fields of partial RoPE, with the fraction of rotated channels.
 
@@ -39,8 +44,19 @@ def read_partial_rope(
     if not 0 < share <= 1:
         settings.refuse(f"{share_name} is {share}; a number above 0 and up to 1 is expected")
         share = 1.0
-    base = settings.number(base_name, _DEFAULT_BASE)
+    base = settings.number(base_name, default_base)
     return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
+
+
+def read_ntk_rope(settings: Settings, positions: int, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
+    """Return the fields of RoPE whose type may be ``dynamic`` with an ``alpha``, which scales the base only."""
+    scaling = rope_object(settings)
+    kind = None if scaling is None else scaling.text("rope_type", scaling.text("type", "default"))
+    if scaling is None or kind != "dynamic" or not scaling.values.get("alpha"):
+        return read_rope(settings, positions, default_base)
+    unscaled = settings.replaced({"rope_scaling": {**scaling.values, "rope_type": "default"}})
+    fields = read_rope(unscaled, positions, default_base)
+    return fields | {"rotary_ntk_alpha": scaling.positive("alpha", 1.0)}
 
 
 def read_rotated_channels(settings: Settings, name: str, default: int, head_dim: int) -> float:
@@ -60,6 +76,20 @@ def rope_object(settings: Settings) -> Settings | None:
     If a folder has both ``rope_scaling`` and ``rope_parameters``, transformers uses ``rope_scaling``.
     """
     return settings.inner("rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters")
+
+
+def with_default_rope(settings: Settings, default: dict[str, Any]) -> Settings:
+    """Return the settings with the RoPE object of an architecture's configuration class if they have none.
+
+    The problems are still recorded in ``settings``.
+    """
+    if rope_object(settings) is not None:
+        return settings
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in settings.values:
+            settings.refuse(f"{name} is null, which releases of transformers interpret differently; set its rope_type")
+            break
+    return settings.replaced({"rope_scaling": default, "rope_parameters": None})
 
 
 def read_frequencies(

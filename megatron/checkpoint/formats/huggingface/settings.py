@@ -144,6 +144,17 @@ class Settings:
             return default
         return None if value is None else float(value)
 
+    def positive_numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """Return a setting that must be a list of as many numbers above 0 as the default; null counts as absent."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        is_list = isinstance(value, list) and len(value) == len(default)
+        if not is_list or any(type(each) not in (int, float) or not 0 < each <= _LARGEST for each in value):
+            self.refuse(f"{name} is {value!r:.40}; a list of {len(default)} numbers greater than 0 is expected")
+            return default
+        return tuple(map(float, value))
+
     def switch(self, name: str, default: bool) -> bool:
         """Return a boolean setting; null counts as absent."""
         value = self.values.get(name)
@@ -181,6 +192,19 @@ class Settings:
             given = default
         if given != value or type(given) is not type(value):
             self.refuse(f"{name} is {json.dumps(given)}, but only {json.dumps(value)} is supported: {reason}")
+
+    def require_zero(self, name: str, reason: str) -> None:
+        """Record a problem unless the setting is 0, as an integer or not, or absent."""
+        value = self.number(name, 0.0)
+        if value:
+            self.refuse(f"{name} is {value}, but only 0 is supported: {reason}")
+
+    def name_of(self, name: str, other: str) -> str:
+        """Return the name, of two for the same setting, that is used; record a problem if their values differ."""
+        values = {each: self.values[each] for each in (name, other) if self.values.get(each) is not None}
+        if len(values) == 2 and values[name] != values[other]:
+            self.refuse(f"{name} is {values[name]!r:.40}, but {other}, another name of it, is {values[other]!r:.40}")
+        return next(iter(values), name)
 
     def dtype(self) -> str | None:
         """Return the name of the weights' dtype, or None if it is not specified."""

@@ -10,11 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from megatron.checkpoint import TensorInfo, untrained_common
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, weights_as_in_files
-from megatron.checkpoint.formats.huggingface.families import read_model
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.families import language_part, read_model
 from megatron.checkpoint.formats.huggingface.hub import hub_origin
 from megatron.checkpoint.formats.huggingface.linked_tensors import LinkedTensors, StoredWeights
-from megatron.checkpoint.formats.huggingface.model_record import HUB, MODEL_RECORD, FileRecord, record_model
+from megatron.checkpoint.formats.huggingface.model_record import HUB, MODEL_RECORD, MODEL_TYPE, FileRecord, record_model
+from megatron.checkpoint.formats.huggingface.separate_experts import with_separate_experts
 from megatron.checkpoint.formats.huggingface.settings import (
     BlockFloat4,
     BlockFloat8,
@@ -60,16 +61,22 @@ class HuggingFaceSource:
         self.family, self.config = read_model(settings)
         self.files = WeightFiles(self.folder)
         quantization = read_quantization(settings)
-        self._linked = LinkedTensors(self.family, self.config, _plain_weights(self.files, quantization))
+        weights = _plain_weights(self.files, quantization)
+        if isinstance(self.family, RotaryDecoderFamily) and self.family.expert_names is not None:
+            weights = with_separate_experts(weights, self.family.expert_names)
+        self._linked = LinkedTensors(self.family, self.config, weights)
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         tokenizer = tokenizer_settings(self.folder, self.config.vocab_size)
         self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer)
-        if quantization is None:  # Quantized weights are not written back in quantized form.
+        # Neither quantized weights nor stacked experts are written back in that form, and a vision part is not read.
+        if weights is self.files and language_part(settings) is settings:
             files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
             record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
             self.common |= {MODEL_RECORD: record.encode()}
-        elif (origin := hub_origin(self.folder)) is not None:
-            self.common |= {MODEL_RECORD: {HUB: origin}}
+        else:
+            origin = hub_origin(self.folder)
+            record_of_origin = {} if origin is None else {HUB: origin}
+            self.common |= {MODEL_RECORD: {MODEL_TYPE: self.family.model_type, **record_of_origin}}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Read a box of a tensor, or all of it, as a contiguous CPU tensor.
@@ -156,11 +163,7 @@ class LoadedModelSource:
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}
             weights = {names.get(key, key): weight for key, weight in weights.items()}
         if isinstance(self.family, RotaryDecoderFamily):
-            for in_memory, in_files in self.family.names_in_memory:
-                weights = {key.replace(in_memory, in_files): weight for key, weight in weights.items()}
-        names_of_experts = self.family.expert_names if isinstance(self.family, RotaryDecoderFamily) else None
-        if self.config.moe.num_experts is not None and names_of_experts is not None:
-            weights = weights_as_in_files(weights, names_of_experts)
+            weights = self.family.as_in_files(self.config, weights)
         self._linked = LinkedTensors(self.family, self.config, LoadedWeights(name, weights))
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         self.common: Mapping[str, Any] = untrained_common(self.config, {})

@@ -21,7 +21,7 @@ from megatron.checkpoint.formats.megatron.torch_file_reader import Record
 from megatron.config import config_parts
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, hybrid_flags_without_argument
+from megatron.core.models.gpt import HYBRID_FIELDS, STRETCH_FIELDS, GPTConfig, hybrid_flags_without_argument
 from megatron.core.transformer import (
     GATED_DELTA_NET,
     HybridConfig,
@@ -213,7 +213,8 @@ def config_of_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     config_class: type = HybridConfig
     for field in field_specs(config_class):
-        if field.name not in (_HYBRID_PATTERN, _VARIANT, _FREQUENCY) and arguments.get(field.name) is not None:
+        is_own = field.name in HYBRID_FIELDS and field.name not in (_HYBRID_PATTERN, _VARIANT, _FREQUENCY)
+        if is_own and arguments.get(field.name) is not None:
             values[field.name] = value_of_argument(field, field.name, arguments[field.name])
     is_mamba = _HYBRID_PATTERN in values
     try:
@@ -230,8 +231,7 @@ def arguments_of_hybrid(model: GPTConfig) -> dict[str, Any]:
     hybrid = model.hybrid
     if not hybrid.is_hybrid:
         return {}
-    config_class: type = HybridConfig
-    values = {field.name: getattr(hybrid, field.name) for field in field_specs(config_class)}
+    values = {name: getattr(hybrid, name) for name in HYBRID_FIELDS}
     if hybrid.hybrid_override_pattern is not None:
         return {**values, _HYBRID_PATTERN: pattern_symbols(model.layer_parts), **_MAMBA_MODEL}
     text = (hybrid.linear_attention_freq or "").strip()

@@ -10,11 +10,12 @@ from megatron.core.transformer import (
     GATED_DELTA_NET,
     MAMBA,
     DecoderConfig,
-    HybridConfig,
     MLAConfig,
     MoEConfig,
     MTPConfig,
     RotaryConfig,
+    alibi_slopes,
+    pattern_symbols,
 )
 
 
@@ -33,13 +34,16 @@ class GPTConfig(DecoderConfig, in_args=True):
         0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, where=("position_embedding_type", "learned_absolute")
     )
     """Positions of the model; by default the sequence length."""
+    position_embedding_offset: int = flag(0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=False)
+    """Row of the first position in the table of learned or sinusoidal positions."""
     position_embedding_type: str = flag(
         "learned_absolute",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "alibi", "sinusoidal", "none"),
         not_built=("relative", "mrope"),
         role="shape",
     )
-    """Type of position embedding."""
+    """Type of position embedding; alibi adds a bias to attention scores, linear in the distance, with a slope per head;
+    sinusoidal adds sines and cosines to the embeddings."""
     use_rotary_position_embeddings: bool = flag(
         False,
         aliases=("--use-llama2-rotary-position-embeddings",),
@@ -54,6 +58,16 @@ class GPTConfig(DecoderConfig, in_args=True):
     ones if configured, else none."""
     rotary_base: int = flag(10000, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope"))
     """Base of the rotary frequencies."""
+    rotary_ntk_alpha: float = flag(
+        1.0,
+        role="meaning",
+        bounds=POSITIVE,
+        where=("position_embedding_type", "rope"),
+        excludes=("multi_latent_attention",),
+        in_args=False,
+    )
+    """NTK-aware scaling: multiply the rotary base by this number to the power of d / (d - 2), for d rotated channels
+    per head."""
     rotary_percent: float = flag(1.0, role="meaning", where=("position_embedding_type", "rope"), seen_as="rotary_dim")
     """Fraction of each head's dimension that is rotated."""
     rotary_interleaved: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
@@ -139,6 +153,23 @@ class GPTConfig(DecoderConfig, in_args=True):
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
 
     @property
+    def scaled_rotary_base(self) -> float:
+        """Return the rotary base after NTK-aware scaling."""
+        if self.rotary_ntk_alpha == 1.0:
+            return self.rotary_base
+        return float(self.rotary_base * self.rotary_ntk_alpha ** (self.rotary_dim / (self.rotary_dim - 2)))
+
+    @property
+    def num_position_embeddings(self) -> int:
+        """Return the number of rows of a table of learned positions."""
+        return self.max_position_embeddings + self.position_embedding_offset
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Return the slope of each head's linear bias (ALiBi), or None without such biases."""
+        return alibi_slopes(self.num_attention_heads) if self.position_embedding_type == "alibi" else None
+
+    @property
     def rotary_dim(self) -> int:
         return int(self.kv_channels * self.rotary_percent)
 
@@ -157,6 +188,13 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
+HYBRID_FIELDS = (
+    *("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+)
+"""Fields of hybrid models; Megatron's ``args`` contain them for a hybrid model."""
+
 _IN_NO_ARGS = (
     *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
     "attention_temperature_beta",
@@ -165,9 +203,10 @@ _IN_NO_ARGS = (
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *HYBRID_FIELDS,
     *(
         field.name
-        for kind in (MoEConfig, MTPConfig, HybridConfig)
+        for kind in (MoEConfig, MTPConfig)
         for field in dataclasses.fields(kind)
         if field.name not in _IN_NO_ARGS
     ),
@@ -186,9 +225,10 @@ _OF_LATENT = {
 }
 """MLA fields; Megatron's ``args`` contain them for MLA, and Megatron always rounds YaRN's correction range."""
 
-_VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
+_VALUES_IN_ARGS: Mapping[str, tuple[str | None, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "experimental_attention_variant": (None, GATED_DELTA_NET),
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
 }
@@ -197,6 +237,7 @@ _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
 
 _EPSILON_OF_MAMBA = 1e-5
 """Epsilon of the gated norm in Megatron-LM's Mamba-2 layers, whatever its flags."""
+_SYMBOLS_OF_MEGATRON = "M*-E"
 _STAGES = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     "pipeline_model_parallel_layout",
@@ -214,12 +255,15 @@ def hybrid_flags_without_argument(model: GPTConfig) -> list[str]:
     found: list[str] = []
     names: list[str] = []
     if model.hybrid.hybrid_override_pattern is not None:
-        if GATED_DELTA_NET in mixers:
-            found.append(f"G (gated delta-net) in --hybrid-override-pattern {model.hybrid.hybrid_override_pattern}")
+        if others := sorted(set(pattern_symbols(model.layer_parts)) - set(_SYMBOLS_OF_MEGATRON)):
+            found.append(f"{', '.join(others)} in --hybrid-override-pattern {model.hybrid.hybrid_override_pattern}")
         # Megatron-LM's MambaModel has neither norms of queries and keys, nor MLA, nor virtual stages.
         names += ("qk_layernorm", "multi_latent_attention", *_STAGES)
-    elif not model.swiglu:
-        found.append("gated delta-net without --swiglu, whose activation is also that of its convolution")
+    elif GATED_DELTA_NET in mixers and not model.swiglu:
+        found.append("gated delta-net without --swiglu")
+    tp, groups = model.tensor_model_parallel_size, model.hybrid.mamba_num_groups
+    if MAMBA in mixers and groups % tp:
+        found.append(f"--mamba-num-groups {groups} at --tensor-model-parallel-size {tp}")
     if MAMBA in mixers and model.norm_epsilon != _EPSILON_OF_MAMBA:
         names.append("norm_epsilon")
     if GATED_DELTA_NET in mixers and model.normalization != "RMSNorm":
@@ -246,6 +290,8 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         value = field_value(model, spec.name)
         if value not in _VALUES_IN_ARGS.get(spec.name, (value,)):
             return False
+        if spec.name == "position_embedding_type" and value != "rope" and model.mla.multi_latent_attention:
+            return False  # Megatron's MLA has rotary position embeddings whatever this argument is.
         has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
         return bool(has_argument) or value == spec.default
 

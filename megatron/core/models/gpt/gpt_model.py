@@ -6,11 +6,13 @@ computes the z-loss of the logits (Chowdhery et al. 2022, https://arxiv.org/abs/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.collectives import all_reduce
@@ -22,7 +24,7 @@ from megatron.core.models import Model
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.ops import CAUSAL, AttentionPattern, DropoutKeys, DropoutSamples
 from megatron.core.parallel_state import ExpertGroups, ParallelState
-from megatron.core.precision import dtype_from_name
+from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.registry import find_registered
 from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
@@ -73,21 +75,52 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.tp = tp
         self.sequence_parallel = config.sequence_parallel
-        shape = (config.max_position_embeddings, config.hidden_size)
+        self.offset = config.position_embedding_offset
+        shape = (config.num_position_embeddings, config.hidden_size)
         spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.embedding_init_std)
         self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the position embeddings, sequence first."""
-        positions = position_ids.t()
-        if self.sequence_parallel:
-            length = positions.shape[0] // self.tp.size
-            positions = positions.narrow(0, self.tp.rank * length, length)
+        positions = _own_positions(position_ids, self.tp, self.sequence_parallel) + self.offset
         return embedding_lookup(positions, self.weight)
 
 
+def _own_positions(position_ids: torch.Tensor, tp: Group, sequence_parallel: bool) -> torch.Tensor:
+    """Return the positions whose hidden states this rank holds. Shapes: ``[b, s] -> [s, b]``, or ``[s/tp, b]``."""
+    positions = position_ids.t()
+    if not sequence_parallel:
+        return positions
+    length = positions.shape[0] // tp.size
+    return positions.narrow(0, tp.rank * length, length)
+
+
+class SinusoidalEmbedding(nn.Module):
+    """Sines, then cosines of the positions at frequencies from 1 to 1/10000, as in tensor2tensor and fairseq.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, have the same frequencies, but not all sines first.
+
+    Shapes: ``position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+    """
+
+    def __init__(self, config: GPTConfig, tp: Group) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = config.sequence_parallel
+        self.offset, self.width = config.position_embedding_offset, config.hidden_size
+        self.dtype = dtype_from_name(config.params_dtype)
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the position embeddings, sequence first, computed in at least float32."""
+        positions = _own_positions(position_ids, self.tp, self.sequence_parallel) + self.offset
+        wide, half = arithmetic_dtype(self.dtype), self.width // 2
+        exponents = torch.arange(half, device=positions.device, dtype=wide) * -(math.log(10000.0) / (half - 1))
+        angles = positions[..., None].to(wide) * exponents.exp()
+        return F.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, self.width % 2)).to(self.dtype)
+
+
 class GPTEmbedding(nn.Module):
-    """Embedding of tokens and of learned positions, if configured, with an optional norm.
+    """Embedding of tokens and of learned or sinusoidal positions, if configured, with an optional norm.
 
     Shapes: ``tokens, position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
     """
@@ -113,9 +146,11 @@ class GPTEmbedding(nn.Module):
         self.multiplier = config.embedding_multiplier * config.mup.mup_embedding_mult
         if self.multiplier != 1.0:
             self.scale = self.multiplier * (1.0 if self.scale is None else self.scale)
-        self.position_embeddings: PositionEmbedding | None = None
+        self.position_embeddings: nn.Module | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, tp, device)
+        elif config.position_embedding_type == "sinusoidal":
+            self.position_embeddings = SinusoidalEmbedding(config, tp)
         self.norm = make_norm(config, tp, device) if config.add_embedding_norm else None
         self.dropout = HiddenDropout(config.hidden_dropout)
 
@@ -134,7 +169,7 @@ class GPTEmbedding(nn.Module):
         """
         hidden = self.of_words(tokens)
         if self.position_embeddings is not None:
-            assert position_ids is not None, "learned positions are looked up"
+            assert position_ids is not None, "learned and sinusoidal positions are added"
             positions = self.position_embeddings(position_ids)
             hidden = hidden + (positions if self.multiplier == 1.0 else positions * self.multiplier)
         if self.norm is not None:
@@ -466,18 +501,19 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
     width = config.mla.qk_pos_emb_head_dim if config.mla.multi_latent_attention else config.rotary_dim
-    stretched = yarn_frequencies(config.rope, config.rotary_base, width) if config.stretches_positions else None
+    base = config.scaled_rotary_base
+    stretched = yarn_frequencies(config.rope, base, width) if config.stretches_positions else None
     if config.mla.multi_latent_attention:
         return RotaryEmbedding(
             width,
-            config.rotary_base,
+            base,
             interleaved=True,
             frequencies=stretched,
             amplitude=config.rotary_amplitude,
         )
     return RotaryEmbedding(
         width,
-        config.rotary_base,
+        base,
         interleaved=config.rotary_interleaved,
         frequencies=stretched,
         amplitude=config.rotary_amplitude,

@@ -6,9 +6,10 @@ a cache of the CPU, and the backward pass computes them again instead of saving 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,58 @@ def chunk_length(chunk_size: int, num_positions: int) -> int:
     return min(chunk_size, 1 << max(0, num_positions - 1).bit_length())
 
 
+def run_in_chunks(
+    chunked: type[torch.autograd.Function],
+    recurrent: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    x: torch.Tensor,
+    *arguments: torch.Tensor | None,
+    return_state: bool,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output and last state for ``x: [b, s, ...]`` and other arguments: in chunks unless their length is 1.
+
+    Raises:
+        ValueError: ``chunk_size`` is no power of two.
+    """
+    length = chunk_length(chunk_size, x.shape[1])
+    if length == 1:
+        return recurrent(x, *arguments, return_state=return_state)
+    output, state = chunked.apply(x, *arguments, length)  # type: ignore[no-untyped-call]
+    return output, state if return_state else None
+
+
+def start_states(
+    x: torch.Tensor, length: int, rows: int, columns: int, dtype: torch.dtype, initial_state: torch.Tensor | None
+) -> torch.Tensor:
+    """Return memory for the states before each chunk and after the last one, of which the first state is set.
+
+    Shapes: ``x: [b, s, n, ...], initial_state: [b, n, rows, columns] -> [b, n, chunks + 1, rows, columns]``.
+    """
+    batch, num_positions, heads = x.shape[:3]
+    states = x.new_empty(batch, heads, -(-num_positions // length) + 1, rows, columns, dtype=dtype)
+    states[:, :, 0] = 0.0 if initial_state is None else initial_state
+    return states
+
+
+def start_state_gradients(states: torch.Tensor, slab: Slab, last_state_grad: torch.Tensor | None) -> torch.Tensor:
+    """Return memory for the gradients of a slab's states after each chunk, of which the last one is set.
+
+    Shapes: ``states: [slab of b, slab of n, chunks + 1, rows, columns], last_state_grad: [b, n, rows, columns] -> [slab
+    of b, slab of n, chunks, rows, columns]``.
+    """
+    grads = torch.zeros_like(states[:, :, 1:])
+    if last_state_grad is not None:
+        grads[:, :, -1] = slab.of_states(last_state_grad)
+    return grads
+
+
+def keep_for_backward(ctx: Any, length: int, initial_state: torch.Tensor | None, *tensors: torch.Tensor | None) -> None:
+    """Save the tensors, the length of a chunk, and the dtype of the initial state, if there is one."""
+    ctx.save_for_backward(*tensors)
+    ctx.length, ctx.state_dtype = length, None if initial_state is None else initial_state.dtype
+    ctx.set_materialize_grads(False)
+
+
 @dataclass(frozen=True)
 class Slab:
     """Some batch entries and heads."""
@@ -41,6 +94,10 @@ class Slab:
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Shapes: ``[b, s, n, ...] -> [slab of b, s, slab of n, ...]``."""
         return x[self.batch, :, self.heads]
+
+    def of_states(self, x: torch.Tensor) -> torch.Tensor:
+        """Shapes: ``[b, n, ...] -> [slab of b, slab of n, ...]``."""
+        return x[self.batch, self.heads]
 
 
 def slabs(x: torch.Tensor, elements_per_head: int, heads_per_group: int = 1) -> Iterator[Slab]:

@@ -18,10 +18,13 @@ from megatron.core.ops.linear_attention.chunks import (
     Decays,
     Documents,
     Slab,
-    chunk_length,
     diagonal_of_blocks,
     from_chunks,
+    keep_for_backward,
+    run_in_chunks,
     slabs,
+    start_state_gradients,
+    start_states,
     to_chunks,
     unit_lower_inverse,
 )
@@ -54,15 +57,10 @@ def gated_delta_rule(
     Raises:
         ValueError: ``chunk_size`` is no power of two.
     """
-    length = chunk_length(chunk_size, q.shape[1])
-    if length == 1:
-        return recurrent_gated_delta_rule(
-            q, k, v, log_decay, beta, initial_state, document_starts, return_state=return_state
-        )
-    output, state = _GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        q, k, v, log_decay, beta, initial_state, document_starts, length
+    arguments = q, k, v, log_decay, beta, initial_state, document_starts
+    return run_in_chunks(
+        _GatedDeltaRule, recurrent_gated_delta_rule, *arguments, return_state=return_state, chunk_size=chunk_size
     )
-    return output, state if return_state else None
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -82,14 +80,12 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = arithmetic_dtype(q.dtype)
         documents = Documents.of(document_starts, length, wide)
-        batch, num_positions, heads, _ = q.shape
-        num_chunks = -(-num_positions // length)
         output = torch.empty_like(v, memory_format=torch.contiguous_format)
-        states = q.new_empty(batch, heads, num_chunks + 1, k.shape[-1], v.shape[-1], dtype=wide)
-        states[:, :, 0] = 0.0 if initial_state is None else initial_state
+        states = start_states(q, length, k.shape[-1], v.shape[-1], wide, initial_state)
+        num_positions, num_chunks = q.shape[1], states.shape[2] - 1
         for slab in slabs(q, num_chunks * length * length):
             chunks = _Chunks.of(slab, q, k, v, log_decay, beta, documents, length)
-            slab_states = states[slab.batch, slab.heads]
+            slab_states = slab.of_states(states)
             slab_output = torch.empty_like(chunks.beta_v)
             for chunk in range(num_chunks):
                 state = slab_states[:, :, chunk]
@@ -103,9 +99,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 added = chunks.k_out[:, :, chunk].transpose(-1, -2) @ corrections
                 slab_states[:, :, chunk + 1] = added.addcmul_(chunks.decays.through[:, :, chunk], state)
             slab.of(output).copy_(from_chunks(slab_output, num_positions))
-        ctx.save_for_backward(q, k, v, log_decay, beta, document_starts, states)
-        ctx.length, ctx.state_dtype = length, None if initial_state is None else initial_state.dtype
-        ctx.set_materialize_grads(False)
+        keep_for_backward(ctx, length, initial_state, q, k, v, log_decay, beta, document_starts, states)
         return output, states[:, :, -1].clone()
 
     @staticmethod
@@ -120,12 +114,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         state_grad = torch.empty_like(states[:, :, 0])
         for slab in slabs(q, num_chunks * length * length):
             chunks = _Chunks.of(slab, q, k, v, log_decay, beta, documents, length)
-            slab_states = states[slab.batch, slab.heads]
+            slab_states = slab.of_states(states)
             out_grad = to_chunks(slab.of(grad), length, states.dtype)
             # Gradients of the states after each chunk, then of the state before it.
-            state_grads = torch.zeros_like(slab_states[:, :, 1:])
-            if last_state_grad is not None:
-                state_grads[:, :, -1] = last_state_grad[slab.batch, slab.heads]
+            state_grads = start_state_gradients(slab_states, slab, last_state_grad)
             rows_grad = torch.cat((out_grad, torch.empty_like(out_grad)), dim=3)
             from_output = chunks.attention.transpose(-1, -2) @ out_grad
             for chunk in reversed(range(num_chunks)):
@@ -137,7 +129,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 if chunk:
                     state_grads[:, :, chunk - 1] = before
                 else:
-                    state_grad[slab.batch, slab.heads] = before
+                    slab.of_states(state_grad).copy_(before)
             for result, part in zip(grads, chunks.gradients(slab_states, state_grads, rows_grad)):
                 slab.of(result).copy_(from_chunks(part, num_positions))
         initial_grad = None if ctx.state_dtype is None else state_grad.to(ctx.state_dtype)

@@ -15,9 +15,12 @@ from megatron.core.ops.linear_attention.chunks import (
     Decays,
     Documents,
     Slab,
-    chunk_length,
     from_chunks,
+    keep_for_backward,
+    run_in_chunks,
     slabs,
+    start_state_gradients,
+    start_states,
     to_chunks,
 )
 from megatron.core.ops.linear_attention.recurrence import recurrent_selective_scan
@@ -50,13 +53,10 @@ def selective_scan(
     Raises:
         ValueError: ``chunk_size`` is no power of two.
     """
-    length = chunk_length(chunk_size, x.shape[1])
-    if length == 1:
-        return recurrent_selective_scan(x, dt, A, B, C, D, initial_state, document_starts, return_state=return_state)
-    output, state = _SelectiveScan.apply(  # type: ignore[no-untyped-call]
-        x, dt, A, B, C, D, initial_state, document_starts, length
+    arguments = x, dt, A, B, C, D, initial_state, document_starts
+    return run_in_chunks(
+        _SelectiveScan, recurrent_selective_scan, *arguments, return_state=return_state, chunk_size=chunk_size
     )
-    return output, state if return_state else None
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -77,14 +77,13 @@ class _SelectiveScan(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = arithmetic_dtype(x.dtype)
         documents = Documents.of(document_starts, length, wide)
-        batch, num_positions, heads, head_dim = x.shape
-        num_chunks = -(-num_positions // length)
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
-        states = x.new_empty(batch, heads, num_chunks + 1, B.shape[-1], head_dim, dtype=wide)
-        states[:, :, 0] = 0.0 if initial_state is None else initial_state.transpose(-1, -2)
+        transposed = None if initial_state is None else initial_state.transpose(-1, -2)
+        states = start_states(x, length, B.shape[-1], x.shape[-1], wide, transposed)
+        num_positions, heads, num_chunks = x.shape[1], x.shape[2], states.shape[2] - 1
         for slab in slabs(x, num_chunks * length * length, heads // B.shape[2]):
             chunks = _Chunks.of(slab, x, dt, A, B, C, documents, length)
-            slab_states = states[slab.batch, slab.heads]
+            slab_states = slab.of_states(states)
             added = chunks.to_heads(
                 chunks.split(chunks.B.transpose(-1, -2) @ (chunks.steps * chunks.leave).flatten(-2))
             )
@@ -100,9 +99,7 @@ class _SelectiveScan(torch.autograd.Function):
             if D is not None:
                 slab_output.addcmul_(chunks.of_heads(D, slab), chunks.x)
             slab.of(output).copy_(from_chunks(slab_output, num_positions).flatten(2, 3))
-        ctx.save_for_backward(x, dt, A, B, C, D, document_starts, states)
-        ctx.length, ctx.state_dtype = length, None if initial_state is None else initial_state.dtype
-        ctx.set_materialize_grads(False)
+        keep_for_backward(ctx, length, initial_state, x, dt, A, B, C, D, document_starts, states)
         return output, states[:, :, -1].transpose(-1, -2).contiguous()
 
     @staticmethod
@@ -117,18 +114,17 @@ class _SelectiveScan(torch.autograd.Function):
         A_grad, D_grad = (states.new_zeros(A.shape) for _ in range(2))
         B_grad, C_grad = (states.new_zeros(B.shape) for _ in range(2))
         state_grad = torch.empty_like(states[:, :, 0])
+        last_grad = None if last_state_grad is None else last_state_grad.transpose(-1, -2)
         for slab in slabs(x, num_chunks * length * length, x.shape[2] // B.shape[2]):
             chunks = _Chunks.of(slab, x, dt, A, B, C, documents, length)
-            slab_states = states[slab.batch, slab.heads]
+            slab_states = slab.of_states(states)
             out_grad = _cut(slab.of(grad), chunks.x.shape[1], length, states.dtype)
             entered_grad = out_grad * chunks.enter
             # Gradients of the states after each chunk; first of the state before it, by the outputs of the chunk.
             from_output = chunks.to_heads(chunks.split(chunks.C.transpose(-1, -2) @ entered_grad.flatten(-2)))
-            state_grads = torch.zeros_like(slab_states[:, :, 1:])
-            if last_state_grad is not None:
-                state_grads[:, :, -1] = last_state_grad[slab.batch, slab.heads].transpose(-1, -2)
+            state_grads = start_state_gradients(slab_states, slab, last_grad)
             for chunk in reversed(range(num_chunks)):
-                before = state_grads[:, :, chunk - 1] if chunk else state_grad[slab.batch, slab.heads]
+                before = state_grads[:, :, chunk - 1] if chunk else slab.of_states(state_grad)
                 before.copy_(from_output[:, :, chunk])
                 before.addcmul_(chunks.decays.through[:, :, chunk], state_grads[:, :, chunk])
             after = chunks.to_groups(state_grads).flatten(-2)

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from megatron.core.ops.triton.activation import GATED_KINDS, PLAIN_KINDS, activate_with_bias, gated_activation
     from megatron.core.ops.triton.adamw import AdamWNumbers, update_adamw
     from megatron.core.ops.triton.causal_convolution import convolution_gradients, convolve
-    from megatron.core.ops.triton.column_sums import sum_parts
+    from megatron.core.ops.triton.column_sums import MAX_TOTALS, sum_parts
     from megatron.core.ops.triton.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
+    from megatron.core.ops.triton.dropout_keys import keys_of_sites, write_states
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
     from megatron.core.ops.triton.fp8_scaled_cast import amaxes, cast_rows, cast_segments, cast_squares, scales_of
     from megatron.core.ops.triton.nvfp4_cast import nvfp4_amax, quantize_segments
@@ -26,8 +27,9 @@ __getattr__ = lazy_exports(
         "activation": "GATED_KINDS PLAIN_KINDS activate_with_bias gated_activation",
         "adamw": "AdamWNumbers update_adamw",
         "causal_convolution": "convolution_gradients convolve",
-        "column_sums": "sum_parts",
+        "column_sums": "MAX_TOTALS sum_parts",
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
+        "dropout_keys": "keys_of_sites write_states",
         "fp8_cast": "cast_and_transpose",
         "fp8_scaled_cast": "amaxes cast_rows cast_segments cast_squares scales_of",
         "nvfp4_cast": "nvfp4_amax quantize_segments",

@@ -70,14 +70,14 @@ _TINY = 1e-20
 
 
 def expert_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """Return the score of every expert: a softmax over the experts, or the sigmoid of each logit.
+    """Return the score of every expert: the sigmoid of each logit, or a softmax over the experts.
 
     Shapes: ``[n, experts] -> [n, experts]``.
     """
-    if function == "softmax":
-        return logits.softmax(dim=-1)
-    assert function == "sigmoid", function
-    return logits.sigmoid()
+    if function == "sigmoid":
+        return logits.sigmoid()
+    assert function in ("softmax", "sparsemixer"), function
+    return logits.softmax(dim=-1)
 
 
 def choose_experts(
@@ -93,6 +93,7 @@ def choose_experts(
         group_score_topk=config.group_score_topk,
         scaling_factor=config.moe_router_topk_scaling_factor,
         score_function=config.moe_router_score_function,
+        sparsemixer_eps=config.moe_router_sparsemixer_eps,
         expert_bias=expert_bias,
     )
 
@@ -107,6 +108,7 @@ def topk_experts(
     group_score_topk: int | None = None,
     scaling_factor: float | None = None,
     score_function: str = "softmax",
+    sparsemixer_eps: float = 0.01,
     expert_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each token and their weights, the best first.
@@ -119,6 +121,9 @@ def topk_experts(
     if score_function == "softmax" and not use_pre_softmax:
         indices = best_experts(logits, topk, num_groups, group_topk, group_score_topk)
         weights = logits.gather(1, indices).softmax(dim=-1)
+    elif score_function == "sparsemixer":
+        indices = best_experts(logits, topk, num_groups, group_topk)
+        weights = sparsemixer_weights(logits, indices, sparsemixer_eps)
     else:
         scores = expert_scores(logits, score_function)
         ranked = scores if expert_bias is None else scores + expert_bias
@@ -127,6 +132,26 @@ def topk_experts(
         if score_function == "sigmoid" and topk > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
     return indices, weights if scaling_factor is None else weights * scaling_factor
+
+
+def sparsemixer_weights(logits: torch.Tensor, indices: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the weights of chosen experts, the best first, as SparseMixer-v2 computes them in evaluation.
+
+    The weight of a choice is its softmax over the experts that were not chosen before and whose logits are lower by at
+    most ``2 eps``, relative to the larger of the best logit and their own magnitude. Liu et al. 2024,
+    https://arxiv.org/abs/2409.12136. In training the gradient is that of these weights: the choice is not sampled, and
+    the paper's estimate of the gradient of the choice is not used.
+
+    Shapes: ``logits: [n, experts]``, ``indices: [n, k] -> [n, k]``.
+    """
+    weights, remaining = [], logits
+    for chosen in indices.chunk(indices.shape[1], dim=1):
+        with torch.no_grad():
+            best = logits.gather(1, chosen)
+            is_much_worse = (best - logits) / torch.maximum(logits.abs(), best) > 2 * eps
+        weights.append(remaining.masked_fill(is_much_worse, -math.inf).softmax(dim=-1).gather(1, chosen))
+        remaining = remaining.scatter(1, chosen, -math.inf)
+    return torch.cat(weights, dim=1)
 
 
 @torch.no_grad()

@@ -47,6 +47,8 @@ UNEQUAL_PROMPTS = [[3, 1, 4], [15, 92, 6, 53, 58], [9], [79, 32, 38], [46, 26, 4
 def make_model(name: str) -> GPTModel:
     if name == "odd":
         return build(odd_config(), single_rank_group())
+    if name == "alibi":
+        return build(odd_config(position_embedding_type="alibi"), single_rank_group())
     return golden_model(name, single_rank_group())
 
 
@@ -59,7 +61,7 @@ def greedy_without_cache(model: GPTModel, prompt: list[int], count: int) -> list
 
 
 @pytest.mark.parametrize("chunks", [(1,) * 13, (6, 1, 1, 1, 1, 1, 1, 1), (4, 5, 1, 3)])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd", "alibi"])
 def test_cached_logits_are_those_of_a_whole_forward_pass(name: str, chunks: tuple[int, ...]) -> None:
     model = make_model(name)
     tokens = torch.randint(0, 101, (3, sum(chunks)), generator=torch.Generator().manual_seed(1))
@@ -81,7 +83,7 @@ def test_the_plain_attention_agrees_with_a_cache() -> None:
     assert plain == fused
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd", "alibi"])
 def test_greedy_generation_equals_repeated_whole_forward_passes(name: str) -> None:
     model = make_model(name)
     results = generate(model, UNEQUAL_PROMPTS, 12, GREEDY, None, STATE)
@@ -265,7 +267,7 @@ def whole_log_probabilities(model: GPTModel, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd", "alibi"])
 def test_log_probabilities_are_those_of_a_whole_forward_pass(name: str, sampling: SamplingConfig) -> None:
     model = make_model(name)
     asked = request(sampling=sampling, log_probabilities=True)

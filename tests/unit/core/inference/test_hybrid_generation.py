@@ -20,9 +20,22 @@ ALONE = describe_parallel_state(0, 1)
 DELTA = {"linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 SHAPES: dict[str, dict[str, object]] = {
     "delta-net": {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "3", **DELTA},
+    "kimi": {
+        "num_layers": 4,
+        "experimental_attention_variant": "kimi_delta_attention",
+        "linear_attention_freq": "[1,0,1,1]",
+        "multi_latent_attention": True,
+        "position_embedding_type": "none",
+        "num_query_groups": 4,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 3,
+        "v_head_dim": 5,
+        **DELTA,
+    },
     "mamba": {
         "num_layers": 5,
-        "hybrid_override_pattern": "MG*-M",
+        "hybrid_override_pattern": "MGP-*",
         "attention_output_gate": True,
         "mamba_state_dim": 5,
         "mamba_head_dim": 6,

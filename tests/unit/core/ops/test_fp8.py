@@ -10,7 +10,7 @@ from torch.nn.functional import ScalingType
 
 from megatron.core.ops import fp8_quantizers, fp8_tensor
 from megatron.core.ops import fp8_tensor as fp8_tensor_module
-from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
+from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers, weights_kept
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -400,6 +400,44 @@ def test_what_a_recipe_shares_with_the_transpose(recipe: str, turns: bool, keeps
         quantizers = Fp8Quantizers(Float8Recipe.of(config))
         assert (quantizers.turns, quantizers.keeps_weight_scale) == (turns, keeps_weight_scale)
         assert quantizers.gathers_gradients == (turns and has_weight_gradients)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_kept_weight_is_quantized_once_to_the_same_bytes(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    quantizers = Fp8Quantizers(Float8Recipe.of(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe)))
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(1)).bfloat16()
+    counted = "quantize_whole" if recipe == "tensorwise" else "quantize_both"
+    function, calls = getattr(fp8_quantizers, counted), []
+    monkeypatch.setattr(fp8_quantizers, counted, lambda *args, **more: (calls.append(1), function(*args, **more))[1])
+
+    def both(scale: torch.Tensor | None) -> list[Quantized]:
+        return [
+            quantizers.weight(weight, transpose=transpose, records=True, scale=scale if transpose else None)
+            for transpose in (False, True)
+        ]
+
+    scale = both(None)[0].scale if quantizers.keeps_weight_scale else None
+    expected = both(scale)
+    calls.clear()
+    with weights_kept([quantizers]):
+        for _ in range(3):
+            for own, other in zip(both(scale), expected, strict=True):
+                assert torch.equal(own.data.view(torch.uint8), other.data.view(torch.uint8))
+                assert torch.equal(own.scale, other.scale)
+                assert own.blocks == other.blocks
+    assert len(calls) == 1
+    weight *= 2
+    assert torch.equal(both(None)[0].values(), 2 * expected[0].values())
+
+
+def test_a_weight_kept_by_a_pass_that_records_nothing_is_recorded() -> None:
+    recipe = Float8Recipe.of(Fp8Config(fp8_format="hybrid"))
+    state = Float8State(Fp8Config(fp8_format="hybrid"), Fp8TensorIndex(1, 1, 0), "cpu", 1)
+    quantizers = Fp8Quantizers(recipe, state, (0, 0))
+    with weights_kept([quantizers]):
+        for records in (False, True):
+            quantizers.weight(torch.full((16, 16), 3.0), transpose=False, records=records, scale=None)
+    assert state.amax[0, 0, 1] == 3.0
 
 
 @pytest.mark.parametrize(

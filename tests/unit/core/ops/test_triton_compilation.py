@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 46, 12
+NUM_PROGRAMS, NUM_FLOAT8 = 49, 12
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_CONVOLUTION_REGISTERS = 96
@@ -39,12 +39,14 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
+    from megatron.core.ops.dropout import _FACTORS, _STEP
     from megatron.core.ops.triton import (
         activation,
         adamw,
         causal_convolution,
         column_sums,
         cross_entropy,
+        dropout_keys,
         fp8_cast,
         query_key_value,
         residual,
@@ -80,10 +82,19 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
     for kind in activation.PLAIN_KINDS:
         sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
         yield f"{kind} gradient", activation.plain_backward_program, kinds, sizes, 4
-    kinds = dict.fromkeys(("parts", "first", "second", "third"), "*fp32") | {"num_parts": "odd", "width": "i32"}
+    names = {"parts": "*fp32", "total": "*fp32", "num_parts": "odd", "width": "i32"}
+    numbers = range(column_sums.MAX_TOTALS)
+    kinds = {f"{name}{number}": kind for name, kind in names.items() for number in numbers}
     sizes = {"ROWS": column_sums._ROWS, "COLUMNS": column_sums._COLUMNS}
-    sizes |= {"FIRST_ADDS": True, "SECOND_ADDS": True, "THIRD_ADDS": False}
+    sizes |= {f"ADDS{number}": number % 2 == 0 for number in numbers}
     yield "sums", column_sums.sums_program, kinds, sizes, 4
+    few = kinds | {f"{name}{number}": None for name in ("parts", "total") for number in numbers[2:]}
+    yield "two sums", column_sums.sums_program, few, sizes, 4
+    kinds = {"states": "*i64", "positions": "*i64", "first_key": "*i32", "second_key": "*i32", "base": "i64"}
+    kinds |= dict.fromkeys(("batch", "num_rows", "first_site", "count", "first_number"), "odd")
+    sizes = {"STEP": _STEP, "FIRST": _FACTORS[0], "SECOND": _FACTORS[1], "BLOCK": dropout_keys._BLOCK}
+    yield "dropout keys", dropout_keys.keys_program, kinds, sizes, 4
+    yield "dropout states", dropout_keys.states_program, kinds, sizes, 4
     kinds = dict.fromkeys(("weight_parts", "bias_parts", "branch_parts", "means", "scales"), "*fp32")
     kinds |= dict.fromkeys(("epsilon", "weight_offset", "kept_scale"), "fp32")
     kinds |= {
@@ -209,11 +220,14 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         limit = MAX_NORM_GRADIENT_REGISTERS if is_norm_gradient else MAX_REGISTERS
         limit = MAX_CONVOLUTION_REGISTERS if result.name.startswith("convolution") else limit
         assert 0 < result.registers <= limit, result
-        assert result.wide_loads >= (1 if result.name in ("dropout", "float8 scales", "gathered rows") else 2), result
+        # Keys are few, and their states are gathered.
+        draws_keys = result.name in ("dropout keys", "dropout states")
+        reads_one = result.name in ("dropout", "float8 scales", "gathered rows")
+        assert result.wide_loads >= (0 if draws_keys else 1 if reads_one else 2), result
         # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few, and
         # amaxes are atomic updates.
         is_normalizer = result.name == "cross-entropy"
-        writes_little = is_normalizer or result.name == "sums" or result.name.startswith("amax")
+        writes_little = is_normalizer or result.name.endswith("sums") or draws_keys or result.name.startswith("amax")
         assert result.wide_stores >= (0 if writes_little else 1), result
         assert result.narrow_accesses == (1 if is_normalizer else 0), result
 

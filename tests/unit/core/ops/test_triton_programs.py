@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from megatron.core.main_grad import MainGrad, Receiver, attach_main_grad, bias_gradient, leave_parts, receive_parts
 from megatron.core.ops import cross_entropy, fp8_tensor
 from megatron.core.ops import gated_activation as gated_activation_module
-from megatron.core.ops.dropout import DropoutSamples, RowKeys, drop_hidden
+from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, RowKeys, drop_hidden
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -354,6 +357,71 @@ def test_sums_go_into_main_gradients_or_to_autograd() -> None:
     interpret(check_receivers)
 
 
+class _LeavesSums(torch.autograd.Function):
+    """Receive partial sums of some widths in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: list[torch.Tensor], receivers: list[Receiver]) -> torch.Tensor:
+        ctx.parts, ctx.receivers = parts, receivers
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        at = 0
+        for parts in ctx.parts:
+            assert receive_parts(parts, ctx.receivers[at : at + len(parts)]) == [None] * len(parts)
+            at += len(parts)
+        return grad, None, None
+
+
+def check_sums_of_a_backward_pass() -> None:
+    from megatron.core.ops.triton import column_sums
+
+    torch.manual_seed(14)
+    shapes = [(2, 130, 70), (1, 3, 200), (1, 64, 32), (2, 65, 33), (1, 1, 96), (2, 7, 70), (1, 9, 5)]
+    widths = [width for count, _, width in shapes for _ in range(count)]
+    events: list[int] = []
+    main_grads = [MainGrad(torch.full((width,), 7.0)) for width in widths]
+    for number, main_grad in enumerate(main_grads):
+        main_grad.on_complete = partial(events.append, number)
+    receivers = [Receiver(torch.float32, main_grad) for main_grad in main_grads]
+    launched: list[int] = []
+    sum_parts = column_sums.sum_parts
+
+    def count(parts: Any, totals: Any, adds: Any) -> None:
+        launched.append(len(totals))
+        sum_parts(parts, totals, adds)
+
+    expected = [torch.zeros(width, dtype=torch.float64) for width in widths]
+    triton_package = sys.modules["megatron.core.ops.triton"]
+    for _ in range(2):
+        all_parts = [torch.randn(shape) for shape in shapes]
+        events.clear()
+        launched.clear()
+        x = torch.ones(1, requires_grad=True)
+        with patch.object(triton_package, "sum_parts", count, create=True):
+            _LeavesSums.apply(x, all_parts, receivers).backward()  # type: ignore[no-untyped-call]
+        assert launched == [7, 3]
+        assert events == [*range(len(widths))]
+        for total, part in zip(expected, [part for parts in all_parts for part in parts], strict=True):
+            total += part.double().sum(0)
+    for main_grad, total in zip(main_grads, expected, strict=True):
+        close(main_grad.tensor, total)
+    # Neither memory that is allocated for the first contribution nor communication waits, nor do captured layers.
+    for change in ({"on_begin": lambda: None}, {"joins_sums": False}, {"is_awaited": lambda: True}):
+        main_grads[0].on_begin, main_grads[0].joins_sums = None, True
+        for name, value in change.items():
+            setattr(main_grads[0], name, value)
+        with patch.object(triton_package, "sum_parts", count, create=True):
+            launched.clear()
+            _LeavesSums.apply(x, all_parts, receivers).backward()  # type: ignore[no-untyped-call]
+        assert launched == [2, 8]
+
+
+def test_sums_of_a_backward_pass_are_computed_together() -> None:
+    interpret(check_sums_of_a_backward_pass)
+
+
 def check_parts_left_with_a_gradient() -> None:
     grad = torch.randn(5, 3, 70)
     # A third of the true sum, so that it shows what was summed.
@@ -654,6 +722,27 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool, has_bias: bool) 
 )
 def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bool, has_bias: bool) -> None:
     interpret(check_sum_and_norm, dtype, is_layer_norm, has_bias)
+
+
+def check_dropout_keys() -> None:
+    cases = [(3, 70, range(5), slice(None)), (1, 1100, range(2, 4), slice(300, 700)), (2, 1, range(1), slice(None))]
+    for batch, length, layers, hidden in cases:
+        for first_sample in (0, 1, 17):
+            made = []
+            for is_on_triton in (False, True):
+                with cpu_runs_on_triton() if is_on_triton else nullcontext():
+                    samples = DropoutSamples.at(5, 7, first_sample, batch, "cpu")
+                    positions = torch.arange(length).flip(0)
+                    keys = DropoutKeys(samples, positions, hidden, layers)
+                    made.append((samples.number, samples.states, *keys._of_sites))
+            assert made[0][0] == made[1][0]
+            for in_torch, on_triton in zip(made[0][1:], made[1][1:], strict=True):
+                assert in_torch.dtype == on_triton.dtype
+                assert torch.equal(in_torch, on_triton)
+
+
+def test_dropout_keys_are_those_of_torch() -> None:
+    interpret(check_dropout_keys)
 
 
 def check_dropout(dtype: torch.dtype) -> None:

@@ -27,6 +27,7 @@ def make(**fields: Any) -> DecoderConfig:
         ({"geglu": True}, "geglu", True),
         ({"quick_geglu": True}, "quick_geglu", True),
         ({"squared_relu": True}, "squared_relu", False),
+        ({"xielu": True}, "xielu", False),
         ({"openai_gelu": True, "bias_gelu_fusion": False}, "gelu_tanh", False),
         ({"bias_gelu_fusion": True}, "gelu_tanh", False),
         ({"bias_gelu_fusion": False}, "gelu", False),

@@ -14,6 +14,7 @@ from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.mlp import FeedForward
+from megatron.core.transformer.xielu import xielu
 from tests.harness.toy_model import make_model
 
 
@@ -35,6 +36,7 @@ CASES = [
     ({}, gelu_tanh),
     ({"openai_gelu": True, "bias_gelu_fusion": False}, gelu_tanh),
     ({"squared_relu": True}, lambda x: np.maximum(x, 0) ** 2),
+    ({"activation_func": "relu"}, lambda x: np.maximum(x, 0)),
     ({"swiglu": True}, swiglu),
 ]
 
@@ -64,6 +66,36 @@ def test_layers_without_biases() -> None:
     with_qkv = make_model(single_rank_group(), add_bias_linear=False, add_qkv_bias=True, normalization="RMSNorm")
     biases = [name for name, _ in with_qkv.named_parameters() if name.endswith("bias")]
     assert biases == [f"decoder.layers.{number}.self_attention.linear_qkv.bias" for number in range(2)]
+
+
+def slopes() -> list[torch.Tensor]:
+    """Return ``alpha_p``, ``alpha_n``, ``beta`` and an ``eps`` far from zero, so that values lie between them."""
+    return [torch.tensor([value], dtype=torch.float64) for value in (0.3, -0.9, 0.45, -0.2)]
+
+
+def test_xielu_is_that_of_the_paper_with_exact_gradients() -> None:
+    alpha_p, alpha_n, beta, eps = (float(each) for each in slopes())
+    x = torch.linspace(-3, 3, 24, dtype=torch.float64).view(4, 6)
+    above, below = math.log1p(math.exp(alpha_p)), beta + math.log1p(math.exp(alpha_n))
+    expected = [
+        above * v * v + beta * v if v > 0 else below * (math.expm1(min(v, eps)) - v) + beta * v
+        for v in x.flatten().tolist()
+    ]
+    np.testing.assert_allclose(xielu(x, *slopes()).flatten(), expected, rtol=1e-14)
+    learned = [each.requires_grad_() for each in (x, *slopes()[:2])]
+    assert torch.autograd.gradcheck(lambda *given: xielu(*given, *slopes()[2:]), learned)
+    half, exact = x.detach().bfloat16(), x.detach().bfloat16().double()
+    assert torch.equal(xielu(half, *(each.float() for each in slopes())), xielu(exact, *slopes()).bfloat16())
+
+
+def test_slopes_of_xielu_are_learned_from_the_published_start_and_constants_are_kept() -> None:
+    model = make_model(single_rank_group(), add_bias_linear=False, xielu=True)
+    activation = model.decoder.layers["0"].mlp.activation
+    x = torch.tensor([-2.0, -1e-7, 0.0, 1.5])
+    expected = torch.where(x > 0, 0.8 * x * x, 0.8 * (torch.expm1(x.clamp(max=-1e-6)) - x)) + 0.5 * x
+    torch.testing.assert_close(activation(x), expected, rtol=1e-6, atol=1e-12)
+    learned = {name: parameter.requires_grad for name, parameter in activation.named_parameters()}
+    assert learned == {"alpha_p": True, "alpha_n": True, "beta": False, "eps": False}
 
 
 KINDS = {

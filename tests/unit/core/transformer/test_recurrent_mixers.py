@@ -1,4 +1,4 @@
-"""Gated delta-net, Mamba-2 and gated attention: the layers of transformers, initial values, documents and padding."""
+"""Gated delta-net, KDA, Mamba-2, gated attention: the layers of transformers, initial values, documents and padding."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BambaConfig, Qwen3NextConfig
+from transformers import BambaConfig, FalconH1Config, KimiLinearConfig, Qwen3NextConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer, compute_mup_vector
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextAttention,
     Qwen3NextGatedDeltaNet,
@@ -28,12 +30,13 @@ from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.initialization import initialize_module
 from megatron.core.transformer.gated_attention import GatedAttention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, document_starts
 from megatron.core.transformer.rotary_pos_embedding import RotaryEmbedding
 
 HIDDEN, KEYS, VALUES = 24, 4, 6
-KINDS = {"G": GatedDeltaNet, "M": MambaMixer}
+KINDS = {"G": GatedDeltaNet, "K": KimiDeltaAttention, "M": MambaMixer}
 
 
 def config(**changes: object) -> GPTConfig:
@@ -114,6 +117,32 @@ def test_a_gated_delta_net_is_that_of_qwen3_next(is_centered: bool) -> None:
         check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
 
 
+def test_a_kimi_delta_attention_is_that_of_kimi_linear() -> None:
+    heads, dim = 3, 6
+    mixer = make(
+        "K", linear_num_key_heads=heads, linear_num_value_heads=heads, linear_key_head_dim=dim, norm_epsilon=1e-3
+    )
+    perturb(mixer)
+    settings = KimiLinearConfig(
+        hidden_size=HIDDEN,
+        linear_num_heads=heads,
+        linear_head_dim=dim,
+        linear_conv_kernel_dim=4,
+        rms_norm_eps=1e-3,
+        num_hidden_layers=1,
+    )
+    theirs = KimiLinearDeltaAttention(settings, 0).double()
+    ours = dict(mixer.named_parameters())
+    qkvb = zip("qkvb", ours["in_proj.weight"].detach().split((heads * dim,) * 3 + (heads,)))
+    ours |= {f"{name}_proj.weight": rows for name, rows in qkvb}
+    ours |= {"o_norm.weight": ours["out_norm.weight"], "o_proj.weight": ours["out_proj.weight"]}
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(ours[name.removeprefix("forget_gate.")].view(parameter.shape))
+        x = hidden_states(71)
+        check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
+
+
 def test_a_mamba_mixer_is_that_of_bamba() -> None:
     mixer = make("M")
     perturb(mixer)
@@ -131,12 +160,82 @@ def test_a_mamba_mixer_is_that_of_bamba() -> None:
         num_attention_heads=4,
     )
     theirs = BambaMixer(settings, 0).double()
+    copy_parameters(mixer, theirs)
+    with torch.no_grad():
+        x = hidden_states(45)
+        check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
+
+
+def test_a_mamba_mixer_with_biases_and_limited_steps_is_that_of_bamba() -> None:
+    mixer = make(
+        "M",
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        mamba_conv_kernel_dim=3,
+        mamba_num_groups=1,
+        mamba_dt_lower_limit=0.01,
+        mamba_dt_upper_limit=0.05,
+    )
+    perturb(mixer)
+    settings = BambaConfig(
+        hidden_size=HIDDEN,
+        mamba_n_heads=8,
+        mamba_d_head=6,
+        mamba_n_groups=1,
+        mamba_d_state=5,
+        mamba_d_conv=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        time_step_limit=[0.01, 0.05],
+        mamba_chunk_size=16,
+        rms_norm_eps=1e-6,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    theirs = BambaMixer(settings, 0).double()
+    copy_parameters(mixer, theirs)
+    x = hidden_states(45)
+    with torch.no_grad():
+        expected = theirs(x.transpose(0, 1))
+        check_output(mixer(x, CAUSAL, None).hidden, expected)
+        mixer.dt_limits = (0.0, None)
+        assert (mixer(x, CAUSAL, None).hidden.transpose(0, 1) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("norm", ["after-gate", "before-gate", "none"])
+def test_a_mamba_mixer_with_multipliers_is_that_of_falcon_h1(norm: str) -> None:
+    multipliers = (0.7, 1.2, 0.8, 1.1, 0.9)
+    mixer = make("M", mamba_norm=norm, mamba_multipliers=multipliers)
+    perturb(mixer)
+    settings = FalconH1Config(
+        hidden_size=HIDDEN,
+        mamba_d_ssm=48,
+        mamba_n_heads=8,
+        mamba_d_head=6,
+        mamba_n_groups=2,
+        mamba_d_state=5,
+        mamba_chunk_size=16,
+        mamba_rms_norm=norm != "none",
+        mamba_norm_before_gate=norm == "before-gate",
+        ssm_multipliers=list(multipliers),
+        rms_norm_eps=1e-6,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    theirs = FalconH1Mixer(settings, 0).double()
+    theirs.mup_vector = compute_mup_vector(settings).double()
+    copy_parameters(mixer, theirs)
+    x = hidden_states(45)
+    with torch.no_grad():
+        check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
+
+
+def copy_parameters(mixer: RecurrentMixer, theirs: torch.nn.Module) -> None:
     ours = dict(mixer.named_parameters())
+    assert ours.keys() == dict(theirs.named_parameters()).keys()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.copy_(ours[name])
-        x = hidden_states(45)
-        check_output(mixer(x, CAUSAL, None).hidden, theirs(x.transpose(0, 1)))
 
 
 def test_a_gated_attention_is_that_of_qwen3_next() -> None:
@@ -201,7 +300,8 @@ def test_initial_values_are_the_published_ones_and_the_same_at_any_layout(kind: 
 def test_only_projections_are_matrices_and_vectors_do_not_decay(kind: str) -> None:
     parameters = dict(make(kind).named_parameters())
     matrices = {name for name, parameter in parameters.items() if is_orthogonalized(spec_of(parameter))}
-    assert matrices == {"in_proj.weight", "out_proj.weight"}
+    low_rank = {f"{name}_proj.weight" for name in ("f_a", "f_b", "g_a", "g_b")} if kind == "K" else set()
+    assert matrices == {"in_proj.weight", "out_proj.weight", *low_rank}
     decayed = {name for name, parameter in parameters.items() if is_decayed(f"decoder.layers.0.{name}", parameter)}
     assert decayed == {*matrices, "conv1d.weight"}
     for name, parameter in parameters.items():

@@ -109,6 +109,16 @@ QWEN3_NEXT = LLAMA | {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
 }
+QWEN3_5 = QWEN3_NEXT | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+QWEN3_5_MOE = QWEN3_NEXT | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+KIMI_LINEAR = LLAMA | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 6,
+    "num_experts": 12,
+    "linear_num_heads": 4,
+}
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
@@ -125,6 +135,44 @@ DEEPSEEK_V2 = LLAMA | {
     "num_experts_per_tok": 6,
     "rms_norm_eps": 1e-6,
 }
+BAMBA = LLAMA | {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+GRANITE_HYBRID = LLAMA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+NEMOTRON_H = LLAMA | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M*",
+    "n_groups": 2,
+    "mamba_num_heads": 8,
+}
+FALCON_H1 = LLAMA | {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 48, "n_head": 6, "n_layer": 3}
+OPT = LLAMA | {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 88}
+XGLM = {
+    "architectures": ["XGLMForCausalLM"],
+    "model_type": "xglm",
+    "d_model": 48,
+    "attention_heads": 6,
+    "num_layers": 3,
+}
+MPT = {"architectures": ["MptForCausalLM"], "model_type": "mpt", "d_model": 48, "n_heads": 6, "n_layers": 3}
 MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 SOLAR_OPEN = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
@@ -135,6 +183,35 @@ GLM4_MOE_LITE = LLAMA | {
     "mlp_layer_types": ["sparse", "dense", "sparse"],
 }
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
+APERTUS = LLAMA | {
+    "architectures": ["ApertusForCausalLM"],
+    "model_type": "apertus",
+    "hidden_act": "xielu",
+    "rope_scaling": {"rope_type": "default"},
+}
+HUNYUAN = LLAMA | {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
+HUNYUAN_MOE = LLAMA | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "model_type": "hunyuan_v1_moe",
+    "num_experts": 6,
+    "moe_topk": 2,
+}
+MINIMAX_M2 = LLAMA | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "head_dim": 16,
+    "num_local_experts": 16,
+}
+PHIMOE = LLAMA | {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}
+DOTS1 = LLAMA | {
+    "architectures": ["Dots1ForCausalLM"],
+    "model_type": "dots1",
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+NEMOTRON = LLAMA | {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "hidden_act": "relu2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

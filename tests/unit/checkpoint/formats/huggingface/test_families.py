@@ -17,16 +17,21 @@ from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from tests.unit.checkpoint.formats.huggingface.family_settings import (
+    APERTUS,
     ARCEE,
+    BAMBA,
+    BLOOM,
     CODEGEN,
     COHERE,
     COHERE2,
     DEEPSEEK,
     DEEPSEEK_V2,
+    DOTS1,
     ERNIE,
     EXAONE4,
     EXAONE_MOE,
     FALCON,
+    FALCON_H1,
     FLEX_OLMO,
     GEMMA,
     GEMMA2,
@@ -39,27 +44,39 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GPT_OSS,
     GPTJ,
     GRANITE,
+    GRANITE_HYBRID,
     GRANITE_MOE,
     HELIUM,
+    HUNYUAN,
+    HUNYUAN_MOE,
+    KIMI_LINEAR,
     LLAMA,
     LLAMA31_SCALING,
+    MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
     MIXTRAL,
+    MPT,
     NANOCHAT,
+    NEMOTRON,
+    NEMOTRON_H,
     NEO,
     NEOX,
     OLMO,
     OLMO2,
     OLMO3,
     OLMOE,
+    OPT,
     PERSIMMON,
     PHI,
     PHI3,
+    PHIMOE,
     QWEN,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
     SEED_OSS,
@@ -67,6 +84,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     SOLAR_OPEN,
     STABLELM,
     STARCODER2,
+    XGLM,
     YARN,
     config_of,
 )
@@ -252,6 +270,44 @@ MODELS = [
     QWEN3_NEXT | {"layer_types": ["full_attention", "linear_attention"] * 2 + ["full_attention"], "head_dim": 16},
     QWEN3_NEXT | {"full_attention_interval": 6, "norm_topk_prob": False, "mlp_only_layers": [1], "rope_scaling": YARN},
     QWEN3_NEXT | {"full_attention_interval": 1, "partial_rotary_factor": 0.5},
+    BAMBA | {"mamba_d_conv": 2, "mamba_conv_bias": False, "mamba_proj_bias": True, "z_loss_coefficient": 0.01},
+    BAMBA | {"attn_layer_indices": [0, 1, 2], "rope_parameters": {"partial_rotary_factor": 0.25} | YARN},
+    BAMBA | {"time_step_limit": [0.01, 2], "attention_bias": True, "mlp_bias": True, "mamba_n_groups": 4},
+    GRANITE_HYBRID | {"logits_scaling": 6.0, "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+    GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "time_step_limit": [0.1, math.inf]},
+    GRANITE_HYBRID | {"num_local_experts": 0, "layer_types": ["full_attention"] * 3},
+    NEMOTRON_H | {"use_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_min": 0.02},
+    NEMOTRON_H | {"layers_block_type": ["attention", "moe", "mamba"], "routed_scaling_factor": 2.5, "head_dim": 16},
+    NEMOTRON_H | {"hybrid_override_pattern": "*-*-"},
+    FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_multipliers": [0.7, 0.3]},
+    FALCON_H1 | {"mamba_rms_norm": True, "mamba_d_ssm": None, "key_multiplier": 0.39, "attention_in_multiplier": 0.9},
+    FALCON_H1 | {"ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.3, 0.5, 0.36], "ssm_out_multiplier": 0.2},
+    BLOOM | {"apply_residual_connection_post_layernorm": True, "seq_length": 64},
+    MPT | {"max_seq_len": 64, "attn_config": {"clip_qkv": 8.0, "softmax_scale": 0.3}},
+    OPT | {"activation_function": "gelu", "dropout": 0.0},
+    OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False},
+    XGLM | {"scale_embedding": False, "activation_function": "relu", "ffn_dim": 88},
+    APERTUS,
+    APERTUS | {"rope_scaling": LLAMA31_SCALING | {"rope_theta": 12000000.0}, "tie_word_embeddings": True},
+    HUNYUAN,
+    HUNYUAN | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "head_dim": 16},
+    HUNYUAN_MOE | {"moe_topk": [3, 3, 3], "rope_scaling": YARN},
+    MINIMAX_M2,
+    MINIMAX_M2 | {"rotary_dim": 8, "num_experts_per_tok": 3},
+    PHIMOE | {"attention_bias": True, "lm_head_bias": True},
+    PHIMOE | {"router_jitter_noise": 0.0, "sliding_window": 100, "num_local_experts": 4},
+    DOTS1 | {"first_k_dense_replace": 1, "max_window_layers": 1, "attention_bias": True},
+    DOTS1 | {"n_group": 4, "topk_group": 2, "sliding_window": None, "attention_bias": True},
+    NEMOTRON | {"attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
+    NEMOTRON | {"attention_bias": True, "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    QWEN3_5 | {"mtp_num_hidden_layers": 0, "tie_word_embeddings": True},
+    QWEN3_5 | {"full_attention_interval": 2, "partial_rotary_factor": 0.5},
+    KIMI_LINEAR | {"rms_norm_eps": 1e-6, "mlp_layer_types": ["dense", "sparse"] * 2 + ["dense"]},
+    KIMI_LINEAR | {"first_k_dense_replace": 2, "q_lora_rank": 24, "qk_rope_head_dim": 3, "num_shared_experts": 2},
+    KIMI_LINEAR
+    | {"num_expert_group": 4, "topk_group": 4, "moe_renormalize": True, "layer_types": ["full_attention"] * 5},
+    KIMI_LINEAR
+    | {"linear_attn_config": {"head_dim": 16, "num_heads": 3, "kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}},
 ]
 
 
@@ -333,11 +389,29 @@ FAMILY_SETTINGS = [
     NANOCHAT,
     DEEPSEEK_V2,
     QWEN3_NEXT,
+    BAMBA | {"mamba_proj_bias": True},
+    GRANITE_HYBRID,
+    NEMOTRON_H | {"hybrid_override_pattern": "M-*E"},
+    FALCON_H1 | {"mamba_rms_norm": True},
+    BLOOM,
+    MPT,
+    OPT,
+    XGLM,
     MINISTRAL,
     MINISTRAL3,
     SOLAR_OPEN,
     GLM4_MOE_LITE | {"num_nextn_predict_layers": 1},
     EXAONE_MOE,
+    APERTUS,
+    HUNYUAN,
+    HUNYUAN_MOE,
+    MINIMAX_M2,
+    PHIMOE | {"attention_bias": True, "lm_head_bias": True},
+    DOTS1 | {"attention_bias": True},
+    NEMOTRON | {"attention_bias": True},
+    QWEN3_5,
+    QWEN3_5_MOE,
+    KIMI_LINEAR,
 ]
 
 
@@ -592,10 +666,50 @@ REFUSED = [
     (
         QWEN3_NEXT,
         {"layer_types": ["sliding_attention"] * 5},
-        "layer_types contains sliding_attention; supported values are linear_attention and full_attention",
+        "layer_types contains sliding_attention; supported values are full_attention and linear_attention",
     ),
     (QWEN3_NEXT, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
     (QWEN3_NEXT, {"linear_num_key_heads": 4}, "linear_num_value_heads 6 is not divisible by linear_num_key_heads 4"),
+    (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate is false, but only true is supported"),
+    (QWEN3_5, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 5 layers"),
+    (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob is false, but only true is supported"),
+    (QWEN3_5_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1], but only [] is supported"),
+    (KIMI_LINEAR, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    (KIMI_LINEAR, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
+    (KIMI_LINEAR, {"moe_renormalize": False}, "norm_topk_prob is false, but only true is supported"),
+    (KIMI_LINEAR, {"num_local_experts": 8}, "num_local_experts is 8, but another name of this setting has 12"),
+    (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope is false, but only true is supported"),
+    (KIMI_LINEAR, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1, but only 0 is supported"),
+    (
+        KIMI_LINEAR,
+        {"mlp_layer_types": ["dense"] * 5},
+        "none of the 5 layers has experts; use mlp_layer_types with at least one sparse",
+    ),
+    (KIMI_LINEAR, {"mlp_layer_types": ["moe"] * 5}, "dense or sparse for each of the 5 layers is expected"),
+    (
+        KIMI_LINEAR,
+        {"linear_attn_config": {"kda_layers": [0, 1, 2, 3], "full_attn_layers": [4]}},
+        "kda_layers and full_attn_layers must contain each of the 5 layers, from 1 on, once",
+    ),
+    (BAMBA, {"mamba_d_head": 8}, "mamba_n_heads 8 x mamba_d_head 8 is not the width 96 of Mamba-2"),
+    (BAMBA, {"mamba_n_groups": 3}, "mamba_n_heads 8 is not divisible by mamba_n_groups 3"),
+    (BAMBA, {"time_step_limit": [0.1]}, "time_step_limit is [0.1]; two numbers"),
+    (BAMBA, {"time_step_limit": [1.0, 0.1]}, "time_step_limit is [1.0, 0.1]; two numbers"),
+    (BAMBA, {"attn_layer_indices": ["1"]}, "attn_layer_indices is ['1']; a list of layer numbers"),
+    (BAMBA, {"mlp_bias": True}, "mlp_bias is true, but only false is supported: it must be equal to attention_bias"),
+    (BAMBA, {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, but only 0.5 is supported"),
+    (GRANITE_HYBRID, {"attention_bias": True}, "attention_bias is true"),
+    (GRANITE_HYBRID, {"layer_types": ["mamba"] * 2}, "layer_types has 2 entries, but the model has 3 layers"),
+    (GRANITE_HYBRID, {"layer_types": ["moe"] * 3}, "layer_types contains moe; supported values are linear_attention"),
+    (NEMOTRON_H, {"mlp_bias": True}, "mlp_bias is true"),
+    (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    (NEMOTRON_H, {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"'),
+    (NEMOTRON_H, {"hybrid_override_pattern": "MX"}, "layers_block_type contains MX; supported values are linear_att"),
+    (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads 8 is not divisible by n_groups 3"),
+    (FALCON_H1, {"projectors_bias": True}, "projectors_bias is true"),
+    (FALCON_H1, {"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0]; a list of 2 numbers greater than 0"),
+    (FALCON_H1, {"ssm_multipliers": [1.0, 1.0, 0, 1.0, 1.0]}, "a list of 5 numbers greater than 0"),
+    (FALCON_H1, {"mamba_d_ssm": 100}, "mamba_n_heads 8 x mamba_d_head 12 is not the width 100 of Mamba-2"),
     (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias is true"),
     (SEED_OSS, {"mlp_bias": True}, "mlp_bias is true"),
     (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),
@@ -634,6 +748,31 @@ REFUSED = [
     ),
     (EXAONE_MOE, {"first_k_dense_replace": 3}, "none of the 3 layers has experts; use mlp_layer_types with"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    (HUNYUAN, {"attention_bias": True}, "attention_bias is true"),
+    (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    (HUNYUAN, {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "alpha is -1.0; a number of 0 or more"),
+    (HUNYUAN_MOE, {"moe_topk": [1, 2, 2]}, "num_experts_per_tok is [1, 2, 2]; a positive whole number"),
+    (HUNYUAN_MOE, {"moe_topk": 7}, "num_experts_per_tok is 7, but the model has 6 experts"),
+    (MINIMAX_M2, {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; use 2 or more"),
+    (MINIMAX_M2, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
+    (MINIMAX_M2, {"rotary_dim": 32}, "partial_rotary_factor is 2.0"),
+    (PHIMOE, {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, but only 2 is supported"),
+    (PHIMOE, {"num_local_experts": 1}, "num_local_experts is 1, but transformers chooses two experts"),
+    (PHIMOE, {"input_jitter_noise": 0.1}, "input_jitter_noise is not 0"),
+    (PHIMOE, {"lm_head_bias": True, "tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    (
+        PHIMOE,
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "rope_type 'longrope' is not supported for this architecture",
+    ),
+    (DOTS1, {"norm_topk_prob": None}, "norm_topk_prob is false, but only true is supported"),
+    (DOTS1, {"n_routed_experts": None}, "n_routed_experts is missing"),
+    (DOTS1, {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
+    (NEMOTRON, {"mlp_bias": True}, "attention_bias is false, but only true is supported: mlp_bias is true"),
+    (NEMOTRON, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
+    (APERTUS, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
+    (APERTUS, {"attention_bias": True}, "attention_bias is true"),
+    (APERTUS, {"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),
     (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),
     (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
     (DEEPSEEK, {"n_group": 3}, "n_group 3 must divide the 16 experts"),
@@ -655,7 +794,31 @@ REFUSED = [
     ),
     (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
-    (LLAMA, {"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported; docs/huggingface.md"),
+    (BLOOM, {"slow_but_exact": True}, "slow_but_exact is true"),
+    (BLOOM, {"hidden_dropout": 0.1}, "hidden_dropout is 0.1, but only 0 is supported"),
+    (BLOOM, {"n_embed": 64}, "hidden_size is 48, but n_embed, another name of it, is 64"),
+    (BLOOM, {"n_head": 7}, "hidden size 48 is not divisible by 7 attention heads"),
+    (MPT, {"expansion_ratio": 3}, "expansion_ratio is 3"),
+    (MPT, {"no_bias": False}, "no_bias is false"),
+    (MPT, {"norm_type": "rmsnorm"}, "norm_type is 'rmsnorm', but transformers ignores it"),
+    (MPT, {"embedding_fraction": 0.1}, "embedding_fraction is not 1"),
+    (MPT, {"logit_scale": "inv_sqrt_d_model"}, 'logit_scale is "inv_sqrt_d_model"'),
+    (MPT, {"attn_config": {"attn_type": "multiquery_attention"}}, 'attn_type is "multiquery_attention"'),
+    (MPT, {"attn_config": {"alibi": False}}, "alibi is false"),
+    (MPT, {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max is 16"),
+    (MPT, {"attn_config": {"prefix_lm": True}}, "prefix_lm is true"),
+    (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln is true"),
+    (MPT, {"attn_config": {"attn_pdrop": 0.1}}, "attn_pdrop is 0.1"),
+    (MPT, {"emb_pdrop": 0.1}, "emb_pdrop is 0.1"),
+    (OPT, {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
+    (OPT, {"do_layer_norm_before": False}, "do_layer_norm_before is false"),
+    (OPT, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is true"),
+    (OPT, {"layerdrop": 0.1}, "layerdrop is 0.1"),
+    (OPT, {"activation_function": "silu"}, "activation_function 'silu' is not supported"),
+    (XGLM, {"add_cross_attention": True}, "add_cross_attention is true"),
+    (XGLM, {"activation_dropout": 0.1}, "activation_dropout is 0.1"),
+    (XGLM, {"pad_token_id": 5}, "pad_token_id is 5; 0, 1 or null is expected"),
+    (LLAMA, {"architectures": ["TrOCRForCausalLM"]}, "TrOCRForCausalLM is not supported; docs/huggingface.md"),
     (LLAMA, {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; docs/huggingface.md"),
     (
         LLAMA,
@@ -706,6 +869,31 @@ def test_qwen3_next_has_delta_nets_gates_and_zero_centered_norms(tmp_path: Path)
         family_for(with_fields(config, attention_output_gate=False))
 
 
+def test_qwen3_5_moe_is_exported_as_qwen3_next_without_a_record_of_its_folder(tmp_path: Path) -> None:
+    """Both compute the same; they differ in the names of the projections."""
+    config = config_of(tmp_path, QWEN3_5_MOE)
+    assert config.hybrid_layers == "GE GE GE *E GE"
+    assert (config.moe.moe_router_topk, config.moe.moe_shared_expert_gate) == (8, True)
+    assert family_for(config).model_type == "qwen3_next"
+    (family,) = (family for family in FAMILIES if family.model_type == "qwen3_5_moe_text")
+    _, again = read_model(Settings(family.write_settings(config), "written"))
+    assert model_features(again) == model_features(config)
+
+
+def test_kimi_linear_has_kda_and_mla_without_positions(tmp_path: Path) -> None:
+    config = config_of(tmp_path, KIMI_LINEAR)
+    assert config.hybrid_layers == "K- KE KE KE *E"
+    assert (config.position_embedding_type, config.mla.multi_latent_attention, config.mla.q_lora_rank) == (
+        "none",
+        True,
+        None,
+    )
+    assert (config.norm_epsilon, config.epsilon_of_latent_norms) == (1e-5, 1e-6)
+    assert (config.hybrid.linear_num_value_heads, config.hybrid.linear_key_head_dim) == (4, 128)
+    assert (config.moe.num_experts, config.moe.moe_router_topk_scaling_factor) == (12, 2.446)
+    assert config_of(tmp_path, KIMI_LINEAR | {"num_experts_per_token": 2}).moe.moe_router_topk == 2
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         config_of(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"})
@@ -741,3 +929,30 @@ def test_seed_oss_has_optional_biases_and_the_dropout_of_its_configuration_class
     assert config.has_qkv_bias
     assert (config.hidden_dropout, config.attention_dropout, config.kv_channels) == (0.1, 0.1, 128)
     assert not config_of(tmp_path, SEED_OSS | {"attention_bias": False}).has_qkv_bias
+
+
+def test_bloom_and_mpt_have_linear_biases_and_the_names_of_published_folders(tmp_path: Path) -> None:
+    published = {
+        "architectures": ["MPTForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
+    }
+    config = config_of(tmp_path, MPT | published | {"emb_pdrop": 0, "resid_pdrop": 0, "learned_pos_emb": True})
+    assert config == config_of(tmp_path, MPT)
+    assert (config.activation, config.norm_parameter_names, config.ffn_hidden_size) == ("gelu", ("weight",), 192)
+    older = {name: value for name, value in BLOOM.items() if name not in ("hidden_size", "n_head")}
+    bloom = config_of(tmp_path, older | {"n_embed": 48, "num_attention_heads": 6})
+    assert bloom == config_of(tmp_path, BLOOM)
+    assert config.alibi_slopes == bloom.alibi_slopes == (0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125)
+    assert (bloom.add_embedding_norm, bloom.activation, bloom.add_bias_linear) == (True, "gelu_tanh", True)
+
+
+def test_opt_and_xglm_have_positions_from_row_2_on(tmp_path: Path) -> None:
+    opt, xglm = config_of(tmp_path, OPT), config_of(tmp_path, XGLM)
+    assert (opt.position_embedding_type, opt.num_position_embeddings, opt.activation) == (
+        "learned_absolute",
+        514,
+        "relu",
+    )
+    assert (xglm.position_embedding_type, xglm.position_embedding_offset, xglm.activation) == ("sinusoidal", 2, "gelu")
+    assert xglm.scale_embeddings
+    assert opt.hidden_dropout == xglm.hidden_dropout == 0.1

@@ -12,19 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.comparison import compare_sources
-from megatron.checkpoint.formats.huggingface.families import hugging_face_config
+from megatron.checkpoint.formats.huggingface.families import hugging_face_config, read_model
 from megatron.checkpoint.formats.huggingface.model_export import ExportedView, write_hugging_face
+from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, LoadedModelSource
 from megatron.checkpoint.inference_model import streamed_logits
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.sharding import Box
 from tests.unit.checkpoint.formats.huggingface.family_settings import GPT_OSS, OLMO3, YARN, config_of
 from tests.unit.checkpoint.formats.huggingface.tiny_models import (
+    KINDS,
     MemorySource,
     copy_of,
     edit_config,
     folder_bytes,
     import_transformers,
+    make_model,
     save_model,
     their_logits,
     tokens_of,
@@ -114,6 +117,67 @@ def test_the_mtp_module_of_qwen3_next_comes_and_goes(tmp_path: Path) -> None:
     assert written.keys() == stored.keys()
     assert all(torch.equal(value, stored[name]) for name, value in written.items())
     assert HuggingFaceSource(tmp_path / "anew").config.mtp.mtp_num_layers == 1
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "patch_size": 2,
+    "in_channels": 3,
+    "out_hidden_size": 48,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 1,
+    "num_position_embeddings": 4,
+}
+
+
+@pytest.mark.parametrize(("kind", "is_stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
+def test_the_language_model_of_a_published_qwen3_5_is_read(kind: str, is_stacked: bool, tmp_path: Path) -> None:
+    """Published folders have a vision part, and their experts are stacked; what is written is the language model."""
+    transformers = import_transformers()
+    text, family = make_model(kind), KINDS[kind]["class"]
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text.config.to_dict(),
+        vision_config=VISION,
+        tie_word_embeddings=text.config.tie_word_embeddings,
+    )
+    whole = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path / "model")
+
+    def stack(values: dict[str, torch.Tensor]) -> None:
+        for layer in range(3):
+            prefix = f"model.language_model.layers.{layer}.mlp.experts."
+            experts = whole.model.language_model.layers[layer].mlp.experts
+            for name in [name for name in values if name.startswith(prefix)]:
+                del values[name]
+            values[f"{prefix}gate_up_proj"] = experts.gate_up_proj.detach()
+            values[f"{prefix}down_proj"] = experts.down_proj.detach()
+
+    if is_stacked:
+        rewrite(tmp_path / "model", stack)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in stored)
+    assert any(name.endswith("experts.gate_up_proj") for name in stored) == is_stacked
+    source = HuggingFaceSource(tmp_path / "model")
+    tokens = tokens_of(kind, 2, 40)
+    assert differ(streamed_logits(source, tokens), their_logits(whole, tokens)) <= 1e-5
+    loaded, written = LoadedModelSource(whole), tmp_path / "written"
+    write_hugging_face(copy_of(source), written)
+    again = HuggingFaceSource(written)
+    assert again.family.model_type == f"{kind}_text"
+    for name in source.tensors:
+        assert torch.equal(source.read(name), loaded.read(name)), name
+        assert torch.equal(source.read(name), again.read(name)), name
+
+
+def test_a_vision_model_without_the_settings_of_its_language_model_is_rejected() -> None:
+    values = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}}
+    with pytest.raises(ConfigurationError, match=r"text_config is missing; Qwen3_5ForConditionalGeneration needs it$"):
+        read_model(Settings(values, "config.json"))
 
 
 def test_small_weights_of_a_norm_stored_with_an_offset_keep_the_bits_that_the_sum_has(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron.config.arguments import resolve_arguments
 from megatron.core.config_base import with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError
 from tests.unit.checkpoint.formats.huggingface.family_settings import GPT_OSS, MIXTRAL, OLMO3, OLMOE, QWEN3_MOE
+from tests.unit.checkpoint.formats.huggingface.published_models import MODELS
 from tests.unit.checkpoint.formats.huggingface.tiny_models import (
     KINDS,
     import_transformers,
@@ -55,7 +56,7 @@ PUBLISHED_GPT_OSS = GPT_OSS | {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
-PUBLISHED = {
+PUBLISHED = MODELS | {
     "mixtral-8x7b": MIXTRAL
     | {
         "hidden_size": 4096,
@@ -192,7 +193,9 @@ def test_a_preset_is_the_published_model(preset: str) -> None:
     family, published = read_model(Settings(PUBLISHED[preset], preset))
     lengths = {name: getattr(published, name) for name in ("vocab_size", "max_position_embeddings")}
     model = dataclasses.replace(model, **lengths)
-    assert family_for(model) is family
+    assert family_for(model, family) is family
+    if preset == "deepseek-v2-lite":
+        published = with_fields(published, rope_type="rope", rotary_scaling_factor=1.0, mscale=1.0, mscale_all_dim=0.0)
     if preset == "deepseek-v3":
         # Its positions were stretched after pretraining, and Settings without files have no layer of MTP modules.
         published = with_fields(published, rope_type="rope", rotary_scaling_factor=1.0, mtp_num_layers=1)
@@ -232,6 +235,14 @@ UNSAID: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, False),
 }
 """Settings that a folder may have whether or not its own class names them."""
+LISTS: dict[str, list[Any]] = {
+    "attn_layer_indices": [0, 2],
+    "layers_block_type": ["full_attention", "mlp", "linear_attention", "moe"],
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 0.8],
+    "time_step_limit": [0.05, 0.2],
+}
+"""Other values of lists that a folder has."""
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
 INVISIBLE = frozenset(
     (
@@ -254,6 +265,8 @@ def changes_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((name, other) for other in (value * 4, 0.5) if other != value)
         elif isinstance(value, str) and "act" in name:
             yield from ((name, other) for other in ACTIVATIONS if other != value)
+        elif name in LISTS:
+            yield name, LISTS[name]
         elif isinstance(value, list) and value:
             yield from ((name, other) for other in (value[::-1], value[:1] * len(value)) if other != value)
         elif value is None:
@@ -273,7 +286,9 @@ def outcome_of(kind: str, config: dict[str, Any], name: str, value: Any, folder:
     changed = json.dumps(config | {name: value})
     try:
         # What reads settings changes objects within them.
-        model = make_model(kind, config=type(make_model(kind).config).from_dict(json.loads(changed)))
+        folder.mkdir()
+        (folder / "config.json").write_text(changed)
+        model = make_model(kind, config=type(make_model(kind).config).from_pretrained(folder))
         model.save_pretrained(folder)
         (folder / "config.json").write_text(changed)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

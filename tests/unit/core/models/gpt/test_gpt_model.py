@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument, padded_vocab_size
-from megatron.core.models.gpt.gpt_model import LOGIT_Z_LOSS, GPTModel
+from megatron.core.models.gpt.gpt_model import LOGIT_Z_LOSS, GPTModel, SinusoidalEmbedding
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dropout import DropoutSamples
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -447,3 +448,35 @@ def test_the_base_width_is_the_model_without_it() -> None:
     plain = make_model(single_rank_group(), **shape(32))(tokens, positions)
     base = {"use_mup": True, "mup_base_hidden_size": 32, "mup_base_head_dim": HEAD}
     assert torch.equal(make_model(single_rank_group(), **shape(32), **base)(tokens, positions), plain)
+
+
+@pytest.mark.parametrize("width", [28, 29])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_sinusoidal_positions_are_sines_then_cosines(width: int, offset: int) -> None:
+    config = from_fields(
+        GPTConfig,
+        num_layers=1,
+        hidden_size=width,
+        num_attention_heads=1,
+        vocab_size=53,
+        position_embedding_type="sinusoidal",
+        position_embedding_offset=offset,
+        params_dtype="float64",
+    )
+    embedding = SinusoidalEmbedding(config, ALONE)
+    assert not list(embedding.parameters())
+    found, half = embedding(torch.tensor([[0, 1, 7], [3, 300, 5]])), width // 2
+    assert found.shape == (3, 2, width)
+    for place, row, position in ((0, 0, 0), (2, 0, 7), (1, 1, 300)):
+        angles = [(position + offset) / 10000.0 ** (channel / (half - 1)) for channel in range(half)]
+        expected = [*map(math.sin, angles), *map(math.cos, angles), *[0.0] * (width % 2)]
+        np.testing.assert_allclose(found[place, row].numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_offset_moves_learned_positions_down_their_table() -> None:
+    plain = make_model(ALONE, position_embedding_type="learned_absolute")
+    moved = make_model(ALONE, position_embedding_type="learned_absolute", position_embedding_offset=2)
+    table = moved.embedding.position_embeddings.weight
+    assert table.shape[0] == plain.embedding.position_embeddings.weight.shape[0] + 2
+    assert spec_of(table).global_shape == tuple(table.shape)
+    torch.testing.assert_close(moved.embedding.position_embeddings(torch.tensor([[0, 3]]))[:, 0], table[[2, 5]])

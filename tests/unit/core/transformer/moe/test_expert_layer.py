@@ -97,6 +97,28 @@ def test_experts_and_weights_are_those_of_a_plain_twin(kind: dict[str, object]) 
         assert weights[token].tolist() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.01, 0.4])
+def test_sparsemixer_weights_and_their_gradients_are_those_of_transformers_in_evaluation(eps: float) -> None:
+    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe", reason="transformers is not installed")
+    config = MoEConfig(num_experts=NUM_EXPERTS, moe_router_score_function="sparsemixer", moe_router_sparsemixer_eps=eps)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator, dtype=torch.float64)
+    logits[0] -= 9.0  # The best may be negative.
+    logits.requires_grad_()
+    heaviness = torch.randn(NUM_TOKENS, 2, generator=generator, dtype=torch.float64)
+    results = []
+    for indices, weights in (
+        choose_experts(logits, config),
+        phimoe.sparsemixer(logits, jitter_eps=eps, training=False)[::-1],
+    ):
+        results.append((indices, weights, *torch.autograd.grad((weights * heaviness).sum(), logits)))
+    (indices, weights, grad), expected = results
+    assert torch.equal(indices, expected[0])
+    torch.testing.assert_close((weights, grad), expected[1:], rtol=1e-13, atol=1e-15)
+    assert (weights < 1).any() == (eps > 0)
+    assert torch.autograd.gradcheck(lambda x: choose_experts(x, config)[1], logits)
+
+
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_a_full_expert_keeps_the_heaviest_or_the_first_tokens(policy: str) -> None:
     config = MoEConfig(num_experts=NUM_EXPERTS, moe_router_topk=2, moe_expert_capacity_factor=0.75)
