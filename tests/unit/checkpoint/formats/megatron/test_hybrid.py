@@ -120,6 +120,18 @@ def test_what_is_written_at_tp2_pp2_reads_back_whole(model: str, kind: str, dist
     whole.close()
 
 
+@pytest.mark.parametrize("model", ["experts", pytest.param("delta", marks=pytest.mark.long)])
+def test_one_format_follows_the_other_without_a_loss(model: str, tmp_path: Path) -> None:
+    source = MemorySource(dataclasses.replace(MODELS[model], **TWO_BY_TWO), distributed=True)
+    first = read(write(source, tmp_path / "1", "torch"), "torch")
+    second = read(write_torch_dist(first, tmp_path / "2", 12), "torch_dist")
+    last = read(write_megatron_torch(second, tmp_path / "3", 12), "torch")
+    same(last, source)
+    assert last.model == first.model
+    for opened in (first, second, last):
+        opened.close()
+
+
 def test_a_rank_has_the_names_and_shapes_of_mamba_model(tmp_path: Path) -> None:
     source = MemorySource(dataclasses.replace(MAMBA, **TWO_BY_TWO), has_optimizer=False)
     folder = write(source, tmp_path, "torch")
