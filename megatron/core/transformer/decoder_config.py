@@ -893,7 +893,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
         types = self.cp_comm_type
         if len(types) != len(self.layer_parts):
             return frozenset(types)
-        return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.mixer == ATTENTION)
+        return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.has_attention)
 
     def kind_of(self, layer_number: int) -> int:
         """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
