@@ -33,8 +33,10 @@ _EXCHANGES = ("p2p", "a2a")
 """Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
-    *("attn_logit_softcapping", "no_rope_freq", "qk_clip"),
+    *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
+    *("add_qkv_bias", "disable_qkv_bias", "add_proj_bias", "disable_proj_bias"),
 )
+_OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier")
 
 
 def _given(model: GPTConfig) -> str:
@@ -137,7 +139,7 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 yield f"{spec.typed(value)} has no effect: the model has no {name}; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
-        absent |= dict.fromkeys((*GATED_ACTIVATIONS, "xielu"), "feed-forward")
+        absent |= dict.fromkeys(_OF_FEED_FORWARD, "feed-forward")
     for name, part in absent.items():
         found = config.flag(name)
         if found is not None and found[1] != found[0].default:
@@ -286,8 +288,7 @@ HYBRID_CHECKS = (
         (
             *(spec.name for spec in field_specs(HybridConfig)),
             *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
-            *GATED_ACTIVATIONS,
-            "xielu",
+            *_OF_FEED_FORWARD,
         ),
         _check_shapes,
     ),
