@@ -25,7 +25,6 @@ from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelCon
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
-    ATTENTION,
     MOE,
     HybridConfig,
     LayerParts,
