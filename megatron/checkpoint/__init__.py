@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo, refuse_misfits, untrained_common
     from megatron.checkpoint.comparison import MAX_BOX_BYTES, diff_checkpoints
     from megatron.checkpoint.conversion import convert
-    from megatron.checkpoint.conversion_request import ConversionRequest, Target
+    from megatron.checkpoint.conversion_request import ConversionRequest, Target, Upcycling
     from megatron.checkpoint.inference_model import (
         build_inference_model,
         inference_config,
@@ -62,7 +62,7 @@ __getattr__ = lazy_exports(
         "checkpoint_source": "CheckpointSource TensorInfo refuse_misfits untrained_common",
         "comparison": "MAX_BOX_BYTES diff_checkpoints",
         "conversion": "convert",
-        "conversion_request": "ConversionRequest Target",
+        "conversion_request": "ConversionRequest Target Upcycling",
         "inference_model": "build_inference_model inference_config inference_stage load_model_from",
         "inspection": "inspect_checkpoint",
         "load": "load_checkpoint load_model_weights read_common",

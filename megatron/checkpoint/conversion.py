@@ -29,7 +29,13 @@ from megatron.checkpoint.checkpoint_folder import (
     iteration_folder,
 )
 from megatron.checkpoint.checkpoint_source import AveragedSource, CheckpointSource, DequantizedSource, SourceView
-from megatron.checkpoint.comparison import check_result, compare_logits, parameters_of, transformers_logits
+from megatron.checkpoint.comparison import (
+    LOGITS_TOLERANCE,
+    check_result,
+    compare_logits,
+    parameters_of,
+    transformers_logits,
+)
 from megatron.checkpoint.conversion_request import ConversionRequest, Target, idle_flags
 from megatron.checkpoint.formats import (
     MergedSource,
@@ -50,6 +56,7 @@ from megatron.checkpoint.formats.megatron import carried_values, write_megatron_
 from megatron.checkpoint.inference_model import EVEN_PIPELINE, sample_tokens, source_config, streamed_logits
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
+from megatron.checkpoint.upcycling import UpcycledSource
 from megatron.config import RunConfig
 from megatron.config.checks import LAYOUT_CHECKS
 from megatron.core.console import Log
@@ -294,6 +301,8 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     try:
         source = AveragedSource(source) if request.takes_averages else source
         source = with_adapters(source, request.merges_adapters, saver, base)
+        if request.upcycling is not None:
+            source = UpcycledSource(source, request.upcycling)
         target = read_target(request, source, saver)
         common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))
         dtype = None if target.params_dtype is None else getattr(torch, target.params_dtype)
@@ -408,6 +417,8 @@ def run(
     def check(folder: Path) -> None:
         progress.finish()
         if request.verify:
+            if isinstance(source, UpcycledSource):
+                compare_with_dense(source, log)
             result = open_for(formats, folder, int(view.common["config"]["model"]["vocab_size"]))
             try:
                 expected: CheckpointSource = view
@@ -463,7 +474,7 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         TokenizerError: the tokenizer selected on the command line cannot be built.
     """
     given = dict(request.tokenizer)
-    while isinstance(source, (MergedSource, PeftSource, DequantizedSource)):
+    while isinstance(source, (MergedSource, PeftSource, DequantizedSource, UpcycledSource)):
         source = source.base
     if not given:
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
@@ -486,6 +497,17 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         return True
 
     return write
+
+
+def compare_with_dense(source: UpcycledSource, log: Log) -> None:
+    """Compare the logits of an upcycled model with those of the dense model.
+
+    Raises:
+        ConversionMismatchError: the logits differ by more than the rounding of the scaled weights.
+    """
+    tokens = sample_tokens(source_config(source))
+    ours, theirs = streamed_logits(source, tokens), streamed_logits(source.base, tokens)
+    compare_logits(ours, theirs, "the dense model", max(LOGITS_TOLERANCE, 8 * source.rounding), log)
 
 
 def compare_with_transformers(view: CheckpointSource, folder: Path, log: Log) -> None:

@@ -23,6 +23,38 @@ class Target:
     keeps_optimizer: bool = True
 
 
+@dataclass(frozen=True)
+class Upcycling:
+    """Experts that replace each dense feed-forward layer; each has 1 / ``granularity`` of the layer's channels."""
+
+    num_experts: int
+    topk: int = 2
+    granularity: int = 1
+
+    def problem(self) -> str | None:
+        """Return why no dense model can be upcycled in this way, or None."""
+        experts, topk, granularity = self.num_experts, self.topk, self.granularity
+        if granularity < 1:
+            return f"--moe-upcycling-granularity {granularity} is not positive; use 1 or more"
+        if experts < 2 or experts % granularity:
+            return (
+                f"--num-experts {experts} is not a multiple of --moe-upcycling-granularity {granularity} that is at "
+                f"least 2; use for example {8 * granularity}"
+            )
+        if topk < 2:
+            return (
+                f"--moe-router-topk {topk}: the weight of a single expert is always 1, so the router could not learn; "
+                "use 2 or more"
+            )
+        if topk > experts or topk % granularity:
+            step = max(granularity, 2)
+            return (
+                f"--moe-router-topk {topk} is not a multiple of --moe-upcycling-granularity {granularity} up to "
+                f"--num-experts {experts}; use for example {step}"
+            )
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
     """Source, target and verification of a conversion.
@@ -40,6 +72,7 @@ class ConversionRequest:
         merges_adapters: merge the LoRA adapters into the weights.
         takes_averages: write the EMA of the weights instead of the weights.
         base_model: folder of the base model of PEFT adapters, or of adapters of quantized weights that are merged.
+        upcycling: experts that replace the dense feed-forward layers.
     """
 
     load_dir: Path
@@ -56,6 +89,7 @@ class ConversionRequest:
     merges_adapters: bool = False
     takes_averages: bool = False
     base_model: Path | None = None
+    upcycling: Upcycling | None = None
 
 
 def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:

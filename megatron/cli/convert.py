@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron.checkpoint import FORMATS, ConversionRequest, Target
+from megatron.checkpoint import FORMATS, ConversionRequest, Target, Upcycling
 from megatron.cli.arguments import (
     Parser,
     add_told_settings,
@@ -39,6 +39,7 @@ SINGLE_ONLY = ("--target-expert-tensor-parallel-size",)
 """Flags of Megatron-LM's converter that accept only the value 1."""
 
 _EXPLAIN = "--explain-family"
+_UPCYCLE = "--moe-use-upcycling"
 TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
@@ -102,6 +103,18 @@ def build_parser() -> Parser:
     content.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
     content.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
     content.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
+    experts = parser.add_argument_group("upcycling of a dense model to experts that compute the same function")
+    experts.add_argument(
+        _UPCYCLE, action="store_true", help="replace every feed-forward layer by experts, and drop the optimizer state"
+    )
+    experts.add_argument("--num-experts", type=int, metavar="N", help="number of experts per layer")
+    experts.add_argument("--moe-router-topk", type=int, metavar="K", help="number of experts per token (2)")
+    experts.add_argument(
+        "--moe-upcycling-granularity",
+        type=int,
+        metavar="G",
+        help="width of the dense layer divided by an expert's (1); N and K are multiples of it",
+    )
     add_told_settings(parser)
     check = parser.add_argument_group("verification")
     check.add_argument(
@@ -175,6 +188,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         )
     if values.checkpoint_type == "hf" and FORMATS[values.loader] != "hf":
         parser.error(f"--checkpoint-type hf: --loader {values.loader} reads a different format; use --loader hf")
+    upcycling = _upcycling(values, parser)
     request = ConversionRequest(
         load_dir=values.load_dir,
         save_dir=values.save_dir,
@@ -198,10 +212,37 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         merges_adapters=values.merge_lora,
         takes_averages=values.ema,
         base_model=values.base_model,
+        upcycling=upcycling,
     )
     return request, [
         f"{name} has no effect: {reason}" for name, (_, reason) in NO_EFFECT.items() if getattr(values, _field(name))
     ]
+
+
+def _upcycling(values: argparse.Namespace, parser: Parser) -> Upcycling | None:
+    given = {
+        "num_experts": values.num_experts,
+        "topk": values.moe_router_topk,
+        "granularity": values.moe_upcycling_granularity,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not values.moe_use_upcycling:
+        if given:
+            flags = {"topk": "--moe-router-topk", "granularity": "--moe-upcycling-granularity"}
+            name, value = next(iter(given.items()))
+            parser.error(
+                f"{flags.get(name, '--num-experts')} {value} changes nothing without {_UPCYCLE}; add {_UPCYCLE}, or "
+                "omit it"
+            )
+        return None
+    if "num_experts" not in given:
+        parser.error(f"{_UPCYCLE} requires a number of experts; add --num-experts, for example 8")
+    if FORMATS[values.saver] == "peft":
+        parser.error(f"{_UPCYCLE} and --saver peft exclude each other: PEFT folders contain adapters; use --saver hf")
+    upcycling = Upcycling(**given)
+    if (problem := upcycling.problem()) is not None:
+        parser.error(problem)
+    return upcycling
 
 
 def _unknown(word: str, parser: Parser) -> str:

@@ -15,7 +15,7 @@ from megatron.config.extra_arguments import script_defaults
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
-from megatron.core.errors import ConfigurationError, StorageError
+from megatron.core.errors import ConfigurationError, StorageError, choices
 from megatron.core.object_store import as_path
 from megatron.core.safe_io import read_plain_text
 
@@ -34,7 +34,9 @@ def preset_words(name: str) -> tuple[str, ...]:
         ConfigurationError: there is no such preset.
     """
     if name not in preset_names():
-        raise ConfigurationError(f"--model-preset {name} is not known; possible values: {', '.join(preset_names())}")
+        nearest = difflib.get_close_matches(name.lower(), preset_names(), n=1, cutoff=0.5)
+        names = nearest[0] if nearest else f"one of {choices(preset_names())}"
+        raise ConfigurationError(f"--model-preset {name} is not known; use {names}")
     lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return tuple(word for line in lines for word in line.partition("#")[0].split())
 

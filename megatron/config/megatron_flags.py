@@ -190,7 +190,6 @@ _SWITCHES = [
     "--fp32-residual-connection",
     "--qk-l2-norm",
     "--moe-extended-tp",
-    "--moe-use-upcycling",
     "--fp4-param-gather",
     "--moe-router-padding-for-fp8",
     "--moe-router-padding-for-quantization",
@@ -217,6 +216,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
     "--moe-input-jitter-eps": NotSupported(1),
+    "--moe-use-upcycling": NotSupported(0, instead="use megatron convert --moe-use-upcycling, and load the result"),
     "--rotary-scale-factor": NotSupported(
         1, "1", instead="use --rotary-seq-len-interpolation-factor to divide positions"
     ),

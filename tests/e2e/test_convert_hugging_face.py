@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from megatron.checkpoint import conversion
-from megatron.checkpoint.comparison import ConversionMismatchError
+from megatron.checkpoint.comparison import ConversionMismatchError, transformers_logits
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.native import NativeSource
 from megatron.cli import diff_checkpoints, inspect_checkpoint
@@ -25,7 +25,13 @@ from tests.e2e.test_convert import run_converter
 from tests.e2e.test_resume_layouts import assert_same_content
 from tests.e2e.toy_run import TRAINING, newest, toy_args
 from tests.harness.forked_training import fork_training
-from tests.unit.checkpoint.formats.huggingface.tiny_models import KINDS, edit_config, folder_bytes, save_model
+from tests.unit.checkpoint.formats.huggingface.tiny_models import (
+    KINDS,
+    edit_config,
+    folder_bytes,
+    save_model,
+    tokens_of,
+)
 from tests.unit.checkpoint.small_checkpoint import small_common, write_small
 
 
@@ -178,7 +184,7 @@ def test_layouts_of_experts_are_converted_compared_and_shown(
         assert diff_checkpoints.main([str(start), str(folder), "--weights-only"]) == 0, folder
         assert diff_checkpoints.main([str(start), str(folder)]) == 0, folder
     capsys.readouterr()
-    assert inspect_checkpoint.main([str(tmp_path / "a"), "--verify"]) == 0
+    assert inspect_checkpoint.main([str(tmp_path / "a"), "--verify", "--all"]) == 0
     shown = capsys.readouterr().out
     assert "expert_model_parallel_size: 4" in shown
     assert re.search(r"optimizer\.exp_avg\.decoder\.layers\.1\.mlp\.experts\.linear_fc1\.weight +4x16x16 ", shown)
@@ -197,6 +203,51 @@ def test_experts_that_cannot_be_spread_so_are_refused(tmp_path: Path) -> None:
     save_model("llama_tied", tmp_path / "dense")
     with pytest.raises(ConfigurationError, match="the model has no experts; omit it"):
         run_converter(tmp_path / "dense", tmp_path / "b", "--loader hf --saver torch --target-expert-parallel-size 2")
+
+
+UPCYCLED = "--moe-use-upcycling --num-experts 8 --moe-router-topk 4"
+
+
+def test_a_dense_folder_is_upcycled_to_a_folder_of_experts(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path / "dense")
+    (tmp_path / "dense" / "tokenizer_config.json").write_text("{}")
+    flags = f"--loader hf --saver hf {UPCYCLED} --moe-upcycling-granularity 2 --test-logits"
+    lines = run_converter(tmp_path / "dense", tmp_path / "experts", flags)
+    assert sum("of the logits of the dense model" in line for line in lines) == 1
+    settings = json.loads((tmp_path / "experts" / "config.json").read_text())
+    assert settings["architectures"] == ["MixtralForCausalLM"]
+    sizes = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+    assert [settings[name] for name in sizes] == [8, 4, 44]
+    assert (tmp_path / "experts" / "tokenizer_config.json").read_text() == "{}"
+    tokens = tokens_of("llama_tied", 2, 30)
+    dense, experts = (transformers_logits(tmp_path / name, tokens) for name in ("dense", "experts"))
+    assert float((dense - experts).abs().max() / dense.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--openai-gelu",
+        pytest.param("--swiglu --position-embedding-type rope --mtp-num-layers 1", marks=pytest.mark.long),
+    ],
+)
+def test_an_upcycled_model_starts_at_the_dense_loss_and_is_trained(flags: str, tmp_path: Path) -> None:
+    write_small(tmp_path / "dense", small_common(flags, has_optimizer=False))
+    sizes = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2 --target-expert-parallel-size 2"
+    run_converter(tmp_path / "dense", tmp_path / "experts", f"--saver torch {UPCYCLED} {sizes}")
+    assert len(list((tmp_path / "experts").rglob("*.pt"))) == 8
+    words = """
+        --use-checkpoint-args --finetune --tokenizer-type NullTokenizer --vocab-size 100 --seq-length 20 --mock-data
+        --train-iters 4 --lr-warmup-iters 0 --eval-iters 0 --distributed-backend gloo
+    """
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --moe-aux-loss-coeff 1e-2"
+    shared = [*TRAINING.split(), *words.split()]
+    folders = (f"--load {tmp_path / name} --save {tmp_path / name}_run".split() for name in ("dense", "experts"))
+    dense = fork_training([*shared, *next(folders)]).check()
+    experts = fork_training([*shared, *next(folders), *layout.split(), *SPREAD.split()], 4).check()
+    assert experts.losses()[0] == pytest.approx(dense.losses()[0], rel=1e-6)
+    assert experts.losses()[-1] < experts.losses()[0]
+    assert experts.iterations()[0]["load_balancing_loss"] > 0
 
 
 FLAGS = """

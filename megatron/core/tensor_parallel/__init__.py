@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         broadcast_data,
     )
     from megatron.core.tensor_parallel.initialization import (
+        draw_box,
         initialize_divided,
         initialize_parameter,
     )
@@ -132,7 +133,7 @@ __getattr__ = lazy_exports(
             "LossInputs vocab_parallel_cross_entropy vocab_parallel_losses_and_normalizers vocab_sharded_cross_entropy"
         ),
         "data": "broadcast_data",
-        "initialization": "initialize_divided initialize_parameter",
+        "initialization": "draw_box initialize_divided initialize_parameter",
         "layers": (
             "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding "
             "copy_tensor_model_parallel_attributes linear_with_frozen_weight "

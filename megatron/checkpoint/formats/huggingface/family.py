@@ -217,6 +217,9 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
     features = {name: field_value(config, name) for name in names if name not in unused}
+    if config.moe.num_experts is not None:
+        # Without a factor, the weights are as with a factor of 1.
+        features["moe_router_topk_scaling_factor"] = config.moe.moe_router_topk_scaling_factor or 1.0
     if config.mla.multi_latent_attention:
         # mscale_all_dim scales MLA's attention scores even without YaRN.
         features["mscale_all_dim"] = config.rope.mscale_all_dim if config.scales_latent_scores else 0.0

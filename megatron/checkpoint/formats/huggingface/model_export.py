@@ -156,8 +156,10 @@ class ModelExport:
         return max(sizes, key=lambda name: sizes[name])
 
     def _tokenizer_folder(self) -> Path | None:
-        name = self._source.common["tokenizer"]
-        return None if name is None else local_copy(self._source.folder / name)
+        name, folder = self._source.common["tokenizer"], self._source.folder
+        if name is None:
+            return folder if (folder / CONFIG_FILE).is_file() else None  # A model folder contains its tokenizer.
+        return local_copy(folder / name)
 
 
 class ExportedView:

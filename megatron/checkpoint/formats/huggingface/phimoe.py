@@ -27,7 +27,7 @@ class PhimoeFamily(RotaryDecoderFamily):
     default_epsilon = 1e-5
     default_rotary_base = 1e6
     expert_names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-    other_names = (("mlp.gate.", "mlp.router."),)
+    other_names = (("block_sparse_moe.gate.", "mlp.router."),)
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the RoPE fields; reject scaling, which transformers combines with factors of its own."""

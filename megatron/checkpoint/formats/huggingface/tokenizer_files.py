@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.settings import GENERATION_FILE
+from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE, GENERATION_FILE
 from megatron.core.console import print_line
 from megatron.core.datasets import SFT_TEMPLATE, TEMPLATE_FILE, find_template
 from megatron.core.errors import DataError
@@ -145,10 +145,10 @@ def _describe_engine(built: Tokenizer, target: Path) -> None:
 
 
 def end_of_text(tokenizer: Path | None) -> Any:
-    """Return the end-of-sequence id from the generation settings, or else from the tokenizer's record."""
+    """Return the end-of-sequence id from generation settings, else the tokenizer's record or a model's settings."""
     if tokenizer is None:
         return None
-    for name, key in ((GENERATION_FILE, "eos_token_id"), (RECORD_FILE, "eod_id")):
+    for name, key in ((GENERATION_FILE, "eos_token_id"), (RECORD_FILE, "eod_id"), (CONFIG_FILE, "eos_token_id")):
         found = read_json_object(tokenizer / name).get(key) if (tokenizer / name).is_file() else None
         if found is not None:
             return found

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron.checkpoint.checkpoint_source import SourceView
+from megatron.checkpoint.formats.huggingface.families import FAMILIES
 from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
 from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
@@ -290,6 +291,30 @@ def test_bytes_become_files_with_the_same_ids(model_type: str, tmp_path: Path) -
     text = "the wörld's\n\n  123 你好 "
     assert again.tokenize(text) == list(text.encode())
     assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
+
+
+@pytest.mark.parametrize("kind", ["ByteTokenizer", "GPT2BPETokenizer"])
+def test_transformers_builds_the_same_tokenizer_in_a_folder_of_every_family(kind: str, tmp_path: Path) -> None:
+    transformers = import_transformers()
+    files = {}
+    if kind == "GPT2BPETokenizer":
+        files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+        characters = [*byte_characters(), "th", END_OF_TEXT]
+        Path(files["vocab_file"]).write_text(json.dumps({text: number for number, text in enumerate(characters)}))
+        Path(files["merge_file"]).write_text("#version: 0.2\nt h\n")
+    tokenizer = build_tokenizer(tokenizer_type=kind, **files)
+    record_tokenizer(tokenizer, tmp_path)
+    text = "the wörld's\n\n  thë 123 你好 "
+    for family in FAMILIES:
+        folder = tmp_path / family.architecture
+        folder.mkdir()
+        copy_into_model_folder(tmp_path / "tokenizer", folder)
+        complete_model_folder(tmp_path / "tokenizer", folder, family.model_type)
+        settings = {"model_type": family.model_type, "architectures": [family.architecture]}
+        (folder / "config.json").write_text(json.dumps(settings))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert theirs.encode(text) == tokenizer.tokenize(text), family.architecture
+        assert theirs.eos_token == END_OF_TEXT, family.architecture
 
 
 @pytest.mark.parametrize(("kind", "begins"), [("Llama2Tokenizer", True), ("GPTSentencePieceTokenizer", False)])
