@@ -30,7 +30,7 @@ _PREFIXES = {
 }
 """Layers with the flags of a prefix, and their name."""
 _EXCHANGES = ("p2p", "a2a")
-"""Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
+"""Communication types that a model without attention may be given: the default, and the type of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
@@ -222,7 +222,7 @@ def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str
 
 
 def _check_exchanges(config: RunConfig) -> Iterator[str]:
-    """Reject a type of communication per layer that is not the one of the layer's recurrence."""
+    """Reject a list of communication types in which the type of a recurrent layer is not all-to-all."""
     model, parts = config.model, _parts(config.model)
     exchanges = model.cp_comm_type
     if not model.hybrid.is_hybrid or model.context_parallel_size <= 1 or not parts:

@@ -252,7 +252,7 @@ class SelfAttention(nn.Module):
     """
 
     has_gate = False
-    """Whether the fused projection has rows of an output gate after those of the queries."""
+    """Whether the fused projection has rows of an output gate after the rows of the queries."""
 
     def __init__(
         self,

@@ -759,7 +759,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def linear_layers(self) -> tuple[str, ...]:
-        """Return the names of the linear layers of the model, without those of MLA.
+        """Return the names of the linear layers of the model, without MLA's layers.
 
         Raises:
             ValueError: a pattern of layers is invalid; the message gives the reason.
