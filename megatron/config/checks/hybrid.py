@@ -144,6 +144,8 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         found = config.flag(name)
         if found is not None and found[1] != found[0].default:
             yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
+    if ATTENTION not in used and model.position_embedding_type == "alibi":
+        yield "--position-embedding-type alibi has no effect: the model has no attention layer; use none"
     tensor = max(model.tensor_model_parallel_size, 1)
     if not used.isdisjoint(LINEAR_ATTENTION):
         keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
@@ -289,6 +291,7 @@ HYBRID_CHECKS = (
             *(spec.name for spec in field_specs(HybridConfig)),
             *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
             *_OF_FEED_FORWARD,
+            "position_embedding_type",
         ),
         _check_shapes,
     ),

@@ -106,6 +106,10 @@ WRONG = [
         "--add-proj-bias has no effect: the model has no attention layer; omit it",
     ),
     (
+        "--hybrid-override-pattern M-M- --position-embedding-type alibi",
+        "--position-embedding-type alibi has no effect: the model has no attention layer; use none",
+    ),
+    (
         "--hybrid-override-pattern M-M- --log-max-attention-logit",
         "--log-max-attention-logit has no effect: the model has no attention layer; omit it",
     ),

@@ -114,7 +114,8 @@ def test_the_first_and_the_last_layers_in_bf16_take_their_own_time_and_no_copies
 def test_weights_kept_in_fp8_are_counted_without_cuda_graphs() -> None:
     shape = (
         "--pipeline-model-parallel-size 1 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
-        "--max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --fp8-format hybrid"
+        "--max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 "
+        "--fp8-format hybrid"
     )
     kept, cast_again = (
         predict(plan_of(f"{shape} {more}"), NATIVE, H100).stages[0].weights for more in ("", "--cuda-graph-impl local")
