@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         MLPSubmodules,
         activation_of,
         megatron_activation,
+        with_scaled_gate,
     )
     from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear, join_heads
     from megatron.core.transformer.multi_token_prediction import (
@@ -104,7 +105,7 @@ __getattr__ = lazy_exports(
             "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE TRANSFORMER_LAYERS WHOLE "
             "adapted_parts linear_layers_of plain_names"
         ),
-        "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation",
+        "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation with_scaled_gate",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",

@@ -199,7 +199,7 @@ _IN_NO_ARGS = (
     *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
     "attention_temperature_beta",
 )
-"""Fields of experts, MLA and YaRN that Megatron's ``args`` do not have with experts or MLA."""
+"""Fields of experts, MLA and YaRN that Megatron's ``args`` never contain."""
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
