@@ -225,7 +225,7 @@ def parameters_of(source: CheckpointSource) -> int:
 def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Compute float32 logits with the transformers package, without downloads or remote code.
 
-    The model's class is the first of ``architectures``, and its ``model_type`` is the one of this class: some folders,
+    The model's class is the first of ``architectures``, and the ``model_type`` of this class is used: some folders,
     such as Kimi-K2's, have a ``model_type`` that only their own code knows.
 
     Shapes: ``tokens: [b, s] -> [b, s, v]`` float32.

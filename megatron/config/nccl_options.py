@@ -51,7 +51,10 @@ def read_nccl_options(path: str | None) -> dict[str, NcclOptions]:
 
 
 def notes_on_groups(path: str | None, size_of: Callable[[str], int]) -> Iterator[str]:
-    """Yield a note for each group of the file that has one rank, and so no communicator; ``size_of`` its name here."""
+    """Yield a note for each group of the file that has one rank, and so no communicator.
+
+    ``size_of`` returns the number of ranks of a group, given its name in `ParallelState`.
+    """
     named = read_nccl_options(path)
     for name, group in _GROUPS.items():
         if group in named and size_of(group) == 1:

@@ -53,7 +53,7 @@ class MainGrad:
         self.is_awaited = is_awaited
         self.queue: WeightGradQueue | None = None
         self.joins_sums = True
-        """Whether sums over rows may be computed together with those of other layers."""
+        """Whether sums over rows may be computed together with the sums of other layers."""
         self.is_empty = True
         self._num_arrived = 0
 
@@ -394,8 +394,8 @@ def _sum(parts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], adds: Se
 def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[torch.Tensor | None]:
     """Sum the partial sums of up to three gradients; return the totals for autograd, None for the others.
 
-    Totals for main gradients are summed together with those of other layers, at the end of the backward pass at the
-    latest.
+    Totals for main gradients are computed together with the totals of other layers, at the latest at the end of the
+    backward pass.
 
     Shapes: ``parts: [receivers, n, width]`` in float32 ``-> [width]``.
     """

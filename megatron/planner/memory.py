@@ -600,8 +600,8 @@ def stage_memory(
 def _kept_float8_bytes(plan: Plan, chunks: Sequence[StageContents], implementation: Implementation) -> int:
     """Return the bytes of the FP8 weights and transposes that this program keeps from micro-batch to micro-batch."""
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(plan.parallel_sizes.num_replicas)
-    is_kept = plan.model.fp8.keeps_weights(plan.num_microbatches)
-    if not (implementation.is_traced and is_kept) or shards_weights or plan.model.cpu_offloading_weights:
+    is_cast_again = shards_weights or plan.uses_cuda_graphs or plan.model.cpu_offloading_weights
+    if is_cast_again or not (implementation.is_traced and plan.model.fp8.keeps_weights(plan.num_microbatches)):
         return 0
     # The same weights are in FP8 on every GPU type that has FP8.
     numbers = [number for chunk in chunks for number in layer_numbers(plan.model, chunk)]

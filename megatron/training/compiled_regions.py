@@ -44,6 +44,7 @@ from megatron.core.transformer import (
     join_heads,
     normalize,
     split_and_rotate,
+    with_scaled_gate,
 )
 from megatron.core.transformer.moe import GroupedExperts
 from megatron.core.weight_prefetch import alloc_storage, has_memory
@@ -156,8 +157,10 @@ class _Regions:
 
     def _replace_activation(self, mlp: FeedForward | GroupedExperts) -> None:
         name = "activation" if isinstance(mlp, FeedForward) else "activation of experts"
-        weight = mlp.linear_fc1.weight
-        if isinstance(mlp.activation, partial) and mlp.activation.func is gated_activation:
+        weight, activation = mlp.linear_fc1.weight, mlp.activation
+        if isinstance(activation, partial) and activation.func is with_scaled_gate:
+            activation = activation.args[0]
+        if isinstance(activation, partial) and activation.func is gated_activation:
             is_on_triton = runs_on_triton(weight)
         else:
             adds_bias = isinstance(mlp, FeedForward) and mlp.linear_fc1.bias is not None

@@ -98,7 +98,7 @@ class _Layer:
 
     @property
     def pads_values(self) -> bool:
-        """Return whether values are padded to the width of the keys: those of MLA, and with ALiBi."""
+        """Return whether values are padded to the width of the keys, as with MLA or ALiBi."""
         return self.model.value_width < self.model.head_width
 
     @property

@@ -18,10 +18,11 @@ _BAMBA = (
     *("--mamba-state-dim", "6", "--mamba-conv-kernel-dim", "3", "--disable-mamba-conv-bias", "--mamba-proj-bias"),
     *("--mamba-dt-lower-limit", "0.01", "--mamba-dt-upper-limit", "0.05"),
 )
+_BEFORE_GATE = ("--mamba-norm", "before-gate", "--mamba-multipliers", "0.7", "1.2", "0.8", "1.1", "0.9")
 _FALCON_H1 = (
-    *("--hybrid-override-pattern", "PMP-", "--mamba-state-dim", "6", "--mamba-norm", "before-gate", "--swiglu"),
-    *("--mamba-multipliers", "0.7", "1.2", "0.8", "1.1", "0.9", "--parallel-attention-multiplier", "0.6"),
-    *("--parallel-mamba-multiplier", "1.3", "--mlp-gate-multiplier", "0.7", "--mlp-output-multiplier", "1.4"),
+    *("--hybrid-override-pattern", "PMP-", "--mamba-state-dim", "6", "--swiglu", *_BEFORE_GATE),
+    *("--parallel-attention-multiplier", "0.6", "--parallel-mamba-multiplier", "1.3"),
+    *("--mlp-gate-multiplier", "0.7", "--mlp-output-multiplier", "1.4"),
 )
 _FEW_GROUPS = (
     ("1", Layout(tp=2, sequence_parallel=True, pp=2)),
@@ -155,3 +156,5 @@ def _cells() -> Iterator[Cell]:
     for flags in (_BAMBA, _FALCON_H1):
         for groups, layout in _FEW_GROUPS:
             yield make_hybrid_cell("mamba", layout, "packed", extra=("--mamba-num-groups", groups, *flags))
+    for extra in (_BEFORE_GATE, ("--mamba-norm", "none", *LORA)):
+        yield make_hybrid_cell("mamba", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=(*_BAMBA, *extra))

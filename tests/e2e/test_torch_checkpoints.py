@@ -76,6 +76,39 @@ def test_ranks_that_share_a_key_value_group(tmp_path: Path) -> None:
     compare(fork_training(toy_args(tmp_path / "parts", FLAGS, NO_DROPOUT, groups)).check(), whole)
 
 
+HYBRID = {
+    "mamba": (
+        "--hybrid-override-pattern M-*M --mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2 "
+        "--mamba-num-heads 4 --normalization RMSNorm --disable-bias-linear"
+    ),
+    "gated-delta-net": (
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 6 "
+        "--linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4 --normalization RMSNorm "
+        "--swiglu --disable-bias-linear"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ckpt_format"),
+    [
+        ("mamba", "torch"),
+        pytest.param("mamba", "torch_dist", marks=pytest.mark.long),
+        pytest.param("gated-delta-net", "torch", marks=pytest.mark.long),
+        ("gated-delta-net", "torch_dist"),
+    ],
+)
+def test_hybrid_models_go_on_at_another_layout(kind: str, ckpt_format: str, tmp_path: Path) -> None:
+    flags = f"{FLAGS} {NO_DROPOUT} --ckpt-format {ckpt_format} {HYBRID[kind]}"
+    whole = fork_training(toy_args(tmp_path / "whole", flags)).check()
+    layout = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--use-distributed-optimizer --exit-interval 4"
+    )
+    fork_training(toy_args(tmp_path / "parts", flags, layout), 4).check()
+    compare(fork_training(toy_args(tmp_path / "parts", flags)).check(), whole)
+
+
 def compare(run: ForkedRun, whole: ForkedRun) -> None:
     lines: list[dict[str, Any]] = run.iterations()
     assert [line["iteration"] for line in lines] == list(range(1, 9))
@@ -153,7 +186,7 @@ def test_files_of_different_iterations_are_refused(gathers: str, tmp_path: Path)
     shutil.copy(second, first)
     torn = fork_training([*args, "--ckpt-step", "2", "--exit-interval", "3"], 2)
     assert set(torn.statuses) != {0}
-    assert "do not match Megatron's layout" in torn.errors[0]
+    assert "does not match Megatron's layout" in torn.errors[0]
 
 
 TORCH_DIST_FLAGS = "--num-layers 4 --train-iters 8 --save-interval 4 --eval-interval 1000"

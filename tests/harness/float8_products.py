@@ -25,12 +25,14 @@ def assert_products(module: Any, length: int, batch: int, generator: torch.Gener
         quantizers.weight(weight.detach(), transpose=flag, records=False, scale=None) for flag in (False, True)
     )
     assert x.grad is not None
-    for found, one, other in (
-        (output.detach().flatten(0, 1), left, plain),
-        (x.grad.flatten(0, 1), back, turned),
-        (weight.grad, back_turned, left_turned),
+    bias = getattr(module, "bias", None)
+    added = 0.0 if bias is None else bias.detach().double()
+    for found, one, other, of_bias in (
+        (output.detach().flatten(0, 1), left, plain, added),
+        (x.grad.flatten(0, 1), back, turned, 0.0),
+        (weight.grad, back_turned, left_turned, 0.0),
     ):
-        exact = one.values(torch.float64) @ other.values(torch.float64).t()
+        exact = one.values(torch.float64) @ other.values(torch.float64).t() + of_bias
         # The result is rounded to bfloat16; sums are of float32.
         largest = float(exact.abs().max())
         torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * largest, msg=name)

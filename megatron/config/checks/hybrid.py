@@ -30,11 +30,13 @@ _PREFIXES = {
 }
 """Layers with the flags of a prefix, and their name."""
 _EXCHANGES = ("p2p", "a2a")
-"""Communication types that a model without attention may be given: the default, and the one of recurrent layers."""
+"""Communication types that a model without attention may be given: the default, and the type of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
-    *("attn_logit_softcapping", "no_rope_freq", "qk_clip"),
+    *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
+    *("add_qkv_bias", "disable_qkv_bias", "add_proj_bias", "disable_proj_bias"),
 )
+_OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier")
 
 
 def _given(model: GPTConfig) -> str:
@@ -137,11 +139,13 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 yield f"{spec.typed(value)} has no effect: the model has no {name}; omit it"
     absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
     if not any(each.feed_forward for each in parts):
-        absent |= dict.fromkeys((*GATED_ACTIVATIONS, "xielu"), "feed-forward")
+        absent |= dict.fromkeys(_OF_FEED_FORWARD, "feed-forward")
     for name, part in absent.items():
         found = config.flag(name)
         if found is not None and found[1] != found[0].default:
             yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
+    if ATTENTION not in used and model.position_embedding_type == "alibi":
+        yield "--position-embedding-type alibi has no effect: the model has no attention layer; use none"
     tensor = max(model.tensor_model_parallel_size, 1)
     if not used.isdisjoint(LINEAR_ATTENTION):
         keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
@@ -220,7 +224,7 @@ def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str
 
 
 def _check_exchanges(config: RunConfig) -> Iterator[str]:
-    """Reject a type of communication per layer that is not the one of the layer's recurrence."""
+    """Reject a list of communication types in which the type of a recurrent layer is not all-to-all."""
     model, parts = config.model, _parts(config.model)
     exchanges = model.cp_comm_type
     if not model.hybrid.is_hybrid or model.context_parallel_size <= 1 or not parts:
@@ -286,8 +290,8 @@ HYBRID_CHECKS = (
         (
             *(spec.name for spec in field_specs(HybridConfig)),
             *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
-            *GATED_ACTIVATIONS,
-            "xielu",
+            *_OF_FEED_FORWARD,
+            "position_embedding_type",
         ),
         _check_shapes,
     ),

@@ -596,6 +596,7 @@ def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
         "--clip-qkv": model.clip_qkv is not None,
         "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
         "--add-qkv-bias": model.add_qkv_bias,
+        "--disable-qkv-bias": model.disable_qkv_bias,
         "--use-rope-scaling": model.use_rope_scaling,
         "--rotary-percent": model.rotary_percent != 1.0,
         "--rotary-interleaved": model.rotary_interleaved,
@@ -636,7 +637,7 @@ MLA_CHECKS = (
         (
             *("multi_latent_attention", "lora_rank", "query_pre_attn_scalar", "softmax_scale", "cuda_graph_impl"),
             "clip_qkv",
-            *("qk_layernorm_across_heads", "add_qkv_bias", "use_rope_scaling", "rotary_base_local"),
+            *("qk_layernorm_across_heads", "add_qkv_bias", "disable_qkv_bias", "use_rope_scaling", "rotary_base_local"),
             *("rotary_seq_len_interpolation_factor", "rotary_percent", "rotary_interleaved", "tp_comm_overlap"),
         ),
         _check_mla_conflicts,
@@ -1098,19 +1099,23 @@ def _projection_widths(model: GPTConfig, mixer: str, heads: str, number: int) ->
 
 def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
     model, hybrid, multiple = config.model, config.model.hybrid, _multiple(config)
-    if not model.fp8.is_quantized or model.tensor_model_parallel_size <= 0:
+    tensor = model.tensor_model_parallel_size
+    if not model.fp8.is_quantized or tensor <= 0:
         return
     shapes = {
         GATED_DELTA_NET: ("linear_num_value_heads", hybrid.linear_num_value_heads, hybrid.linear_num_key_heads),
         MAMBA: ("mamba_num_heads", hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups),
     }
     for mixer, (field, heads, groups) in shapes.items():
-        if mixer not in _mixers(model) or groups % model.tensor_model_parallel_size or heads % groups:
+        # Tensor-parallel ranks may share a group of Mamba-2 heads.
+        is_sharded = groups % tensor == 0 or (mixer == MAMBA and tensor % groups == 0)
+        step = max(groups, tensor)
+        if mixer not in _mixers(model) or not is_sharded or heads % step:
             continue  # The checks of the shapes report the last two.
         rows, columns = _projection_widths(model, mixer, field, heads)
         if rows % multiple == columns % multiple == 0:
             continue
-        numbers = range(heads + groups, heads + groups * multiple + 1, groups)
+        numbers = range(heads + step, heads + step * multiple + 1, step)
         fitting = (
             number
             for number in numbers

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         HybridConfig,
         LayerParts,
         layer_parts,
+        pattern_symbols,
     )
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
         MLPSubmodules,
         activation_of,
         megatron_activation,
+        with_scaled_gate,
     )
     from megatron.core.transformer.multi_latent_attention import LatentAttention, ReplicatedLinear, join_heads
     from megatron.core.transformer.multi_token_prediction import (
@@ -95,7 +97,7 @@ __getattr__ = lazy_exports(
         "gated_attention": "GatedAttention",
         "hybrid_config": (
             "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
-            "NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts"
+            "NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts pattern_symbols"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
@@ -104,7 +106,7 @@ __getattr__ = lazy_exports(
             "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE TRANSFORMER_LAYERS WHOLE "
             "adapted_parts linear_layers_of plain_names"
         ),
-        "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation",
+        "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation with_scaled_gate",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",

@@ -8,15 +8,13 @@ from __future__ import annotations
 SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 """Width of the integers that a dtype represents exactly."""
 _USUAL_LENGTH = 2**16
-
-
 _LARGEST_EXPONENT = 8.0
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """Return the slope of each head: powers of 2 with equally spaced exponents, for the last head 2^-8.
 
-    For other numbers of heads than powers of 2, the slopes are those of the next power of 2: first every second one,
+    If the number of heads is not a power of 2, the slopes are taken from the next power of 2: first every second slope,
     then the others.
     """
     total = 1 << (num_heads - 1).bit_length()

@@ -44,7 +44,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
-from megatron.core.transformer.hybrid_config import ATTENTION
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.linear_biases import LinearBiases
 from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
@@ -196,7 +195,7 @@ def describe_attention(
     pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
     names: Counter[str] = Counter()
     for number, window in enumerate(config.layer_windows):
-        if config.layer_parts[number].mixer != ATTENTION:
+        if not config.layer_parts[number].has_attention:
             continue
         exchange = config.cp_exchange(number) if size > 1 else ""
         has_window = window is not None and window < seq_length
@@ -253,7 +252,7 @@ class SelfAttention(nn.Module):
     """
 
     has_gate = False
-    """Whether the fused projection has rows of an output gate after those of the queries."""
+    """Whether the fused projection has rows of an output gate after the rows of the queries."""
 
     def __init__(
         self,

@@ -25,7 +25,6 @@ from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelCon
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
-    ATTENTION,
     MOE,
     HybridConfig,
     LayerParts,
@@ -762,7 +761,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     @property
     def linear_layers(self) -> tuple[str, ...]:
-        """Return the names of the linear layers of the model, without those of MLA.
+        """Return the names of the linear layers of the model, without MLA's layers.
 
         Raises:
             ValueError: a pattern of layers is invalid; the message gives the reason.
@@ -895,7 +894,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
         types = self.cp_comm_type
         if len(types) != len(self.layer_parts):
             return frozenset(types)
-        return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.mixer == ATTENTION)
+        return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.has_attention)
 
     def kind_of(self, layer_number: int) -> int:
         """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""

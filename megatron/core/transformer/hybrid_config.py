@@ -57,6 +57,11 @@ def format_layers(layers: Sequence[LayerParts]) -> str:
     return " ".join("".join(_SYMBOL_OF_PART[part] for part in parts if part is not None) for parts in layers)
 
 
+def pattern_symbols(layers: Sequence[LayerParts]) -> str:
+    """Return --hybrid-override-pattern in Megatron's symbols, one per layer: ``M-M*-``."""
+    return format_layers(layers).replace(" ", "")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HybridConfig(Config, in_args=False):
     """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.

@@ -212,7 +212,7 @@ def _adapt_experts(
 
 
 def _site(linear: str, part: str) -> int:
-    """Return the dropout site of a column-parallel layer's adapter; linear_fc1 has another than the mixer's layer."""
+    """Return the dropout site of a column-parallel layer's adapter; linear_fc1 differs from the mixer's layer."""
     return _SITES.index("gate") if part == WHOLE and linear == "linear_fc1" else _SITES.index(part)
 
 

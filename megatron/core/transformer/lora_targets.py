@@ -46,7 +46,7 @@ _PLAIN = {
 
 
 def linear_layers_of(layers: Iterable[LayerParts]) -> tuple[str, ...]:
-    """Return the names of the linear layers of a model whose layers have these parts, without those of MLA."""
+    """Return the names of the linear layers of a model whose layers have these parts, without MLA's layers."""
     kinds = {part for parts in layers for part in parts}
     return (
         *(OF_ATTENTION if ATTENTION in kinds else ()),
@@ -58,7 +58,7 @@ def linear_layers_of(layers: Iterable[LayerParts]) -> tuple[str, ...]:
 def names_of_targets(
     is_gated: bool, linear_layers: Collection[str] = TRANSFORMER_LAYERS
 ) -> Mapping[str, Sequence[tuple[str, str]]]:
-    """Return the (linear layer, part) pairs of each target name, both Megatron's names and those of Hugging Face.
+    """Return the (linear layer, part) pairs of each target name, both Megatron's and Hugging Face's names.
 
     ``linear_layers`` are the linear layers of the model.
     """

@@ -104,12 +104,13 @@ def activation_of(config: DecoderConfig) -> Callable[[torch.Tensor], torch.Tenso
     """Return the function between the two GEMMs. Shapes: ``[..., ffn] -> [..., ffn]``; gated from ``[..., 2 ffn]``."""
     activation = _unscaled_activation_of(config)
     multiplier = config.mlp_gate_multiplier
-    return activation if multiplier == 1.0 else partial(_with_scaled_gate, activation, multiplier)
+    return activation if multiplier == 1.0 else partial(with_scaled_gate, activation, multiplier)
 
 
-def _with_scaled_gate(
+def with_scaled_gate(
     activation: Callable[[torch.Tensor], torch.Tensor], multiplier: float, x: torch.Tensor
 ) -> torch.Tensor:
+    """Apply a gated activation after the gate is multiplied. Shapes: ``[..., 2 ffn] -> [..., ffn]``."""
     gate, up = x.chunk(2, dim=-1)
     return activation(torch.cat((gate * multiplier, up), dim=-1))
 

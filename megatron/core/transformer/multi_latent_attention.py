@@ -201,7 +201,9 @@ class LatentAttention(SelfAttention):
         )
 
     def rows_to_clip(self, eta: torch.Tensor, alpha: float) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield the up-projections; the rotary part of the keys, which all heads share, leaves eta to the queries.
+        """Yield the up-projections, with the factor of each row.
+
+        All heads share the rotary part of the keys, so the rotary part of the queries is scaled by eta.
 
         Shapes: ``eta: [n/tp]``; ``parameter: [rows, …]``, ``factors: [rows]``.
         """

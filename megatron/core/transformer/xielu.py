@@ -56,7 +56,7 @@ def xielu(
 
 
 class _Curve(torch.autograd.Function):
-    """xIELU with the slopes themselves; saves only ``x`` for the backward pass."""
+    """xIELU for given slopes; saves only ``x`` for the backward pass."""
 
     @staticmethod
     def forward(

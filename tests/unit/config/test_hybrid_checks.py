@@ -94,12 +94,36 @@ WRONG = [
         "--hidden-size 64 --linear-num-value-heads 16 --linear-value-head-dim 6",
         "--linear-num-value-heads x --linear-value-head-dim 96 is not a whole number of blocks of 64 input features",
     ),
-    (f"{FOUR} --save x --ckpt-format torch_dist", "cannot store a model with --experimental-attention-variant"),
     (
-        f"{MIXED} --mamba-num-heads 16 --save x --ckpt-format torch",
-        "cannot store a model with --hybrid-override-pattern",
+        f"{FOUR} --normalization RMSNorm --save x --ckpt-format torch_dist",
+        "--ckpt-format torch_dist cannot store a model with gated delta-net without --swiglu",
+    ),
+    (
+        "--hybrid-override-pattern M-*G --save x --ckpt-format torch",
+        "cannot store a model with G in --hybrid-override-pattern M-*G",
+    ),
+    (
+        "--hybrid-override-pattern M-*- --mamba-norm none --save x --ckpt-format torch",
+        "cannot store a model with --mamba-norm none",
     ),
     ("--hybrid-override-pattern M-M- --qk-layernorm", "--qk-layernorm has no effect: the model has no attention layer"),
+    ("--hybrid-override-pattern M-M- --clip-qkv 2", "--clip-qkv 2.0 has no effect: the model has no attention layer"),
+    (
+        "--hybrid-override-pattern M-M- --disable-bias-linear --add-proj-bias",
+        "--add-proj-bias has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --position-embedding-type alibi",
+        "--position-embedding-type alibi has no effect: the model has no attention layer; use none",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --log-max-attention-logit",
+        "--log-max-attention-logit has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M*M* --mlp-output-multiplier 2",
+        "--mlp-output-multiplier 2.0 has no effect: the model has no feed-forward layer; omit it",
+    ),
     ("--hybrid-override-pattern M*M* --swiglu", "--swiglu has no effect: the model has no feed-forward layer; omit it"),
     ("--attention-output-gate --multi-latent-attention", "exclude each other"),
     (f"{KDA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
@@ -135,6 +159,12 @@ def test_a_problem_is_one_line_that_says_what_works(words: str, message: str) ->
         (
             f"{MIXED} --mamba-num-groups 1 --mamba-num-heads 4 --mamba-state-dim 5",
             "--mamba-num-groups 1 x --mamba-state-dim 5 is not divisible by --tensor-model-parallel-size 2, whose",
+        ),
+        (
+            f"{MIXED} --bf16 --fp8-format hybrid --mamba-num-groups 1 --mamba-num-heads 10 --mamba-head-dim 8 "
+            "--mamba-state-dim 8",
+            "--mamba-num-heads 10 gives the projections of a Mamba-2 layer 93 rows and 40 columns on each "
+            "tensor-parallel rank, but --fp8-format hybrid needs a multiple of 16; use --mamba-num-heads 16",
         ),
     ],
 )

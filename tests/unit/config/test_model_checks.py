@@ -182,6 +182,7 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "without --multi-latent-attention"),
         (f"{LATENT} --rotary-percent 0.5", "omit --rotary-percent"),
         (f"{LATENT} --rotary-interleaved", "omit --rotary-interleaved"),
+        (f"{LATENT} --disable-qkv-bias", "omit --disable-qkv-bias"),
         (f"{LATENT} --lora-rank 2", "omit --lora-rank"),
         (f"{LATENT} --cuda-graph-impl local", "use --cuda-graph-impl none"),
         (

@@ -111,6 +111,19 @@ def test_the_first_and_the_last_layers_in_bf16_take_their_own_time_and_no_copies
     assert copies[0] * 8 == copies[1] * 5
 
 
+def test_weights_kept_in_fp8_are_counted_without_cuda_graphs() -> None:
+    shape = (
+        "--pipeline-model-parallel-size 1 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
+        "--max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 "
+        "--fp8-format hybrid"
+    )
+    kept, cast_again = (
+        predict(plan_of(f"{shape} {more}"), NATIVE, H100).stages[0].weights for more in ("", "--cuda-graph-impl local")
+    )
+    # Two bytes for each weight of eight layers with 12 x 256 x 256 weights.
+    assert kept - cast_again == 2 * 8 * 12 * 256**2
+
+
 def test_frozen_weights_have_two_products_and_no_gradients_to_reduce_or_weights_to_gather() -> None:
     shape = (
         "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel --hidden-size 4096 "

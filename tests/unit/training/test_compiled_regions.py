@@ -153,6 +153,18 @@ def test_layers_of_a_pattern_call_what_is_compiled(compiled: list[Any]) -> None:
     assert add_branch in calls
 
 
+def test_a_gated_activation_that_triton_computes_is_not_compiled(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.training.compiled_regions.runs_on_triton", lambda *tensors: True)
+    for flags in ((), ("--mlp-gate-multiplier", "0.5")):
+        lines: list[str] = []
+        set_up(lines.append, *SHAPES["llama"], *flags)
+        (line,) = [line for line in lines if "--compile" in line]
+        assert "activation" in line.partition("; not ")[2], line
+        assert "activation" not in line.partition("; not ")[0]
+
+
 def test_functions_without_gradients_are_not_compiled(compiled: list[Any]) -> None:
     modules = set_up(lambda line: None, *SHAPES["llama"])
     calls = compiled[0]

@@ -44,7 +44,7 @@ class BloomFamily(NamedDecoderFamily):
     final_norm = "ln_f"
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return no fields; reject a slow computation without biases, and dropout."""
+        """Return no fields; reject ``slow_but_exact``, which leaves biases out, and dropout."""
         settings.require("slow_but_exact", False, False, "it leaves biases out")
         settings.require_zero("hidden_dropout", "the embeddings would have dropout too")
         return {}

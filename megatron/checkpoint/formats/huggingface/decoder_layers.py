@@ -119,6 +119,12 @@ def expert_fields(settings: Settings, num_experts: int, width: int, default_choi
     return {"num_experts": num_experts, "moe_ffn_hidden_size": width, "moe_router_topk": chosen}
 
 
+def attention_bias_fields(settings: Settings) -> dict[str, Any]:
+    """Convert ``attention_bias``, the biases of all four projections of attention, to fields of a GPTConfig."""
+    has_biases = settings.switch("attention_bias", False)
+    return {"add_qkv_bias": has_biases, "add_proj_bias": has_biases}
+
+
 def is_unnormalized(settings: Settings) -> bool:
     """Return whether the chosen experts are weighted with their softmax score over all experts.
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    attention_bias_fields,
     read_layer_types,
     window_fields,
     written_layer_types,
@@ -43,13 +44,11 @@ class Dots1Family(SharedExpertFamily):
         layers, num_full = settings.integer("num_hidden_layers"), count_of(settings, "max_window_layers", 62)
         has_windows = settings.values.get("sliding_window", 4096) is not None
         by_default = [has_windows and layer >= num_full for layer in range(min(layers, 100_000))]
-        has_biases = settings.switch("attention_bias", False)
         return {
             **self.experts_of(settings),
             **window_fields(settings, read_layer_types(settings, by_default), 4096),
             "qk_layernorm": True,
-            "add_qkv_bias": has_biases,
-            "add_proj_bias": has_biases,
+            **attention_bias_fields(settings),
         }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.checkpoint.formats.huggingface.mamba_layers import MambaDecoderFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import MAMBA
 
 _BIASES = ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
 
@@ -15,8 +16,8 @@ _BIASES = ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
 class FalconH1Family(MambaDecoderFamily):
     """Falcon-H1 (``FalconH1ForCausalLM``).
 
-    Ours have one multiplier for those of theirs that act on the same values: of the inputs of linear layers without
-    bias and of their outputs, and of keys and scores.
+    A multiplier of the input of a linear layer without bias is combined with the multiplier of its output, and the
+    multiplier of keys with the softmax scale.
     """
 
     model_type = "falcon_h1"
@@ -68,7 +69,7 @@ class FalconH1Family(MambaDecoderFamily):
             "embedding_multiplier": config.embedding_multiplier,
             "key_multiplier": keys,
             "lm_head_multiplier": config.logit_scale,
-            "mamba_d_ssm": hybrid.mamba_heads(config.hidden_size) * hybrid.mamba_head_dim,
+            "mamba_d_ssm": hybrid.inner_size(MAMBA, config.hidden_size),
             "mamba_norm_before_gate": hybrid.mamba_norm == "before-gate",
             "mamba_rms_norm": hybrid.mamba_norm != "none",
             "mlp_multipliers": [config.mlp_gate_multiplier, config.mlp_output_multiplier],

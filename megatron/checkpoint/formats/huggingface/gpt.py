@@ -51,7 +51,7 @@ def written_activation(config: GPTConfig, tanh_name: str = "gelu_new") -> str:
 class GPT2Family:
     """GPT-2 (``GPT2LMHeadModel``), and base of the families with its names of settings and layers.
 
-    ``default_sizes`` and ``default_dropout`` are those of the configuration class. ``linear_names`` are their names of
+    ``default_sizes`` and ``default_dropout`` are defaults of the configuration class. ``linear_names`` are the names of
     the linear layers after the QKV projection, whose weights ``is_transposed`` in the files.
     """
 

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
     ExpertNames,
     RotaryDecoderFamily,
+    attention_bias_fields,
     expert_fields,
     shared_expert_links,
 )
@@ -31,16 +32,16 @@ class HunYuanDenseV1Family(RotaryDecoderFamily):
         return read_ntk_rope(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QK norms; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
-        return {"qk_layernorm": True, "qk_layernorm_after_rope": True}
+        """Return the fields of QK norms and attention biases."""
+        return {"qk_layernorm": True, "qk_layernorm_after_rope": True, **attention_bias_fields(settings)}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         settings = super().write_settings(config)
         if config.rotary_ntk_alpha != 1.0:
             settings["rope_scaling"] = {"rope_type": "dynamic", "factor": 1.0, "alpha": config.rotary_ntk_alpha}
-        return settings | {"attention_bias": False, "head_dim": config.kv_channels, "pad_token_id": None}
+        biases = {"attention_bias": config.has_proj_bias}
+        return settings | biases | {"head_dim": config.kv_channels, "pad_token_id": None}
 
 
 class HunYuanMoEV1Family(HunYuanDenseV1Family):
@@ -52,7 +53,7 @@ class HunYuanMoEV1Family(HunYuanDenseV1Family):
     other_names = (("mlp.gate.", "mlp.gate.wg."),)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QK norms and MoE; reject biases, and layers that differ in the number of experts."""
+        """Return the fields of attention and MoE; reject layers that differ in the number of experts."""
         layers = settings.integer("num_hidden_layers")
         chosen = settings.values.get("num_experts_per_tok", settings.values.get("moe_topk"))
         if isinstance(chosen, list) and len(chosen) >= layers and chosen[:layers] == chosen[:1] * layers:

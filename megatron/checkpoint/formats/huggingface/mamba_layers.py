@@ -12,7 +12,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, RotaryD
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import ATTENTION, ATTENTION_AND_MAMBA, LayerParts
+from megatron.core.transformer import ATTENTION, ATTENTION_AND_MAMBA, MAMBA, LayerParts
 
 LINEAR = "linear_attention"
 _INFINITY = {"__float__": "Infinity"}
@@ -75,9 +75,9 @@ def written_step_limits(config: GPTConfig) -> dict[str, Any]:
 def mamba_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Yield the links of a Mamba-2 layer, whose tensors have the same names and rows as theirs."""
     hybrid, width = config.hybrid, config.hidden_size
-    heads, states = hybrid.mamba_heads(width), hybrid.mamba_num_groups * hybrid.mamba_state_dim
-    inner = heads * hybrid.mamba_head_dim
-    rows, channels = 2 * inner + 2 * states + heads, inner + 2 * states
+    stacked = hybrid.projection_rows(MAMBA, width)
+    inner, _, states, _, heads = stacked
+    rows, channels = sum(stacked), inner + 2 * states
     shapes = {
         **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
         "conv1d.weight": (channels, 1, hybrid.mamba_conv_kernel_dim),
@@ -176,6 +176,6 @@ class MambaDecoderFamily(MambaFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        inner = config.hybrid.mamba_heads(config.hidden_size) * config.hybrid.mamba_head_dim
+        inner = config.hybrid.inner_size(MAMBA, config.hidden_size)
         sizes = {"mamba_d_head": config.hybrid.mamba_head_dim, "mamba_expand": inner // config.hidden_size}
         return super().write_settings(config) | sizes | written_step_limits(config)

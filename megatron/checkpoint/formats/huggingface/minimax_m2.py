@@ -35,10 +35,7 @@ class MiniMaxM2Family(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of QK norms and MoE; reject noise and a single expert per token."""
-        if settings.number("router_jitter_noise", 0.0):
-            settings.refuse(
-                "router_jitter_noise is not 0, but noise in the router's input is not supported; set it to 0"
-            )
+        settings.require_zero("router_jitter_noise", "noise in the router's input is not supported")
         experts = settings.integer("num_local_experts", settings.integer("num_experts", 256))
         fields = expert_fields(settings, experts, settings.integer("intermediate_size"), 8)
         if fields["moe_router_topk"] == 1:

@@ -118,10 +118,7 @@ class MixtralFamily(MistralFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of the sliding window and MoE."""
-        if settings.number("router_jitter_noise", 0.0):
-            settings.refuse(
-                "router_jitter_noise is not 0, but noise in the router's input is not supported; set it to 0"
-            )
+        settings.require_zero("router_jitter_noise", "noise in the router's input is not supported")
         experts = settings.integer("num_local_experts", 8)
         return super().own_fields(settings) | expert_fields(settings, experts, settings.integer("intermediate_size"), 2)
 

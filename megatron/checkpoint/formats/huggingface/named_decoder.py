@@ -43,7 +43,7 @@ class NamedDecoderFamily:
 
     ``setting_fields`` are settings with a field of their own, ``fixed_fields`` the fields that no setting changes, and
     ``fixed_settings`` the settings that are always written. ``embeddings`` pairs our names of the modules of the
-    embedding with theirs, and ``layer_names`` those of a layer (`named_layer_links`).
+    embedding with the names in the files, and ``layer_names`` the names of a layer's modules (`named_layer_links`).
     """
 
     model_type: str

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
     ExpertNames,
     RotaryDecoderFamily,
+    attention_bias_fields,
     expert_fields,
     window_fields,
     window_of_all_layers,
@@ -40,11 +41,8 @@ class PhimoeFamily(RotaryDecoderFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of norms, biases, the sliding window and MoE; reject what has no equivalent."""
         settings.require("num_experts_per_tok", 2, 2, "transformers chooses two experts per token")
-        if settings.number("input_jitter_noise", 0.0):
-            settings.refuse(
-                "input_jitter_noise is not 0, but noise in the input of experts is not supported; set it to 0"
-            )
-        has_biases, has_output_bias = settings.switch("attention_bias", False), settings.switch("lm_head_bias", False)
+        settings.require_zero("input_jitter_noise", "noise in the input of experts is not supported")
+        has_output_bias = settings.switch("lm_head_bias", False)
         if has_output_bias:
             settings.require("tie_word_embeddings", False, False, "an output layer with a bias has its own weight")
         experts = settings.integer("num_local_experts", settings.integer("num_experts", 16))
@@ -53,8 +51,7 @@ class PhimoeFamily(RotaryDecoderFamily):
         has_window = settings.values.get("sliding_window") is not None
         return {
             "normalization": "LayerNorm",
-            "add_qkv_bias": has_biases,
-            "add_proj_bias": has_biases,
+            **attention_bias_fields(settings),
             "add_output_bias": has_output_bias,
             "moe_router_score_function": "sparsemixer",
             "moe_router_sparsemixer_eps": settings.number("router_jitter_noise", 0.01),

@@ -1,8 +1,8 @@
 """Convert between the ``args`` of Megatron-LM's checkpoints and the configuration of a run.
 
 ``args`` is a namespace of several hundred values. Fields that declare ``in_args`` are read from it. Writing adds the
-values that are computed from them (`derived_arguments`). The fields of experts, MLA, MTP and YaRN have a different form
-in ``args``.
+values that are computed from them (`derived_arguments`). The fields of experts, MLA, MTP, YaRN and hybrid models have a
+different form in ``args``.
 
 For scaled RoPE Megatron-LM stores only the factor and fixes the other three fields to Llama 3.1's values. They are
 written here so that the checkpoint is read back as the model that was saved.
@@ -21,13 +21,17 @@ from megatron.checkpoint.formats.megatron.torch_file_reader import Record
 from megatron.config import config_parts
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig
+from megatron.core.models.gpt import HYBRID_FIELDS, STRETCH_FIELDS, GPTConfig, hybrid_flags_without_argument
 from megatron.core.transformer import (
+    GATED_DELTA_NET,
+    HybridConfig,
     MLAConfig,
     MoEConfig,
     MTPConfig,
     RotaryConfig,
+    layer_parts,
     parse_layer_pattern,
+    pattern_symbols,
     without_rotary,
 )
 
@@ -173,6 +177,78 @@ def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
     return values
 
 
+_MAMBA_MODEL: Mapping[str, Any] = {
+    "is_hybrid_model": True,
+    "hybrid_attention_ratio": 0.0,
+    "hybrid_mlp_ratio": 0.0,
+    "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+}
+"""Arguments of Megatron-LM's MambaModel with --hybrid-override-pattern."""
+_RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+_HYBRID_PATTERN, _VARIANT, _FREQUENCY = (
+    *("hybrid_override_pattern", "experimental_attention_variant"),
+    "linear_attention_freq",
+)
+
+
+def config_of_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a hybrid model: gated delta-net, or the layers of Megatron-LM's MambaModel.
+
+    Raises:
+        CheckpointError: a value has a different type than its field, or is not supported.
+    """
+    values: dict[str, Any] = {}
+    spec = arguments.get("spec")
+    names_mamba = isinstance(spec, (list, tuple)) and any("mamba" in str(word) for word in spec)
+    if arguments.get(_VARIANT) == GATED_DELTA_NET:
+        values = {_VARIANT: arguments[_VARIANT], _FREQUENCY: str(arguments.get(_FREQUENCY))}
+    elif arguments.get(_HYBRID_PATTERN) is not None or arguments.get("is_hybrid_model") or names_mamba:
+        pattern = arguments.get(_HYBRID_PATTERN)
+        if pattern is None:
+            if ratios := [f"{name} {arguments[name]}" for name in _RATIOS if arguments.get(name)]:
+                raise CheckpointError(f"args have {', '.join(ratios)}, which needs a {_HYBRID_PATTERN}; it is None")
+            pattern = "M" * arguments["num_layers"]
+        values = {_HYBRID_PATTERN: str(pattern)}
+    if not values:
+        return {}
+    config_class: type = HybridConfig
+    for field in field_specs(config_class):
+        is_own = field.name in HYBRID_FIELDS and field.name not in (_HYBRID_PATTERN, _VARIANT, _FREQUENCY)
+        if is_own and arguments.get(field.name) is not None:
+            values[field.name] = value_of_argument(field, field.name, arguments[field.name])
+    is_mamba = _HYBRID_PATTERN in values
+    try:
+        layer_parts(HybridConfig(**values), arguments["num_layers"], (False,) * arguments["num_layers"])
+    except ValueError as error:
+        name = _HYBRID_PATTERN if is_mamba else _FREQUENCY
+        raise CheckpointError(f"args.{name} is {arguments.get(name)!r}: {error}") from error
+    prefix = "mamba_" if is_mamba else "linear_"
+    return {name: value for name, value in values.items() if name.startswith((prefix, _HYBRID_PATTERN, _VARIANT))}
+
+
+def arguments_of_hybrid(model: GPTConfig) -> dict[str, Any]:
+    """Convert the fields of a hybrid model to ``args``; empty if every layer has attention."""
+    hybrid = model.hybrid
+    if not hybrid.is_hybrid:
+        return {}
+    values = {name: getattr(hybrid, name) for name in HYBRID_FIELDS}
+    if hybrid.hybrid_override_pattern is not None:
+        return {**values, _HYBRID_PATTERN: pattern_symbols(model.layer_parts), **_MAMBA_MODEL}
+    text = (hybrid.linear_attention_freq or "").strip()
+    frequency = int(text) if text.isdecimal() else list(map(int, parse_layer_pattern(text, model.num_layers)))
+    return values | {_FREQUENCY: frequency}
+
+
+def check_hybrid(model: GPTConfig, path: Path) -> None:
+    """Reject a hybrid model that Megatron-LM computes differently from the same ``args``.
+
+    Raises:
+        CheckpointError: the model is not supported; the message lists every reason.
+    """
+    if flags := hybrid_flags_without_argument(model):
+        raise CheckpointError(f"{path}: its args describe a hybrid model that is not supported: {', '.join(flags)}")
+
+
 YARN = "yarn"
 _KIND = "position_embedding_type"
 _NEEDED = ("rotary_scaling_factor", "original_max_position_embeddings")
@@ -229,7 +305,8 @@ _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "aut
 
 _ARGS_WITHOUT_FIELD: Mapping[str, tuple[Any, ...]] = {
     "qk_l2_norm": (),
-    "experimental_attention_variant": (),
+    "experimental_attention_variant": (GATED_DELTA_NET,),
+    "hybrid_layer_pattern": (),
     "use_mup": (),
     "enable_gpt_oss": (),
 }
@@ -267,6 +344,7 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
     model = config["model"]
     model |= _window_fields(arguments) | _rotary_layers(arguments)
     model |= config_of_experts(arguments) | config_of_latent(arguments) | config_of_yarn(arguments)
+    model |= config_of_hybrid(arguments)
     # In Megatron-LM the flag is also set if all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
@@ -386,6 +464,7 @@ def derived_arguments(
         **arguments_of_experts(model),
         **arguments_of_latent(model),
         **arguments_of_yarn(model),
+        **arguments_of_hybrid(model),
         "skipped_train_samples": 0,
         "transformer_impl": model.transformer_impl,
         "data_parallel_random_init": False,

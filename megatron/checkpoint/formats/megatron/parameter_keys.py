@@ -2,18 +2,23 @@
 
 Megatron-LM names the experts of a layer in three ways: one module per expert (``local_experts.0.linear_fc1.weight``),
 grouped as in Transformer Engine (``linear_fc1.weight0``), and fused in one tensor (``weight1``, ``weight2``).
+
+A layer of ``--hybrid-override-pattern`` has one norm, ``input_layernorm``. Megatron-LM's MambaModel calls it ``norm``
+in a Mamba-2 layer and ``pre_mlp_layernorm`` in an MLP or MoE layer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor
 from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, ParamSpec, Shard
+from megatron.core.transformer import GATED_DELTA_NET, MAMBA, LayerParts
 
 _SEQUENTIAL = re.compile(r"(.+\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 _GROUPED = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
@@ -129,6 +134,16 @@ _LAYER_MODULES: dict[str, str] = {
     "mlp.linear_fc2": "mlp.linear_fc2",
     "mlp.experts.linear_fc1": "mlp.experts.linear_fc1",
     "mlp.experts.linear_fc2": "mlp.experts.linear_fc2",
+    # Mamba-2 and gated delta-net
+    "norm": "norm",
+    "mixer.in_proj": "mixer.in_proj",
+    "mixer.conv1d": "mixer.conv1d",
+    "mixer.norm": "mixer.norm",
+    "mixer.out_proj": "mixer.out_proj",
+    "self_attention.in_proj": "self_attention.in_proj",
+    "self_attention.conv1d": "self_attention.conv1d",
+    "self_attention.out_norm": "self_attention.out_norm",
+    "self_attention.out_proj": "self_attention.out_proj",
     # names before Megatron Core, oldest first
     "attention.query_key_value": "self_attention.linear_qkv",
     "attention.dense": "self_attention.linear_proj",
@@ -144,11 +159,14 @@ _SINGLE = (
     "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight",
     "self_attention.core_attention.softmax_offset",
+    *("mixer.A_log", "mixer.D", "mixer.dt_bias", "self_attention.A_log", "self_attention.dt_bias"),
 )
 # Transformer Engine keeps a norm in the linear layer that follows it.
 _FUSED_NORMS: dict[str, str] = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.query_key_value": "input_layernorm",
+    "self_attention.in_proj": "input_layernorm",
+    "mixer.in_proj": "norm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
@@ -253,19 +271,76 @@ def has_fused_norms(state: Mapping[str, Any]) -> bool:
     return any(key.endswith(".layer_norm_weight") for key, _ in flatten_keys(state))
 
 
-def fused_key(key: str, is_latent: bool = False) -> str:
+_IN_LAYER = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
+
+
+def fused_key(key: str, modules: Collection[str]) -> str:
     """Return a parameter's key in Transformer Engine's layers, which may equal ``key``.
 
-    ``is_latent`` states that the layer has multi-head latent attention, whose low-rank projections have norms there.
+    A norm is fused if ``modules``, the keys of the modules around it, include the linear layer that it precedes.
     """
-    layer = re.fullmatch(r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.)(.+)", key)
+    layer = _IN_LAYER.fullmatch(key)
     if layer is not None:
-        module, _, kind = layer.group(2).rpartition(".")
-        attention = ("linear_q_up_proj", "linear_kv_up_proj") if is_latent else ("linear_qkv",)
-        for linear in (*(f"self_attention.{name}" for name in attention), "mlp.linear_fc1"):
-            if _FUSED_NORMS[linear] == module:
-                return f"{layer.group(1)}{linear}.layer_norm_{kind}"
+        module, _, kind = layer[2].rpartition(".")
+        for linear, norm in _FUSED_NORMS.items():
+            if norm == module and layer[1] + linear in modules:
+                return f"{layer[1]}{linear}.layer_norm_{kind}"
     return key
+
+
+def module_of(key: str) -> str:
+    """Return the key of the module that has a parameter, also for the key of a fused norm."""
+    return key.rpartition(".")[0]
+
+
+_BRANCH_NORM = re.compile(r"(.*decoder\.layers\.\d+\.)(?:norm|pre_mlp_layernorm)\.(weight|bias)")
+_FINAL = "decoder.final_layernorm."
+
+
+def branch_key(name: str, parts: LayerParts) -> str:
+    """Return the key of a parameter in a layer with one branch, whose ``parts`` decide the name of its norm."""
+    norm = "norm" if parts.mixer == MAMBA else "pre_mlp_layernorm" if parts.mixer is None else "input_layernorm"
+    return name.replace(".input_layernorm.", f".{norm}.", 1)
+
+
+def native_branch_key(key: str) -> str:
+    """Return the native name of a parameter in a layer with one branch; inverse of `branch_key`."""
+    return _BRANCH_NORM.sub(r"\1input_layernorm.\2", key)
+
+
+def mamba_model_key(key: str) -> str:
+    """Return a parameter's key in Megatron-LM's MambaModel, which calls the last norm ``final_norm``."""
+    return f"decoder.final_norm.{key.removeprefix(_FINAL)}" if key.startswith(_FINAL) else key
+
+
+_STACKED_ROWS = re.compile(r".+\.(mixer|self_attention)\.(in_proj|conv1d)\.(?:weight|bias)")
+_PARTS = {
+    "mixer": (MAMBA, ("z", "x", "B", "C", "dt"), slice(1, 4)),
+    "self_attention": (GATED_DELTA_NET, ("query", "key", "value", "z", "beta", "alpha"), slice(3)),
+}
+"""Tensors that the rows of an input projection stack, and those of them that pass through the convolution."""
+
+
+def stored_parts(key: str) -> tuple[str, ...]:
+    """Return the names of the tensors in which ``torch_dist`` stores the rows of a parameter; usually none.
+
+    Each name follows the key of the parameter, as in ``mixer.in_proj.weight.z``.
+    """
+    found = _STACKED_ROWS.fullmatch(key)
+    if found is None:
+        return ()
+    _, parts, of_convolution = _PARTS[found[1]]
+    return parts[of_convolution] if found[2] == "conv1d" else parts
+
+
+def rows_of_parts(key: str, model: GPTConfig) -> tuple[int, ...]:
+    """Return the rows of each of a parameter's `stored_parts`."""
+    found = _STACKED_ROWS.fullmatch(key)
+    if found is None:
+        return ()
+    mixer, _, of_convolution = _PARTS[found[1]]
+    rows = model.hybrid.projection_rows(mixer, model.hidden_size)
+    return rows[of_convolution] if found[2] == "conv1d" else rows
 
 
 _STATE = re.compile(
@@ -275,6 +350,7 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 _GATED_HALF = re.compile(r"(.+\.mlp\..*linear_fc1\.(?:weight|bias))_([wv])")
 _EXPERTS = re.compile(r"(.+\.mlp\.experts)\.experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
 """Experts of a layer: stacked along the axis after the layer axis, or one tensor per expert."""
+_PART = re.compile(r"(.+\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)")
 _MAIN_PARAMS = ("param", "fp32_param")
 
 
@@ -283,14 +359,15 @@ class ParameterKey:
     """Parsed key of a stored tensor.
 
     ``kind`` is ``model`` or a kind of optimizer state. ``is_stacked`` marks a tensor whose first axis is the layer, and
-    ``key`` is then the key of layer 0. ``half`` is 0 or 1 if the two halves of a gated layer are separate tensors.
-    ``expert`` is the expert number if each expert has its own tensor.
+    ``key`` is then the key of layer 0. ``part`` is the number of this tensor among the separate tensors of a parameter:
+    the two halves of a gated layer, or its `stored_parts`. ``expert`` is the expert number if each expert has its own
+    tensor.
     """
 
     kind: str
     key: str
     is_stacked: bool
-    half: int | None = None
+    part: int | None = None
     expert: int | None = None
 
     def name(self, layer: int) -> str:
@@ -309,9 +386,15 @@ def parse_key(stored: str) -> ParameterKey | None:
     """
     state = _STATE.fullmatch(stored)
     kind, key = ("model", stored) if state is None else (state["kind"], state["key"])
-    half = _GATED_HALF.fullmatch(key)
-    stacked = _STACKED.fullmatch(key if half is None else half[1])
-    plain = key if half is None else half[1]
+    plain, number = key, None
+    if half := _GATED_HALF.fullmatch(key):
+        plain, number = half[1], "wv".index(half[2])
+    elif part := _PART.fullmatch(key):
+        plain = part[1]
+        if part[2] not in stored_parts(plain):
+            raise KeyError(stored)
+        number = stored_parts(plain).index(part[2])
+    stacked = _STACKED.fullmatch(plain)
     if stacked is not None:
         plain = f"decoder.layers.0.{stacked[1]}"
     experts = _EXPERTS.fullmatch(plain)
@@ -323,23 +406,24 @@ def parse_key(stored: str) -> ParameterKey | None:
         "main_param" if kind in _MAIN_PARAMS else kind,
         plain,
         stacked is not None,
-        None if half is None else "wv".index(half[2]),
+        number,
         None if experts is None or experts[2] is None else int(experts[2]),
     )
 
 
 def stored_key(
-    name: str, *, has_experts: bool = False, is_latent: bool = False, stacks: bool = True
+    name: str, modules: Collection[str], *, branch: LayerParts | None = None, stacks: bool = True
 ) -> tuple[str, int | None]:
     """Return the key under which Megatron-LM stores a parameter, and its layer if layers are stacked in one tensor.
 
-    ``has_experts`` and ``is_latent`` describe the parameter's layer. ``stacks`` states that all layers are alike and
-    therefore stacked. Norms have Transformer Engine's names in every run.
+    ``modules`` are the keys of the linear layers of the parameter's layer. ``branch`` are the parts of the layer if it
+    has one branch. ``stacks`` states that all layers are alike and therefore stacked. Norms have Transformer Engine's
+    names in every run.
     """
     key = name.replace(".mlp.experts.", ".mlp.experts.experts.")
-    # Norms are not fused into a router.
-    if not (has_experts and ".pre_mlp_layernorm." in key):
-        key = fused_key(key, is_latent)
+    if branch is not None:
+        key = branch_key(key, branch)
+    key = fused_key(key, modules)
     words = key.split(".")
     if words[:2] != ["decoder", "layers"] or not stacks:
         return key, None

@@ -22,7 +22,13 @@ from megatron.checkpoint.formats.megatron.arguments import (
     plain_arguments,
 )
 from megatron.checkpoint.formats.megatron.common_state import stored_schedule
-from megatron.checkpoint.formats.megatron.parameter_keys import fused_key, grouped_key, has_fused_norms
+from megatron.checkpoint.formats.megatron.parameter_keys import (
+    fused_key,
+    grouped_key,
+    has_fused_norms,
+    mamba_model_key,
+    module_of,
+)
 from megatron.checkpoint.formats.megatron.rank_files import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -66,6 +72,7 @@ FLOAT8_SCALING = "float8_scaling"
 """Key of the state of FP8 delayed scaling, in a ``common`` section and in the files."""
 _LINEAR = (
     *("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer", "eh_proj"),
+    *("in_proj", "out_proj"),
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
 )
 
@@ -127,19 +134,23 @@ class Experts:
 
 
 def model_state(
-    parameters: Sequence[LocalParameter], dtype_of: DtypeOf, fused_norms: bool, groups_experts: bool = False
+    parameters: Sequence[LocalParameter],
+    dtype_of: DtypeOf,
+    fused_norms: bool,
+    groups_experts: bool = False,
+    of_mamba_model: bool = False,
 ) -> PlannedValue:
     """Plan the state dict of one model chunk. Linear layers have an empty ``_extra_state``."""
-    keys = {parameter.key for parameter in parameters}
+    modules = {module_of(parameter.key) for parameter in parameters} if fused_norms else set()
     state: OrderedDict[str, PlannedTensor | None] = OrderedDict()
     slots = []
     for number, parameter in enumerate(parameters):
         module, _, _ = parameter.key.rpartition(".")
         name = f"model.{parameter.name}"
         tensor = PlannedTensor(dtype_of(name), parameter.stored_shape)
-        layer = parameter.key.partition(".pre_mlp_layernorm.")[0]
-        has_fused = fused_norms and f"{layer}.mlp.router.weight" not in keys
-        key = fused_key(parameter.key) if has_fused else parameter.key
+        key = fused_key(parameter.key, modules)
+        if of_mamba_model:
+            key = mamba_model_key(key)
         state[grouped_key(key) if groups_experts else key] = tensor
         slots.append(Slot(tensor, 0, name, parameter))
         following = parameters[number + 1].key if number + 1 < len(parameters) else ""
@@ -333,13 +344,15 @@ class RankPlanner:
     ) -> None:
         self.common = common
         self.model = config_from_dict(GPTConfig, common["config"]["model"])
-        self.groups_experts = groups_experts
         if flags := flags_without_argument(self.model):
             raise ConfigurationError(f"Megatron has no arguments for {', '.join(flags)}; use the native format")
         self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
         self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
         self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size
-        self.fused_norms = fused_norms
+        # Megatron-LM has hybrid models with Transformer Engine's layers only, and a pattern with grouped experts only.
+        self.has_pattern = self.model.hybrid.hybrid_override_pattern is not None
+        self.fused_norms = fused_norms or self.model.hybrid.is_hybrid
+        self.groups_experts = groups_experts or self.has_pattern
         self._dtype_of = dtype_of
         narrow = (self.model.mla.q_lora_rank or 0, self.model.mla.kv_lora_rank + self.model.mla.qk_pos_emb_head_dim)
         cuts_narrow = self.model.transformer_impl == "local" and all(rows % self.tp == 0 for rows in narrow)
@@ -365,7 +378,8 @@ class RankPlanner:
         chunks = self.parameters(tp_rank, pp_rank, ep_rank)
         arguments = self.arguments(extras.arguments)
         models = [
-            model_state(parameters, self._dtype_of, self.fused_norms, self.groups_experts) for parameters in chunks
+            model_state(parameters, self._dtype_of, self.fused_norms, self.groups_experts, self.has_pattern)
+            for parameters in chunks
         ]
         slots = [slot for model in models for slot in model.slots]
         has_first = ep_rank == min(e for t, e in self.expert_places if t == tp_rank)

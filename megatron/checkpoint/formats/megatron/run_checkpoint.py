@@ -537,11 +537,10 @@ def plan_torch_dist_share(
 
 def _writes(plan: TorchDistPlan, tensors: Sequence[ShardedTensor]) -> Iterator[ChunkWrite]:
     for tensor in tensors:
-        for shard in tensor.shards:
-            box = shard.global_box
-            places = plan.places(tensor.name, tensor.global_shape, box)
-            yield ChunkWrite(tuple(places), tensor.data[shard.local_box.slices])
-            for place in plan.padding(tensor.name, tensor.global_shape, box):
+        name, shape = tensor.name, tensor.global_shape
+        for shard, box in ((s, box) for s in tensor.shards for box in plan.boxes_of_parts(name, shape, s.global_box)):
+            yield ChunkWrite(tuple(plan.places(name, shape, box)), tensor.data[shard.localized(box).slices])
+            for place in plan.padding(name, shape, box):
                 yield ChunkWrite((place,), torch.zeros(place.box.shape, dtype=tensor.data.dtype))
 
 

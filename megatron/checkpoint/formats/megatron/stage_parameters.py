@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.formats.megatron.parameter_keys import (
     CHOOSING_BIAS,
+    branch_key,
     expert_number,
     expert_shards,
+    fused_key,
     is_expert_key,
+    module_of,
 )
 from megatron.core.device import Device
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -126,13 +130,19 @@ class StageDescriber:
                 rows = spec.global_shape[0] // tp
                 local_shape, is_replica = (rows, *spec.global_shape[1:]), False
                 shards = even_shards(spec.global_shape, 0, tp_rank, tp)
-            key = OUTPUT_LAYER if is_copy else _with_layer(spec.name, local_numbers)
+            key = OUTPUT_LAYER if is_copy else self._key(spec.name, local_numbers)
             is_tied = spec.is_tied_over_pipeline
             found.setdefault(
                 key, LocalParameter(key, spec.name, spec.global_shape, local_shape, shards, is_replica, is_tied)
             )
             assert found[key].is_decayed == is_decayed(spec.name, parameter), key
-        return tuple(_one_expert_after_the_other(found.values()))
+        return tuple(_in_order_of_mixers(_one_expert_after_the_other(found.values())))
+
+    def _key(self, name: str, local_numbers: dict[int, int]) -> str:
+        key, words = _with_layer(name, local_numbers), name.split(".")
+        if self.config.hybrid.hybrid_override_pattern is None or words[:2] != ["decoder", "layers"]:
+            return key
+        return branch_key(key, self.config.layer_parts[int(words[2])])
 
 
 def is_narrow_map(key: str) -> bool:
@@ -157,6 +167,21 @@ def _one_expert_after_the_other(parameters: Iterable[LocalParameter]) -> Iterato
         yield from sorted(own, key=lambda p: expert_number(p.key) or 0) if is_expert else own
 
 
+_IN_MIXER = re.compile(r"(.+\.(?:mixer|self_attention))\.([A-Za-z0-9_]+)(?:\.(?:weight|bias))?")
+_ORDER_IN_MIXER = ("dt_bias", "A_log", "D", "in_proj", "conv1d", "norm", "out_norm", "out_proj")
+
+
+def _in_order_of_mixers(parameters: Iterable[LocalParameter]) -> Iterator[LocalParameter]:
+    """Yield the parameters with those of each Mamba-2 or gated delta-net in Megatron-LM's order."""
+
+    def place(parameter: LocalParameter) -> tuple[str, int]:
+        found = _IN_MIXER.fullmatch(parameter.key)
+        return (found[1], _ORDER_IN_MIXER.index(found[2])) if found and found[2] in _ORDER_IN_MIXER else ("", 0)
+
+    for _, neighbors in itertools.groupby(parameters, lambda parameter: place(parameter)[0]):
+        yield from sorted(neighbors, key=lambda parameter: place(parameter)[1])
+
+
 def _with_layer(name: str, numbers: dict[int, int]) -> str:
     """Replace the layer number in the whole model with the layer number in the chunk."""
     words = name.split(".")
@@ -177,17 +202,15 @@ def in_grouped_order(parameters: Iterable[LocalParameter]) -> tuple[LocalParamet
 def in_fused_order(parameters: Sequence[LocalParameter]) -> tuple[LocalParameter, ...]:
     """Return a chunk's parameters in the order of Transformer Engine's layers.
 
-    There the norm before attention belongs to the QKV layer, which follows the output projection.
+    There a norm belongs to the linear layer that it precedes. The QKV layer follows the output projection.
     """
+    modules = {module_of(parameter.key) for parameter in parameters}
     norms: dict[str, list[LocalParameter]] = {}
-    ordered: list[LocalParameter] = []
+    others: list[LocalParameter] = []
     for parameter in parameters:
-        layer, _, rest = parameter.key.partition(".input_layernorm.")
-        if rest:
-            norms.setdefault(layer, []).append(parameter)
-            continue
-        layer, _, rest = parameter.key.partition(".self_attention.linear_qkv.")
-        if rest:
-            ordered += norms.pop(layer, [])
-        ordered.append(parameter)
+        key = fused_key(parameter.key, modules)
+        (others if key == parameter.key else norms.setdefault(module_of(key), [])).append(parameter)
+    ordered: list[LocalParameter] = []
+    for parameter in others:
+        ordered += [*norms.pop(module_of(parameter.key), []), parameter]
     return tuple(ordered)

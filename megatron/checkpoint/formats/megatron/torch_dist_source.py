@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import COMMON_FILE, TensorInfo, refuse_misfits
-from megatron.checkpoint.formats.megatron.arguments import check_arguments, config_of_arguments
+from megatron.checkpoint.formats.megatron.arguments import check_arguments, check_hybrid, config_of_arguments
 from megatron.checkpoint.formats.megatron.common_state import real_vocab_size, shared_state
-from megatron.checkpoint.formats.megatron.parameter_keys import ParameterKey, parse_key
+from megatron.checkpoint.formats.megatron.parameter_keys import ParameterKey, native_branch_key, parse_key
 from megatron.checkpoint.formats.megatron.rank_planner import FLOAT8_SCALING
 from megatron.checkpoint.formats.megatron.stage_parameters import (
     OUTPUT_LAYER,
@@ -413,9 +413,10 @@ class TorchDistSource:
         self._boxes: dict[str, list[StoredBox]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._rows_of_parts: dict[tuple[str, int | None], int] = {}
+        self.config = config_of_arguments(self.arguments)
         for key, entry in self._stored():
             self._add_entry(key, entry)
-        self.config = config_of_arguments(self.arguments)
         self.padded_vocab_size = self._shapes.get(f"model.{WORD_EMBEDDING}", (0,))[0]
         self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(
             self.arguments, self.padded_vocab_size, self.folder
@@ -485,8 +486,8 @@ class TorchDistSource:
         return found
 
     def _stored(self) -> Iterator[tuple[ParameterKey, StoredEntry]]:
-        """Yield every tensor; the gate's half of a split gated layer comes before the other."""
-        keys = sorted(self._keys.items(), key=lambda item: item[1].half or 0)
+        """Yield every tensor; the parts of a parameter that is stored in parts come in their order."""
+        keys = sorted(self._keys.items(), key=lambda item: item[1].part or 0)
         return ((key, self.metadata.tensors[stored]) for stored, key in keys)
 
     def _add_entry(self, key: ParameterKey, entry: StoredEntry) -> None:
@@ -494,19 +495,30 @@ class TorchDistSource:
         shape = whole[1:] if key.is_stacked else whole
         if not shape:
             raise CheckpointError(f"{self.metadata.path}: {key.name(0)} has the unexpected shape {list(whole)}")
+        start = 0
+        if key.part is not None:
+            parameter = self._name(key, 0), key.expert
+            start = self._rows_of_parts.get(parameter, 0)
+            self._rows_of_parts[parameter] = start + shape[0]
+            shape = (start + shape[0], *shape[1:])
+        if key.expert is not None:
+            shape = (int(self.arguments["num_experts"]), *shape)
         for layer, box in chunk_boxes(entry, key.is_stacked):
-            name = key.name(layer)
-            if key.half == 1:
-                box = _below(box, shape[0])
-            whole_shape = shape if key.half is None else (2 * shape[0], *shape[1:])
+            name = self._name(key, layer)
+            if start:
+                box = _below(box, start)
             if key.expert is not None:
-                box, whole_shape = _of_expert(box, key.expert), (int(self.arguments["num_experts"]), *whole_shape)
+                box = _of_expert(box, key.expert)
             self._boxes.setdefault(name, []).append(box)
-            self._shapes[name] = whole_shape
+            self._shapes[name] = shape
             if self._dtypes.setdefault(name, entry.dtype) != entry.dtype:
                 raise CheckpointError(
                     f"{self.metadata.path}: {name} has two dtypes, {entry.dtype} and {self._dtypes[name]}"
                 )
+
+    def _name(self, key: ParameterKey, layer: int) -> str:
+        name = key.name(layer)
+        return native_branch_key(name) if "hybrid_override_pattern" in self.config["model"] else name
 
     def _model_config(self) -> GPTConfig:
         names = [name.split(".") for name in self._shapes if name.startswith("model.decoder.layers.")]
@@ -514,13 +526,14 @@ class TorchDistSource:
         wanted = self.config["model"].get("num_layers")
         if wanted != len(numbers) or numbers != set(range(len(numbers))):
             raise CheckpointError(f"{self.metadata.path} contains {len(numbers)} layers, but its args say {wanted}")
+        path = self.folder / COMMON_FILE
         try:
-            return config_from_dict(GPTConfig, self.config["model"])
+            model = config_from_dict(GPTConfig, self.config["model"])
         except ConfigurationError as error:
             problems = "; ".join(error.problems)
-            raise CheckpointError(
-                f"{self.folder / COMMON_FILE}: args do not describe a valid model: {problems}"
-            ) from error
+            raise CheckpointError(f"{path}: args do not describe a valid model: {problems}") from error
+        check_hybrid(model, path)
+        return model
 
     def _check_vocabulary(self, vocab_size: int | None) -> None:
         """Reject files whose vocabulary is too small for the caller's or was padded from a different size."""

@@ -17,7 +17,13 @@ import torch
 from megatron.checkpoint import BACKEND_FILE, COMMON_FILE, METADATA_FILE, CheckpointSource, is_torch_dist, new_iteration
 from megatron.checkpoint.formats.megatron.arguments import TRUE_VOCAB_SIZE, plain_arguments
 from megatron.checkpoint.formats.megatron.common_state import stored_schedule
-from megatron.checkpoint.formats.megatron.parameter_keys import CHOOSING_BIAS, stored_key
+from megatron.checkpoint.formats.megatron.parameter_keys import (
+    CHOOSING_BIAS,
+    mamba_model_key,
+    rows_of_parts,
+    stored_key,
+    stored_parts,
+)
 from megatron.checkpoint.formats.megatron.rank_planner import (
     Experts,
     OptimizerTerms,
@@ -47,6 +53,7 @@ from megatron.core.object_store import local_copy
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box, split_box
 from megatron.core.tokenizers import TOKENIZER_FOLDER
+from megatron.core.transformer import GATED_DELTA_NET, MAMBA, MOE
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -232,16 +239,29 @@ class TorchDistPlan:
         self._carried = {} if carried is None else carried
         model = self._planner.model
         self._num_layers = model.num_layers
-        self._moe_layers = model.moe_layers
+        self._parts = model.layer_parts
+        self._has_pattern = model.hybrid.hybrid_override_pattern is not None
         # Megatron-LM stacks the layers if all of them are alike.
-        self._stacks = model.moe.num_experts is None or model.moe.moe_layer_freq.strip() == "1"
+        self._stacks = not model.hybrid.is_hybrid and (
+            model.moe.num_experts is None or model.moe.moe_layer_freq.strip() == "1"
+        )
         self._is_distributed = self._planner.terms is not None and bool(
             common["config"]["ddp"].get("use_distributed_optimizer")
         )
         self._is_half = self._planner.terms is not None and self._planner.terms.is_half
 
+    def boxes_of_parts(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[Box]:
+        """Yield the boxes into which a box of a native tensor is divided, because each part has a tensor of its own."""
+        rows = rows_of_parts(name, self._planner.model)
+        for start, count in zip(itertools.accumulate(rows, initial=0), rows):
+            common = box.intersect(Box((start, *(0 for _ in shape[1:])), (count, *shape[1:])))
+            if common is not None:
+                yield common
+        if not rows:
+            yield box
+
     def places(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[ChunkPlace]:
-        """Yield the destination chunks of a box of a native tensor.
+        """Yield the destination chunks of a box of a native tensor, one of its `boxes_of_parts`.
 
         The distributed optimizer stores float32 weights a second time, as part of its own state.
         """
@@ -270,23 +290,34 @@ class TorchDistPlan:
 
     def _extra_states(self, prefix: str, layer: int, stacked: tuple[int, int] | None) -> Iterator[tuple[str, None]]:
         """Yield the extra-state objects of a layer's modules; ``stacked`` is (layer, number of layers) or None."""
-        model = self._planner.model
-        experts = model.moe.num_experts if self._moe_layers[layer] else None
-        attention = ["linear_qkv"]
-        if model.mla.multi_latent_attention:
-            is_narrow = model.mla.q_lora_rank is not None
-            of_queries = ["linear_q_down_proj", "linear_q_up_proj"] if is_narrow else ["linear_q_proj"]
-            attention = [*of_queries, "linear_kv_down_proj", "linear_kv_up_proj"]
-        modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
-        modules += [f"mlp.{name}" for name in _FEED_FORWARD if experts is None]
-        if experts is not None and model.moe.moe_shared_expert_intermediate_size is not None:
-            modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
+        experts = self._planner.model.moe.num_experts if self._parts[layer].feed_forward == MOE else None
         place, size = stacked or (0, 1)
-        for module in modules:
+        for module in self._linear_modules(layer):
             yield f"{prefix}{module}._extra_state/shard_{place}_{size}", None
         for name, number in itertools.product(_FEED_FORWARD, range(experts or 0)):
             places, sizes = (f"{place}.{number}", f"{size}.{experts}") if stacked else (str(number), str(experts))
             yield f"{prefix}mlp.experts.experts.{name}._extra_state/shard_{places}_{sizes}", None
+
+    def _linear_modules(self, layer: int) -> list[str]:
+        """Return the linear modules of a layer other than its experts; -1 is the last layer."""
+        model, (mixer, feed_forward) = self._planner.model, self._parts[layer]
+        modules = []
+        if mixer == MAMBA:
+            modules = ["mixer.in_proj", "mixer.out_proj"]
+        elif mixer == GATED_DELTA_NET:
+            modules = ["self_attention.in_proj", "self_attention.out_proj"]
+        elif mixer is not None:
+            attention = ["linear_qkv"]
+            if model.mla.multi_latent_attention:
+                is_narrow = model.mla.q_lora_rank is not None
+                of_queries = ["linear_q_down_proj", "linear_q_up_proj"] if is_narrow else ["linear_q_proj"]
+                attention = [*of_queries, "linear_kv_down_proj", "linear_kv_up_proj"]
+            modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
+        if feed_forward is not None and feed_forward != MOE:
+            modules += [f"mlp.{name}" for name in _FEED_FORWARD]
+        elif feed_forward == MOE and model.moe.moe_shared_expert_intermediate_size is not None:
+            modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
+        return modules
 
     def random_state_key(self, tp_rank: int, pp_rank: int) -> str:
         """Return the key of a rank's random number streams."""
@@ -358,12 +389,21 @@ class TorchDistPlan:
             shape = (self._planner.padded_vocab_size, *shape[1:])
         words = parameter.split(".")
         # An MTP layer has the same structure as the last layer.
-        number = int(words[2]) if words[:2] == ["decoder", "layers"] else -1
-        is_latent = self._planner.model.mla.multi_latent_attention
-        key, layer = stored_key(
-            parameter, has_experts=self._moe_layers[number], is_latent=is_latent, stacks=self._stacks
-        )
+        is_own, is_further = words[:2] == ["decoder", "layers"], words[0] == "mtp"
+        number = int(words[2]) if is_own else -1
+        module = ".".join(words[: 4 if is_further else 3])
+        linears = {f"{module}.{linear}" for linear in self._linear_modules(number)} if is_own or is_further else ()
+        branch = self._parts[number] if self._has_pattern and is_own else None
+        key, layer = stored_key(parameter, linears, branch=branch, stacks=self._stacks)
+        if self._has_pattern:
+            key = mamba_model_key(key)
         if layer is None:
+            rows, start = rows_of_parts(parameter, self._planner.model), 0
+            for part, count in zip(stored_parts(parameter), rows):
+                if start <= box.offset[0] < start + count:
+                    box = Box((box.offset[0] - start, *box.offset[1:]), box.shape)
+                    return ChunkPlace(f"{prefix}{key}.{part}", (count, *shape[1:]), box)
+                start += count
             return ChunkPlace(prefix + key, shape, box)
         stacked = Box((layer, *box.offset), (1, *box.shape))
         return ChunkPlace(prefix + key, (self._num_layers, *shape), stacked)
@@ -429,7 +469,8 @@ def _write_files(
 
 def _chunks(source: CheckpointSource, plan: TorchDistPlan) -> Iterator[tuple[ChunkPlace, torch.Tensor]]:
     for name, info in source.tensors.items():
-        for box in split_box(info.whole, info.dtype.itemsize, _MAX_CHUNK_BYTES):
+        pieces = split_box(info.whole, info.dtype.itemsize, _MAX_CHUNK_BYTES)
+        for box in (part for piece in pieces for part in plan.boxes_of_parts(name, info.global_shape, piece)):
             values = source.read(name, box)
             for place in plan.places(name, info.global_shape, box):
                 yield place, values

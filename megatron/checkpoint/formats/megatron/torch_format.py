@@ -11,7 +11,12 @@ from typing import Any, Literal
 import torch
 
 from megatron.checkpoint import CheckpointSource, TensorInfo, new_iteration, refuse_misfits
-from megatron.checkpoint.formats.megatron.arguments import check_arguments, config_of_arguments, has_experts
+from megatron.checkpoint.formats.megatron.arguments import (
+    check_arguments,
+    check_hybrid,
+    config_of_arguments,
+    has_experts,
+)
 from megatron.checkpoint.formats.megatron.common_state import common_state, model_of_tensors, real_vocab_size
 from megatron.checkpoint.formats.megatron.rank_files import RankFile, open_expert_files, open_rank_files
 from megatron.checkpoint.formats.megatron.rank_planner import (
@@ -262,11 +267,13 @@ def _stored_boxes(
 
 def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:
     try:
-        return config_from_dict(GPTConfig, values)
+        model = config_from_dict(GPTConfig, values)
     except ConfigurationError as error:
         raise CheckpointError(
             f"{rank.file.path}: args do not describe a valid model: {'; '.join(error.problems)}"
         ) from error
+    check_hybrid(model, rank.file.path)
+    return model
 
 
 _DIVISOR = "make_vocab_size_divisible_by"

@@ -7,13 +7,16 @@ from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
 from megatron.core.transformer import (
+    GATED_DELTA_NET,
     INDEPENDENT_SCORES,
+    MAMBA,
     DecoderConfig,
     MLAConfig,
     MoEConfig,
     MTPConfig,
     RotaryConfig,
     alibi_slopes,
+    pattern_symbols,
 )
 
 
@@ -186,14 +189,22 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
+HYBRID_FIELDS = (
+    *("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+)
+"""Fields of hybrid models; Megatron's ``args`` contain them for a hybrid model."""
+
 _IN_NO_ARGS = (
     *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
     "attention_temperature_beta",
 )
-"""Fields of experts, MLA and YaRN that Megatron's ``args`` do not have with experts or MLA."""
+"""Fields of experts, MLA and YaRN that Megatron's ``args`` never contain."""
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *HYBRID_FIELDS,
     *(
         field.name
         for kind in (MoEConfig, MTPConfig)
@@ -215,13 +226,53 @@ _OF_LATENT = {
 }
 """MLA fields; Megatron's ``args`` contain them for MLA, and Megatron always rounds YaRN's correction range."""
 
-_VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
+_VALUES_IN_ARGS: Mapping[str, tuple[str | None, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "experimental_attention_variant": (None, GATED_DELTA_NET),
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "moe_router_score_function": ("softmax", *INDEPENDENT_SCORES),
 }
 """Choices that Megatron has too; its checkpoint files cannot represent other choices."""
+
+
+_EPSILON_OF_MAMBA = 1e-5
+"""Epsilon of the gated norm in Megatron-LM's Mamba-2 layers, whatever its flags."""
+_SYMBOLS_OF_MEGATRON = "M*-E"
+_STAGES = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    "pipeline_model_parallel_layout",
+)
+
+
+def hybrid_flags_without_argument(model: GPTConfig) -> list[str]:
+    """Return what the ``args`` in Megatron's files cannot describe of a hybrid model, as typed where it is a flag."""
+    if not model.hybrid.is_hybrid:
+        return []
+    try:
+        mixers = {parts.mixer for parts in model.layer_parts}
+    except ValueError:
+        return []  # The checks of hybrid models report it.
+    found: list[str] = []
+    names: list[str] = []
+    if model.hybrid.hybrid_override_pattern is not None:
+        if others := sorted(set(pattern_symbols(model.layer_parts)) - set(_SYMBOLS_OF_MEGATRON)):
+            found.append(f"{', '.join(others)} in --hybrid-override-pattern {model.hybrid.hybrid_override_pattern}")
+        # Megatron-LM's MambaModel has neither norms of queries and keys, nor MLA, nor virtual stages.
+        names += ("qk_layernorm", "multi_latent_attention", *_STAGES)
+    elif GATED_DELTA_NET in mixers and not model.swiglu:
+        found.append("gated delta-net without --swiglu")
+    tp, groups = model.tensor_model_parallel_size, model.hybrid.mamba_num_groups
+    if MAMBA in mixers and groups % tp:
+        found.append(f"--mamba-num-groups {groups} at --tensor-model-parallel-size {tp}")
+    if MAMBA in mixers and model.norm_epsilon != _EPSILON_OF_MAMBA:
+        names.append("norm_epsilon")
+    if GATED_DELTA_NET in mixers and model.normalization != "RMSNorm":
+        names.append("normalization")
+    specs = {spec.name: spec for spec in field_specs(GPTConfig)}
+    values = {name: field_value(model, name) for name in names}
+    is_needed = {"normalization", "norm_epsilon"}
+    return [*found, *(specs[n].typed(v) for n, v in values.items() if n in is_needed or v != specs[n].default)]
 
 
 def flags_without_argument(model: GPTConfig) -> list[str]:
@@ -245,4 +296,5 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
         return bool(has_argument) or value == spec.default
 
-    return [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]
+    flags = [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]
+    return flags + [flag for flag in hybrid_flags_without_argument(model) if flag not in flags]

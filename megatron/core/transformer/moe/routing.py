@@ -143,7 +143,7 @@ def sparsemixer_weights(logits: torch.Tensor, indices: torch.Tensor, eps: float)
 
     The weight of a choice is its softmax over the experts that were not chosen before and whose logits are lower by at
     most ``2 eps``, relative to the larger of the best logit and their own magnitude. Liu et al. 2024,
-    https://arxiv.org/abs/2409.12136. In training the gradient is that of these weights: the choice is not sampled, and
+    https://arxiv.org/abs/2409.12136. In training the gradient of these weights is used: the choice is not sampled, and
     the paper's estimate of the gradient of the choice is not used.
 
     Shapes: ``logits: [n, experts]``, ``indices: [n, k] -> [n, k]``.

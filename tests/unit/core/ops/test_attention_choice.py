@@ -20,6 +20,7 @@ from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.dot_product_attention import AttentionInputs
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.decoder_config import DecoderConfig
+from megatron.core.transformer.hybrid_config import HybridConfig
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 1024, 2, 4, 2, 32
 DOCUMENTS = AttentionPattern(document_ids=torch.zeros(BATCH, LENGTH))
@@ -174,6 +175,14 @@ DESCRIPTIONS = [
         "cuda",
         True,
         "attention kernel: step by step, block by block",
+    ),
+    # Layers of attention and Mamba-2 in parallel have an attention kernel, and Mamba-2 layers have none.
+    ({"hybrid": HybridConfig(hybrid_override_pattern="PM-")}, "cuda", False, f"attention kernel: {SDPA}"),
+    (
+        {"hybrid": HybridConfig(hybrid_override_pattern="M--")},
+        "cuda",
+        False,
+        "attention kernel: none, because no layer has attention",
     ),
 ]
 

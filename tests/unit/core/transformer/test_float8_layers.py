@@ -81,11 +81,17 @@ RECURRENT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_all_products_of_recurrent_layers_are_those_of_quantized_operands(recipe: str) -> None:
-    model, generator = make_float8_model(recipe, **RECURRENT), torch.Generator().manual_seed(5)
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_all_products_of_recurrent_layers_are_those_of_quantized_operands(recipe: str, has_biases: bool) -> None:
+    shape = RECURRENT | {"mamba_proj_bias": has_biases}
+    model, generator = make_float8_model(recipe, **shape), torch.Generator().manual_seed(5)
     for number in "01":
         layer = model.decoder.layers[number]
         mixer = getattr(layer, layer.name_of_branch)
+        for bias in (mixer.in_proj.bias, mixer.out_proj.bias):
+            assert (bias is not None) == (has_biases and number == "0")
+            if bias is not None:
+                torch.nn.init.normal_(bias, generator=generator)
         for name in ("in_proj", "out_proj"):
             assert_products(getattr(mixer, name), LENGTH, BATCH, generator, f"{number} {name}, {recipe}")
     found = [module.quantizers._place for module in model.modules() if getattr(module, "quantizers", None)]

@@ -934,6 +934,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "rope_parameters": _LLAMA3_SCALING,
+        "attention_bias": True,
         "pad_token_id": None,
         "tie_word_embeddings": False,
     },
@@ -945,6 +946,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+        "attention_bias": True,
         "tie_word_embeddings": True,
     },
     "hunyuan_moe": {

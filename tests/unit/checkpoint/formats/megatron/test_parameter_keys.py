@@ -137,16 +137,22 @@ def test_every_key_that_is_known() -> None:
     ):
         assert local_key(old) == new
     assert local_key("decoder.layers.0.mlp.linear_fc1._extra_state") is None
-    assert fused_key("decoder.layers.3.input_layernorm.bias") == (
-        "decoder.layers.3.self_attention.linear_qkv.layer_norm_bias"
-    )
-    assert fused_key("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
+    modules = {"decoder.layers.3.self_attention.linear_qkv", "decoder.layers.2.mixer.in_proj"}
+    for native, stored in (
+        ("decoder.layers.3.input_layernorm.bias", "decoder.layers.3.self_attention.linear_qkv.layer_norm_bias"),
+        ("decoder.layers.2.norm.weight", "decoder.layers.2.mixer.in_proj.layer_norm_weight"),
+        ("decoder.layers.2.mixer.norm.weight", "decoder.layers.2.mixer.norm.weight"),
+        ("decoder.layers.2.input_layernorm.bias", "decoder.layers.2.input_layernorm.bias"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+    ):
+        assert fused_key(native, modules) == stored
+        assert local_key(stored) == native
 
 
 def test_a_tensor_of_another_model_is_named() -> None:
     tensor = LazyTensor(StorageKey("0", torch.float32, 1), 0, (1,), (1,))
-    with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\.mixer\.in_proj\.weight"):
-        named_tensors({"decoder.layers.0.mixer.in_proj.weight": tensor}, "file")
+    with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\.mixer\.x_proj\.weight"):
+        named_tensors({"decoder.layers.0.mixer.x_proj.weight": tensor}, "file")
 
 
 def test_flat_buffer_places() -> None:

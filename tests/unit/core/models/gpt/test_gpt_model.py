@@ -371,7 +371,8 @@ def test_shape_of_what_stages_hand_on() -> None:
         ({"rotary_scaling_factor": 4.0}, ["--rotary-scaling-factor 4.0"]),
         # Megatron's arguments hold these in another form.
         ({"window_size": "3,0", "num_experts": 4}, []),
-        ({"multi_latent_attention": True, "kv_lora_rank": 8}, []),
+        ({"multi_latent_attention": True, "kv_lora_rank": 8, "position_embedding_type": "rope"}, []),
+        ({"multi_latent_attention": True, "position_embedding_type": "none"}, ["--position-embedding-type none"]),
         ({"kv_lora_rank": 8}, ["--kv-lora-rank 8"]),
         # A choice that Megatron does not have, of a field that it has.
         ({"normalization": "MeanAbsNorm"}, ["--normalization MeanAbsNorm"]),
