@@ -67,23 +67,29 @@ def z_loss_func(logits: torch.Tensor, z_loss_coeff: float, padding_mask: torch.T
     return squares.sum() / (~padding_mask).sum().clamp(min=1) * z_loss_coeff
 
 
+_MAX_SINKHORN_ROUNDS = 200
+
+
 def sinkhorn(cost: torch.Tensor, tol: float = 0.0001) -> torch.Tensor:
     """Scale the rows and columns of ``exp(cost)`` until tokens have equal sums and experts have equal sums.
 
-    The iteration ends when the mean change of the column factors is at most ``tol``.
+    The iteration ends when the mean change of the column factors is at most ``tol``, or after 200 rounds: Megatron-LM's,
+    which has no limit, does not end for widely spread costs.
 
     Shapes: ``[n, experts] -> [n, experts]``.
     """
-    scores = cost.exp()
+    # The largest cost of a row does not change the result, and without it exp does not overflow.
+    scores = (cost - cost.amax(dim=1, keepdim=True)).exp()
     num_rows, num_columns = scores.shape
     tiny = 1e-8
     columns = scores.new_ones(num_columns)
-    change = math.inf
-    while change > tol:
+    for _ in range(_MAX_SINKHORN_ROUNDS):
         rows = 1.0 / (num_rows * (scores @ columns + tiny))
         updated = 1.0 / (num_columns * (rows @ scores + tiny))
         change = (columns - updated).abs().mean().item()
         columns = updated
+        if change <= tol:
+            break
     return columns * scores * rows.unsqueeze(1)
 
 

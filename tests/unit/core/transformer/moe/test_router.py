@@ -337,3 +337,15 @@ def test_unknown_values_are_named() -> None:
     )
     assert kept_map.t().tolist() == [[False, True, True, True, False, False], [True, True, True, False, False, False]]
     assert torch.equal(kept, kept_map.float())
+
+
+def test_sinkhorn_of_large_costs_is_finite() -> None:
+    costs = 400 * torch.randn(256, 16, generator=torch.Generator().manual_seed(3))
+    assert moe_utils.sinkhorn(costs).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_sinkhorn_ends_with_balanced_experts_for_widely_spread_costs(scale: float) -> None:
+    costs = scale * torch.randn(256, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights = moe_utils.sinkhorn(costs)
+    torch.testing.assert_close(weights.sum(dim=0), torch.full((16,), 1 / 16, dtype=torch.float64), rtol=1e-3, atol=0.0)
