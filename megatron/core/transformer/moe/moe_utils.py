@@ -73,8 +73,8 @@ _MAX_SINKHORN_ROUNDS = 200
 def sinkhorn(cost: torch.Tensor, tol: float = 0.0001) -> torch.Tensor:
     """Scale the rows and columns of ``exp(cost)`` until tokens have equal sums and experts have equal sums.
 
-    The iteration ends when the mean change of the column factors is at most ``tol``, or after 200 rounds: Megatron-LM's,
-    which has no limit, does not end for widely spread costs.
+    The iteration ends when the mean change of the column factors is at most ``tol``, or after 200 rounds. Without this
+    limit, as in Megatron-LM, it does not end for widely spread costs.
 
     Shapes: ``[n, experts] -> [n, experts]``.
     """
