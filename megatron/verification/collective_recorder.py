@@ -127,6 +127,8 @@ def record_step(
     of the step are meaningless, and only the operations and their sizes are valid.
     """
     recorder = CollectiveRecorder()
+    # Norms amplify gradients of zeros until they overflow; such a step is skipped and not examined.
+    config = replace(config, ddp=replace(config.ddp, check_for_nan_in_loss_and_grad=False))
     with stand_in(rank, config.world_size):
         runtime = make_runtime(config, Device("cpu"), observer=recorder)
         parts = build_model_and_optimizer(config, runtime, model_provider, log=lambda line: None)

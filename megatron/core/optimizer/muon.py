@@ -189,11 +189,10 @@ class Muon:
     def set_num_steps(self, num_steps: int) -> None:
         """Do nothing: no step differs from the first."""
 
-    def _orthogonal(self, matrix: torch.Tensor, fused_rows: tuple[int, ...]) -> torch.Tensor:
+    def _orthogonal(self, matrix: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
         """Return the update of a matrix, orthogonalized separately for each of several fused matrices."""
-        # With an output gate there are four.
-        is_query_key_value = len(fused_rows) in (3, 4)
-        if not fused_rows or (is_query_key_value and not self._config.muon_split_qkv):
+        fused_rows = spec.fused_rows
+        if not fused_rows or ("linear_qkv" in spec.name and not self._config.muon_split_qkv):
             return self._scaled(matrix)
         # Rows of the fused matrices are interleaved: [repetitions, rows of all, columns].
         turns = matrix.view(-1, sum(fused_rows), matrix.shape[1])

@@ -21,8 +21,8 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Shard, spec_of
 
 Item = TypeVar("Item")
-Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-"""Returns a matrix of the same shape, given a matrix and its ``fused_rows``."""
+Compute = Callable[[torch.Tensor, ParamSpec], torch.Tensor]
+"""Returns a matrix of the same shape, given a matrix and its specification."""
 BATCH_BYTES = 2**26
 """Size of a batch of matrices, in bytes per owner."""
 
@@ -215,7 +215,7 @@ class ExchangeBatch:
         values.clear()
         matrices = self._assemble(local)
         for name in matrices:
-            matrices[name] = function(matrices[name], self._specs[name].fused_rows).contiguous()
+            matrices[name] = function(matrices[name], self._specs[name]).contiguous()
         self._scatter(matrices, local)
         del matrices
         return self._return_shards(local)

@@ -148,7 +148,7 @@ def test_the_command_runs_cells_on_emulated_devices(emulator: None) -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "passed  llama plain tp1 pp2 first1 cp1 dp1 | loss" in result.stdout
-    assert "8 passed, 0 failed, 0 rejected at parse time, float32" in result.stdout
+    assert "9 passed, 0 failed, 0 rejected at parse time, float32" in result.stdout
 
 
 @pytest.mark.full

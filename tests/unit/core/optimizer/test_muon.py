@@ -64,9 +64,9 @@ def test_scales() -> None:
 
 
 def muon_of(
-    weight: torch.nn.Parameter, config: OptimizerConfig, fused_rows: tuple[int, ...] = ()
+    weight: torch.nn.Parameter, config: OptimizerConfig, fused_rows: tuple[int, ...] = (), layer: str = "in_proj"
 ) -> tuple[Muon, torch.Tensor]:
-    spec = ParamSpec("layer.weight", tuple(weight.shape), full_shards(weight.shape), fused_rows=fused_rows)
+    spec = ParamSpec(f"{layer}.weight", tuple(weight.shape), full_shards(weight.shape), fused_rows=fused_rows)
     attach_spec(weight, spec)
     flat = weight.data.view(-1)
     part = ParamShard(weight, 0, weight.numel(), flat, torch.zeros_like(flat))
@@ -112,7 +112,7 @@ def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
     for is_split, matrices in ((True, rows), (False, [list(range(8))])):
         config = OptimizerConfig(optimizer="muon", muon_momentum=0.0, muon_split_qkv=is_split)
         weight = torch.nn.Parameter(torch.zeros(8, 16, dtype=torch.float64))
-        muon, flat = muon_of(weight, config, fused_rows=(2, 1, 1))
+        muon, flat = muon_of(weight, config, fused_rows=(2, 1, 1), layer="self_attention.linear_qkv")
         muon.set_learning_rate(1.0, 0.0)
         step(muon, [flat], [gradient.reshape(-1).clone()])
         for chosen in matrices:

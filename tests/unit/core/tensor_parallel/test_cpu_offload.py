@@ -47,7 +47,9 @@ class CountedCopies(HostCopies):
 
 
 def make_offloaded(num_layers: int, copies: HostCopies, **config: Any) -> GPTModel:
-    model = make_model(tensor_parallel_group(), num_layers=4, position_embedding_type="learned_absolute", **config)
+    # The closed form is that of fused attention.
+    settings = {"position_embedding_type": "learned_absolute", "attention_backend": "fused", **config}
+    model = make_model(tensor_parallel_group(), num_layers=4, **settings)
     load_global_weights(model)
     if num_layers:
         model.decoder.offload = ActivationOffload(copies, num_layers)

@@ -929,7 +929,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "apertus": {
         "class": "Apertus",
         **_DECODER,
-        "intermediate_size": 80,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
