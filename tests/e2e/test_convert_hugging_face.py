@@ -258,6 +258,7 @@ FLAGS = """
 TRAINED = ("gemma3",)
 """Norms on both sides and windows; experts are in other default tests."""
 OTHERS = (
+    *("gpt2", "neo", "llama31", "qwen_untied"),
     *("mixtral", "neox", "phi3", "qwen3", "mistral", "olmo2", "gemma2", "qwen3_moe", "olmoe", "deepseek"),
     *("gpt_oss", "olmo3", "smollm3", "gemma", "qwen2_moe", "seed_oss", "glm4", "arcee", "starcoder2", "exaone4"),
     *("helium", "ernie4_5", "stablelm", "stablelm_parallel", "glm4_moe", "flex_olmo", "granite", "granite_moe"),
@@ -296,6 +297,8 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
             "kda_layers": [1, 3, 4],
             "full_attn_layers": [2],
         }
+    if kind == "neo":
+        changes |= {"attention_types": [[["global", "local"], 2]], "num_layers": 4}
     if kind == "glm4_moe_lite":
         changes |= {"mlp_layer_types": ["sparse", "dense"] * 2}
     if kind == "smollm3":
