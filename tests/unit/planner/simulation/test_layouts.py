@@ -283,7 +283,9 @@ def test_there_are_many_layouts() -> None:
 @pytest.mark.parametrize("name", some_long(CASES, DEFAULT))
 def test_no_tensor_is_on_another_device(results: Results, name: str) -> None:
     assert results[name].error == ""
-    assert results[name].report["operations"] > 90
+    # A rank has at least one layer: four linear layers, each with its output and two gradients.
+    counts = results[name].report["by_operation"]
+    assert sum(count for operation, count in counts.items() if operation.endswith("mm")) >= 12
 
 
 @pytest.mark.parametrize("name", some_long(CASES, DEFAULT))
