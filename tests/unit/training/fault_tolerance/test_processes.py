@@ -99,14 +99,16 @@ TWO_RANKS = (
     "    environment = os.environ | run | {'MASTER_PORT': port}\n"
     "    words = sys.argv[1:] if port == '1' else [sys.executable, '-c', 'import time; time.sleep(60)']\n"
     "    process = subprocess.Popen(words, env=environment, start_new_session=True)\n"
-    "    print(process.pid, flush=True)\n"
+    "    os.write(1, b'%d\\n' % process.pid)\n"
     "sys.stdin.read()\n"
 )
 
 
 def test_a_stopped_process_is_killed_by_another_one_of_its_run() -> None:
     """The kernel's signal and the process's own watch do not reach it. Other runs on the node are left alone."""
-    follow = FOLLOW.replace("print('rank', os.getpid(), flush=True)", "print('rank', flush=True)")
+    # Each line is one write: with PYTHONUNBUFFERED, `print` writes the end of a line by itself, and lines would mix.
+    follow = FOLLOW.replace("print('rank', os.getpid(), flush=True)", "os.write(1, b'rank\\n')")
+    assert follow != FOLLOW
     launcher = subprocess.Popen(
         [sys.executable, "-c", TWO_RANKS, sys.executable, "-c", follow, "answers"],
         stdin=subprocess.PIPE,
