@@ -268,7 +268,7 @@ OTHERS = (
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm", "apertus"),
     *("hunyuan_dense", "hunyuan_moe", "minimax_m2", "phimoe", "dots1", "nemotron"),
     *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
-    *("gemma4", "gemma4_values"),
+    *("gemma4", "gemma4_values", "gemma4_moe"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 

@@ -176,11 +176,13 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
             f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
             "registered; omit it"
         )
-    if model.v_layernorm and is_registered("normalization", model.normalization):
-        yield (
-            f"--v-layernorm is not supported with --normalization {model.normalization}, which a script registered; "
-            "omit it"
-        )
+    without_weight = {"--v-layernorm": model.v_layernorm, "--moe-router-norm": model.moe.moe_router_norm}
+    for flag in (flag for flag, is_given in without_weight.items() if is_given):
+        if is_registered("normalization", model.normalization):
+            yield (
+                f"{flag} is not supported with --normalization {model.normalization}, which a script registered; "
+                "omit it"
+            )
     if model.norm_parameters != "all" and is_registered("normalization", model.normalization):
         yield (
             f"--norm-parameters {model.norm_parameters} is not supported with --normalization {model.normalization}, "

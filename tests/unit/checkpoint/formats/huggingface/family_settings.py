@@ -127,6 +127,7 @@ GEMMA4 = LLAMA | {
     "global_head_dim": 16,
     "hidden_size_per_layer_input": 0,
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "moe_intermediate_size": 20, "num_experts": 8, "top_k_experts": 3}
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}

@@ -37,6 +37,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GEMMA2,
     GEMMA3,
     GEMMA4,
+    GEMMA4_EXPERTS,
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
@@ -316,6 +317,7 @@ MODELS = [
             "6": {"head_dim": 16, "num_key_value_heads": 1},
         }
     },
+    GEMMA4 | GEMMA4_EXPERTS,
     GEMMA4 | {"layer_types": ["full_attention"] * 7, "attention_k_eq_v": True, "attention_bias": True},
     KIMI_LINEAR
     | {"linear_attn_config": {"head_dim": 16, "num_heads": 3, "kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}},
@@ -424,6 +426,7 @@ FAMILY_SETTINGS = [
     QWEN3_5_MOE,
     KIMI_LINEAR,
     GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    GEMMA4 | GEMMA4_EXPERTS,
 ]
 
 
@@ -653,6 +656,7 @@ REFUSED = [
     (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2, but only 0 is supported"),
     (GEMMA4, {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256, but only 0 is supported"),
     (GEMMA4, {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all"'),
+    (GEMMA4, {"enable_moe_block": True, "moe_intermediate_size": 20, "top_k_experts": 2}, "num_experts is missing"),
     (GEMMA4, {"global_head_dim": 15}, "attention with 6 heads of 15 channels in 2 groups"),
     (GEMMA4, {"per_layer_config": {"1": {"head_dim": 8}}}, "different shapes of attention in layers with a window"),
     (GEMMA4, {"per_layer_config": {"1": {"intermediate_size": 8}}}, "intermediate_size: only head_dim and num_key_va"),
