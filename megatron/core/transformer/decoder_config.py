@@ -718,10 +718,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
         """
-        if not self.has_global_shape:
-            return self
-        has_window = self.layer_windows[self.kind_of(layer_number)] is not None
-        return self.of_windowed_layers if has_window else self.of_global_layers
+        return self.of_global_layers if self.is_global(layer_number) else self.of_windowed_layers
+
+    def is_global(self, layer_number: int) -> bool:
+        """Return whether a layer has the shape of attention of layers without a window, if theirs is another one.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
+        """
+        return self.has_global_shape and self.layer_windows[self.kind_of(layer_number)] is None
 
     @property
     def has_global_shape(self) -> bool:
