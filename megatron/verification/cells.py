@@ -383,6 +383,7 @@ def _families() -> Iterator[Cell]:
         for exchange in EXCHANGES:
             yield make_cell(shape, Layout(cp=2, cp_comm_type=exchange), "packed")
             yield make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type=exchange))
+    yield make_cell("gemma4", Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params", overlap=True))
     for extra in (END_PARTS, END_PARTS[:3]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
         yield make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=extra)

@@ -34,6 +34,7 @@ _EXCHANGES = ("p2p", "a2a")
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
+    *("v_layernorm", "attention_k_eq_v", "global_kv_channels", "global_num_query_groups"),
     *("add_qkv_bias", "disable_qkv_bias", "add_proj_bias", "disable_proj_bias"),
 )
 _OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier")
