@@ -128,7 +128,7 @@ WRONG = [
         "--num-attention-heads",
         ("1, 2, 3, 6",),
     ),
-    ("--window-size 4,0 --global-kv-channels 10", 1, "--global-kv-channels", ("--window-attn-skip-freq 2",)),
+    ("--window-size 4,0 --global-kv-channels 10", 1, "--global-kv-channels", ("--window-attn-skip-freq",)),
     ("--window-size 4,0 --attention-k-eq-v", 1, "--attention-k-eq-v", ()),
     ("--global-kv-channels 10", 1, "--global-kv-channels", ()),
     ("--rope-type proportional", 1, "--rope-type", ("--position-embedding-type rope",)),
