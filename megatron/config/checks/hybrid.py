@@ -14,7 +14,6 @@ from megatron.core.transformer import (
     ATTENTION,
     ATTENTION_AND_MAMBA,
     GATED_ACTIVATIONS,
-    KIMI_DELTA_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
     MOE,
@@ -229,7 +228,7 @@ def _check_exchanges(config: RunConfig) -> Iterator[str]:
     exchanges = model.cp_comm_type
     if not model.hybrid.is_hybrid or model.context_parallel_size <= 1 or not parts:
         return
-    if len(exchanges) == 1 and not any(each.mixer == ATTENTION for each in parts) and exchanges[0] not in _EXCHANGES:
+    if len(exchanges) == 1 and not any(each.has_attention for each in parts) and exchanges[0] not in _EXCHANGES:
         yield (
             f"--cp-comm-type {exchanges[0]} has no effect: the model has no attention layer, and recurrent layers "
             "exchange heads by all-to-all; omit it"
@@ -249,32 +248,9 @@ def _check_unsupported(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.hybrid.is_hybrid:
         return
-    has_both = any(each.mixer == ATTENTION_AND_MAMBA for each in _parts(model))
-    of_both = {
-        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
-        f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
-        f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
-        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-        "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
-        "--qk-clip": model.qk_clip,
-    }
-    for name, is_given in of_both.items():
-        if is_given and has_both:
-            yield f"attention and Mamba-2 in parallel (P) is not supported with {name} yet; omit {name}"
-    others = {
-        "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
-        and config.optimizer.optimizer_cpu_offload,
-    }
-    if any(each.mixer == KIMI_DELTA_ATTENTION for each in _parts(model)):
-        others |= {
-            f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
-            f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
-            f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-            "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
-        }
-    for name, is_given in others.items():
-        if is_given:
-            yield f"{_given(model)} is not supported with {name} yet; omit {name}"
+    if config.optimizer.optimizer_offload_policy == "auto" and config.optimizer.optimizer_cpu_offload:
+        name = "--optimizer-offload-policy auto"
+        yield f"{_given(model)} is not supported with {name} yet; omit {name}"
 
 
 HYBRID_CHECKS = (
@@ -304,9 +280,8 @@ HYBRID_CHECKS = (
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "num_layers"),
-            *("context_parallel_size", "fp8_format", "fp4_format", "lora_rank", "cuda_graph_impl", "qk_clip"),
-            *("optimizer_offload_policy", "optimizer_cpu_offload"),
+            *("experimental_attention_variant", "hybrid_override_pattern", "optimizer_offload_policy"),
+            "optimizer_cpu_offload",
         ),
         _check_unsupported,
     ),

@@ -65,10 +65,32 @@ WRONG = [
     ),
     ("--mlp-gate-multiplier 2", "--mlp-gate-multiplier 2.0 applies only to gated FFN layers; add --swiglu"),
     (
-        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid",
-        "attention and Mamba-2 in parallel (P) is not supported with --fp8-format hybrid yet; omit --fp8-format hybrid",
+        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid --mamba-num-heads 8 --mamba-head-dim 8",
+        "--mamba-num-heads 8 gives the projections of a Mamba-2 layer 2184 rows and 64 columns on each tensor-parallel "
+        "rank, but --fp8-format hybrid needs a multiple of 16; use --mamba-num-heads 16",
     ),
-    ("--hybrid-override-pattern P-P- --lora-rank 2", "(P) is not supported with --lora-rank 2 yet; omit"),
+    (
+        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid --mamba-num-heads 16 --kv-channels 6",
+        "--kv-channels 6 makes 24 query channels and 72 query, key and value channels on each tensor-parallel rank",
+    ),
+    (
+        f"{KDA} --linear-attention-freq 4 --bf16 --fp8-format hybrid --linear-value-head-dim 20",
+        "--linear-value-head-dim 20 is the width of the low-rank projections of a KDA layer, but --fp8-format hybrid "
+        "needs a multiple of 16; use 32",
+    ),
+    (
+        "--hybrid-override-pattern K-*- --bf16 --fp4-format e2m1 --linear-num-key-heads 8 --linear-key-head-dim 6",
+        "--linear-key-head-dim 6 makes 48 key channels of a KDA layer on each tensor-parallel rank, but --fp4-format "
+        "e2m1 needs a multiple of 32; use 8",
+    ),
+    (
+        "--hybrid-override-pattern K-*- --lora-rank 2 --lora-base-quantization nf4 --linear-value-head-dim 96",
+        "--linear-value-head-dim 96 is not a whole number of blocks of 64 input features; omit it",
+    ),
+    (
+        "--hybrid-override-pattern P-P- --lora-rank 2 --lora-target-modules f_a_proj",
+        "f_a_proj is not a linear layer of this model; its linear layers are linear_qkv linear_proj linear_fc1",
+    ),
     (
         f"{FOUR} --bf16 --fp8-format hybrid --linear-num-key-heads 2 --linear-num-value-heads 6 "
         "--linear-key-head-dim 8 --linear-value-head-dim 8",
@@ -136,7 +158,10 @@ WRONG = [
         "--multi-latent-attention --no-position-embedding --save x --ckpt-format torch",
         "cannot store a model with --position-embedding-type none",
     ),
-    (f"{KDA} --linear-attention-freq 4 --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
+    (
+        f"{KDA} --linear-attention-freq 4 --lora-rank 2 --lora-target-modules f_b_proj",
+        "f_b_proj is not a linear layer of this model; its linear layers are linear_qkv linear_proj linear_fc1",
+    ),
     ("--attention-output-gate --lora-rank 2", "exclude each other"),
 ]
 
