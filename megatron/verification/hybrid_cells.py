@@ -24,6 +24,7 @@ _FALCON_H1 = (
     *("--parallel-attention-multiplier", "0.6", "--parallel-mamba-multiplier", "1.3"),
     *("--mlp-gate-multiplier", "0.7", "--mlp-output-multiplier", "1.4"),
 )
+_BOTH = ("--hybrid-override-pattern", "PKP-", *_DELTA[2:])
 _FEW_GROUPS = (
     ("1", Layout(tp=2, sequence_parallel=True, pp=2)),
     ("2", Layout(tp=4, sequence_parallel=True)),
@@ -150,6 +151,9 @@ def _cells() -> Iterator[Cell]:
     ):
         yield make_hybrid_cell("mamba", layout, extra=FUSED_LORA)
         yield make_hybrid_cell("delta-net", layout, "packed", extra=(*LORA, "--lora-target-modules", *_TARGETS))
+        yield make_hybrid_cell("mamba", layout, "packed", extra=(*_BOTH, *FUSED_LORA))
+    for layout in _CONTEXT_LAYOUTS:
+        yield make_hybrid_cell("mamba", layout, "packed", extra=_BOTH)
     yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
     yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))
