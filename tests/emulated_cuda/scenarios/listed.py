@@ -1638,9 +1638,7 @@ _MIXED = (
     training("hybrid, fp8 delayed", f"{_HYBRID} {_PADDED} {_FP8} delayed"),
     training("KDA and attention with Mamba-2, fp8 delayed", f"{_BOTH} {_PADDED_KDA} {_FP8} delayed"),
     training("hybrid, nvfp4 on a B200", f"{_HYBRID} {_PADDED} --bf16 --fp4-format e2m1", gpu="b200"),
-    training(
-        "KDA and attention with Mamba-2, nvfp4", f"{_BOTH} {_PADDED_KDA} --bf16 --fp4-format e2m1", gpu="b200"
-    ),
+    training("KDA and attention with Mamba-2, nvfp4", f"{_BOTH} {_PADDED_KDA} --bf16 --fp4-format e2m1", gpu="b200"),
     training("gated attention", f"{_GROUPED} --attention-output-gate {_TENSOR} --sequence-parallel", 2),
 )
 _KERNELS = (
