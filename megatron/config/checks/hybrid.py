@@ -28,8 +28,6 @@ _PREFIXES = {
     "parallel_": ((ATTENTION_AND_MAMBA,), "layer of attention and Mamba-2"),
 }
 """Layers with the flags of a prefix, and their name."""
-_EXCHANGES = ("p2p", "a2a")
-"""Communication types that a model without attention may be given: the default, and the type of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
@@ -190,11 +188,11 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         if upper is not None and lower > upper:
             yield f"--mamba-dt-lower-limit {lower} is above --mamba-dt-upper-limit {upper}; use a smaller lower limit"
         yield from _check_context(config, "--mamba-num-heads", heads, "--mamba-num-groups", groups)
-        if groups < tensor and model.context_parallel_size > 1:
+        if groups < tensor and model.context_parallel_size > 1 and model.recurrent_cp_comm_type == "a2a":
             yield (
                 f"--mamba-num-groups {groups} is below --tensor-model-parallel-size {tensor}, which is not supported "
-                f"with --context-parallel-size {model.context_parallel_size} yet; use at most {groups} tensor-parallel "
-                "ranks"
+                f"with --context-parallel-size {model.context_parallel_size} and --recurrent-cp-comm-type a2a; use "
+                f"--recurrent-cp-comm-type all_gather, or at most {groups} tensor-parallel ranks"
             )
 
 
@@ -210,7 +208,8 @@ def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str
     """Reject context-parallel ranks that cannot share the heads of a recurrent layer."""
     model = config.model
     tensor, context = max(model.tensor_model_parallel_size, 1), model.context_parallel_size
-    if context <= 1 or heads % groups or heads % tensor or groups % tensor:
+    is_exchanged = context > 1 and model.recurrent_cp_comm_type == "a2a"
+    if not is_exchanged or heads % groups or heads % tensor or groups % tensor:
         return
     own_heads, own_groups = heads // tensor, groups // tensor
     if copies_of_key_value_heads(own_heads, own_groups, context) is None:
@@ -218,30 +217,36 @@ def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str
         yield (
             f"{name} {heads} with {name_of_groups} {groups}: the {own_heads} heads of a tensor-parallel rank, in "
             f"{own_groups} groups, cannot be divided among --context-parallel-size {context} ranks; context-parallel "
-            f"sizes that work: {choices(sizes)}"
+            f"sizes that work: {choices(sizes)}; or use --recurrent-cp-comm-type all_gather"
         )
 
 
 def _check_exchanges(config: RunConfig) -> Iterator[str]:
-    """Reject a list of communication types in which the type of a recurrent layer is not all-to-all."""
+    """Reject communication types of context parallelism that the layers do not have.
+
+    In a list of communication types, that of a recurrent layer is the one of all recurrent layers.
+    """
     model, parts = config.model, _parts(config.model)
-    exchanges = model.cp_comm_type
-    if not model.hybrid.is_hybrid or model.context_parallel_size <= 1 or not parts:
+    exchanges, own, context = model.cp_comm_type, model.recurrent_cp_comm_type, model.context_parallel_size
+    if context <= 1 or not parts:
         return
-    if len(exchanges) == 1 and not any(each.has_attention for each in parts) and exchanges[0] not in _EXCHANGES:
+    if not any(each.has_recurrence for each in parts):
+        if own != "a2a":
+            yield f"--recurrent-cp-comm-type {own} has no effect: the model has no recurrent layer; omit it"
+        return
+    has_attention = any(each.has_attention for each in parts)
+    if len(exchanges) == 1 and not has_attention and exchanges[0] not in ("p2p", own):
         yield (
             f"--cp-comm-type {exchanges[0]} has no effect: the model has no attention layer, and recurrent layers "
-            "exchange heads by all-to-all; omit it"
+            f"have --recurrent-cp-comm-type {own}; omit it"
         )
-    if len(exchanges) != len(parts):
-        return
-    for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=True)):
-        if each.mixer in NAMES_OF_RECURRENCES and exchange != "a2a":
+    for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=False)):
+        if len(exchanges) == len(parts) and each.mixer in NAMES_OF_RECURRENCES and exchange != own:
             yield (
                 f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({NAMES_OF_RECURRENCES[each.mixer]}) "
-                f"exchanges heads by all-to-all, and not by {exchange}; use a2a for it"
+                f"has --recurrent-cp-comm-type {own}, and not {exchange}; use {own} for it"
             )
-            return
+            break
 
 
 def _check_unsupported(config: RunConfig) -> Iterator[str]:
@@ -266,6 +271,7 @@ HYBRID_CHECKS = (
         (
             *(spec.name for spec in field_specs(HybridConfig)),
             *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
+            "recurrent_cp_comm_type",
             *_OF_FEED_FORWARD,
             "position_embedding_type",
         ),
@@ -274,7 +280,7 @@ HYBRID_CHECKS = (
     Check(
         (
             *("experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern", "num_layers"),
-            *("cp_comm_type", "context_parallel_size"),
+            *("cp_comm_type", "recurrent_cp_comm_type", "context_parallel_size"),
         ),
         _check_exchanges,
     ),
