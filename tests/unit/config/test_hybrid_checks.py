@@ -208,7 +208,7 @@ SHARED = "--seq-length 24 --context-parallel-size"
             f"{FOUR} --linear-num-key-heads 2 --linear-num-value-heads 6 {SHARED} 4",
             "--linear-num-value-heads 6 with --linear-num-key-heads 2: the 6 heads of a tensor-parallel rank, in 2 "
             "groups, cannot be divided among --context-parallel-size 4 ranks; context-parallel sizes that work: 1, 2, "
-            "3, 6",
+            "3, 6; or use --recurrent-cp-comm-type all_gather",
         ),
         (
             f"{MIXED} --mamba-head-dim 8 --mamba-num-groups 2 {SHARED} 3",
@@ -216,16 +216,30 @@ SHARED = "--seq-length 24 --context-parallel-size"
         ),
         (
             f"{MIXED} --mamba-num-heads 8 {SHARED} 2 --cp-comm-type a2a p2p p2p all_gather",
-            "layer 4 (Mamba-2) exchanges heads by all-to-all, and not by all_gather; use a2a for it",
+            "layer 4 (Mamba-2) has --recurrent-cp-comm-type a2a, and not all_gather; use a2a for it",
         ),
         (
             f"--hybrid-override-pattern M-M- --mamba-num-heads 8 {SHARED} 2 --cp-comm-type all_gather",
-            "--cp-comm-type all_gather has no effect: the model has no attention layer, and recurrent layers exchange",
+            "--cp-comm-type all_gather has no effect: the model has no attention layer, and recurrent layers have "
+            "--recurrent-cp-comm-type a2a; omit it",
+        ),
+        (
+            f"{MIXED} --recurrent-cp-comm-type all_gather {SHARED} 2 --cp-comm-type a2a p2p p2p all_gather",
+            "layer 1 (Mamba-2) has --recurrent-cp-comm-type all_gather, and not a2a; use all_gather for it",
+        ),
+        (
+            f"--recurrent-cp-comm-type all_gather {SHARED} 2",
+            "--recurrent-cp-comm-type all_gather has no effect: the model has no recurrent layer; omit it",
+        ),
+        (
+            f"{MIXED} --mamba-num-groups 1 {SHARED} 2 --tensor-model-parallel-size 2",
+            "--mamba-num-groups 1 is below --tensor-model-parallel-size 2, which is not supported with "
+            "--context-parallel-size 2 and --recurrent-cp-comm-type a2a; use --recurrent-cp-comm-type all_gather, or",
         ),
     ],
 )
 def test_context_parallel_ranks_share_heads(words: str, message: str) -> None:
-    size = int(words.split("--context-parallel-size ")[1].split()[0])
+    size = int(words.split("--context-parallel-size ")[1].split()[0]) * (2 if "--tensor-model" in words else 1)
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*BASE.split(), *words.split()], size)
     assert any(message in problem for problem in caught.value.problems), caught.value.problems
@@ -236,6 +250,8 @@ def test_each_layer_may_have_its_communication_type() -> None:
     # Eight ranks cannot share the four heads of the attention layer, which has a ring.
     model = resolve_arguments([*BASE.split(), *words.split(), "--max-position-embeddings", "32"], 8).config.model
     assert model.attention_exchanges == {"p2p"}
+    passed = words.replace(" a2a", " all_gather") + " --recurrent-cp-comm-type all_gather --mamba-num-heads 4"
+    resolve_arguments([*BASE.split(), *passed.split(), "--mamba-num-groups", "4", "--max-position-embeddings", "32"], 8)
 
 
 def test_symbols_and_names_are_the_same_pattern() -> None:
