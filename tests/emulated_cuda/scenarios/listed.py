@@ -50,6 +50,7 @@ _MIXERS = (
 _HYBRID = f"{_MIXERS} --hybrid-override-pattern M*G- --num-layers 4"
 _BOTH = f"{_MIXERS} --hybrid-override-pattern PKG- --num-layers 4"
 _SHARED = "--context-parallel-size 2"
+_STATES = f"{_SHARED} --recurrent-cp-comm-type all_gather"
 # Rows of the projections that FP8 and NVFP4 take.
 _PADDED = (
     "--hidden-size 64 --mamba-num-heads 16 --mamba-state-dim 4 --linear-key-head-dim 16 --linear-num-value-heads 16 "
@@ -1634,6 +1635,13 @@ _MIXED = (
     training("graphs, hybrid", f"{_GRAPHS} {_HYBRID} --bf16"),
     training("graphs, KDA and attention with Mamba-2", f"{_GRAPHS} {_BOTH} --bf16"),
     training("attention with Mamba-2, heads exchanged", f"{_BOTH} {_SHARED} --lora-rank 2 --lora-dropout 0.1", 2),
+    training(
+        "hybrid, states passed, stages",
+        f"{_BOTH} --mamba-num-groups 1 {_STATES} {_STAGES} --reset-attention-mask --bf16 "
+        "--recompute-granularity selective",
+        4,
+    ),
+    training("graphs, hybrid, states passed", f"{_GRAPHS} {_HYBRID} {_STATES} --cp-comm-type a2a --bf16", 2),
     training("graphs, hybrid, heads exchanged", f"{_GRAPHS} {_HYBRID} {_SHARED} --cp-comm-type a2a --bf16", 2),
     training("hybrid, fp8 delayed", f"{_HYBRID} {_PADDED} {_FP8} delayed"),
     training("KDA and attention with Mamba-2, fp8 delayed", f"{_BOTH} {_PADDED_KDA} {_FP8} delayed"),
