@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megatron.config import RunConfig
 from megatron.config.checks.parallelism import Check, divisors
@@ -20,6 +20,7 @@ from megatron.core.transformer import (
     NAMES_OF_RECURRENCES,
     HybridConfig,
     LayerParts,
+    RotaryConfig,
 )
 
 _PREFIXES = {
@@ -34,6 +35,15 @@ _OF_ATTENTION = (
     *("add_qkv_bias", "disable_qkv_bias", "add_proj_bias", "disable_proj_bias"),
 )
 _OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier")
+_GIVEN_FOR_ATTENTION = (
+    *("softmax_scale", "query_pre_attn_scalar", "use_rotary_position_embeddings", "rotary_base", "rotary_base_local"),
+    *("rotary_ntk_alpha", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+    "rope_scaling_original_max_position_embeddings",
+    *(spec.name for spec in field_specs(RotaryConfig)),
+)
+_GIVEN_FOR_FEED_FORWARD = ("squared_relu", "openai_gelu", "activation_func")
+"""Fields that checkpoints of Megatron-LM contain for every model, so that only given flags are rejected."""
 
 
 def _given(model: GPTConfig) -> str:
@@ -194,6 +204,32 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
                 f"with --context-parallel-size {model.context_parallel_size} and --recurrent-cp-comm-type a2a; use "
                 f"--recurrent-cp-comm-type all_gather, or at most {groups} tensor-parallel ranks"
             )
+
+
+def flags_of_absent_layers(config: RunConfig, given: Collection[str]) -> Iterator[str]:
+    """Yield a problem for each given flag of attention or feed-forward in a hybrid model without such layers.
+
+    ``given`` are the names of the fields that the command line sets. A checkpoint's arguments may set them.
+    """
+    model, parts = config.model, _parts(config.model)
+    if not model.hybrid.is_hybrid or not parts:
+        return
+    absent: dict[str, str] = {}
+    if not any(each.has_attention for each in parts):
+        absent = dict.fromkeys(_GIVEN_FOR_ATTENTION, "attention")
+        if model.position_embedding_type == "rope" and "position_embedding_type" in given:
+            yield "--position-embedding-type rope has no effect: the model has no attention layer; use none"
+    if not any(each.feed_forward for each in parts):
+        absent |= dict.fromkeys(_GIVEN_FOR_FEED_FORWARD, "feed-forward")
+    for name, part in absent.items():
+        found = config.flag(name) if name in given else None
+        if found is None:
+            continue
+        spec, value = found
+        # A known function becomes a field of its own.
+        typed = f"--activation-func {model.activation}" if name == "activation_func" else spec.typed(value)
+        if value != spec.default or name == "activation_func":
+            yield f"{typed} has no effect: the model has no {part} layer; omit it"
 
 
 def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:

@@ -147,6 +147,38 @@ WRONG = [
         "--mlp-output-multiplier 2.0 has no effect: the model has no feed-forward layer; omit it",
     ),
     ("--hybrid-override-pattern M*M* --swiglu", "--swiglu has no effect: the model has no feed-forward layer; omit it"),
+    (
+        "--hybrid-override-pattern M-M- --softmax-scale 2",
+        "--softmax-scale 2.0 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --query-pre-attn-scalar 2",
+        "--query-pre-attn-scalar 2 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern G-K- --rope-type yarn --attention-temperature-beta 0.1",
+        "--attention-temperature-beta 0.1 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --position-embedding-type rope",
+        "--position-embedding-type rope has no effect: the model has no attention layer; use none",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --use-rotary-position-embeddings",
+        "--use-rotary-position-embeddings has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --position-embedding-type rope --rotary-percent 0.5",
+        "--rotary-percent 0.5 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M*P* --squared-relu",
+        "--squared-relu has no effect: the model has no feed-forward layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M*M* --activation-func squared_relu",
+        "--activation-func squared_relu has no effect: the model has no feed-forward layer; omit it",
+    ),
     ("--attention-output-gate --multi-latent-attention", "exclude each other"),
     (f"{KDA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
     (f"{KDA} --linear-attention-freq 4 --linear-num-value-heads 24", "not divisible by --linear-num-key-heads 16"),
@@ -260,6 +292,15 @@ def test_symbols_and_names_are_the_same_pattern() -> None:
     assert symbols == parse_hybrid_pattern(names)
     assert symbols[:2] == (LayerParts("mamba", None), LayerParts(None, "mlp"))
     assert symbols[4:] == (SYMBOLS["*"], SYMBOLS["E"], SYMBOLS["G"], SYMBOLS["K"], SYMBOLS["P"])
+
+
+@pytest.mark.parametrize("pattern", ["-M*-", "--M*", "----"])
+def test_a_pattern_may_begin_with_an_mlp(pattern: str) -> None:
+    words = [*BASE.split(), "--mamba-num-groups", "1"] if "M" in pattern else BASE.split()
+    for given in (("--hybrid-override-pattern", pattern), (f"--hybrid-override-pattern={pattern}",)):
+        assert resolve_arguments([*words, *given], 1).config.model.hybrid.hybrid_override_pattern == pattern
+    with pytest.raises(ConfigurationError, match="a value is missing; pass --hybrid-override-pattern PATTERN"):
+        resolve_arguments([*words, "--hybrid-override-pattern", "--bf16"], 1)
 
 
 def test_layers_and_experts_follow_the_flags() -> None:
