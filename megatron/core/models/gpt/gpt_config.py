@@ -297,4 +297,6 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         return bool(has_argument) or value == spec.default
 
     flags = [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]
+    if model.moe.moe_router_enable_expert_bias and model.moe.moe_router_score_function == "softmax":
+        flags.append("--moe-router-enable-expert-bias with softmax scores")
     return flags + [flag for flag in hybrid_flags_without_argument(model) if flag not in flags]

@@ -467,6 +467,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     },
+    "ernie4_5_moe": {
+        "class": "Ernie4_5_Moe",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "moe_intermediate_size": 20,
+        "moe_k": 3,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 2,
+        "tie_word_embeddings": True,
+    },
     "stablelm": {
         "class": "StableLm",
         **_DECODER,
