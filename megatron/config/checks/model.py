@@ -1141,10 +1141,10 @@ def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
         )
     if keys % tensor == 0 and hybrid.linear_key_size // tensor % multiple:
         width = hybrid.linear_key_head_dim
-        fitting = next(each for each in count(width) if keys // tensor * each % multiple == 0)
+        wider = next(each for each in count(width) if keys // tensor * each % multiple == 0)
         yield (
             f"--linear-key-head-dim {width} makes {hybrid.linear_key_size // tensor} key channels of a KDA layer on "
-            f"each tensor-parallel rank, {needed}; use {fitting}"
+            f"each tensor-parallel rank, {needed}; use {wider}"
         )
 
 

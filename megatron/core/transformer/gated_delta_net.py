@@ -115,9 +115,9 @@ class GatedDeltaNet(RecurrentMixer):
         qkv, conv_state = self.convolve(qkv, of_conv, starts, padding, return_state=return_states)
         shares = [heads.rows_of_rank(self.head_ranks.size) for heads in self.stacked[0]]
         query, key, value = qkv.split_with_sizes(shares, dim=-1)
-        query, key = (self._unit(each.unflatten(-1, (-1, self.key_dim))) for each in (query, key))
+        query, key = (self._unit(torch.unflatten(each, -1, (-1, self.key_dim))) for each in (query, key))
         inputs = (
-            *(query * self.key_dim**-0.5, key, value.unflatten(-1, (-1, self.value_dim))),
+            *(query * self.key_dim**-0.5, key, torch.unflatten(value, -1, (-1, self.value_dim))),
             *(self.log_decay(a, padding), without_padding(b.sigmoid(), padding)),
         )
         rule_state = None

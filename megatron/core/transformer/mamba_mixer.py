@@ -134,7 +134,7 @@ class MambaMixer(RecurrentMixer):
         if self.ranks_per_group > 1:
             to_state, from_state = self._own_groups(xbc[..., shares[0] :])
         inputs = (
-            *(x.unflatten(-1, (-1, self.head_dim)), self.steps(dt, padding), self.decay_rates()),
+            *(torch.unflatten(x, -1, (-1, self.head_dim)), self.steps(dt, padding), self.decay_rates()),
             torch.unflatten(to_state, -1, (-1, self.state_dim)),
             torch.unflatten(from_state, -1, (-1, self.state_dim)),
             self.own_heads(self.D),
