@@ -105,7 +105,7 @@ _STATE_LAYOUTS = tuple(
     for layout in (
         *_CONTEXT_LAYOUTS,
         Layout(cp=8),
-        Layout(tp=2, sequence_parallel=True, pp=2, cp=2, dp=2, sharding="optim"),
+        Layout(pp=2, cp=2, dp=2, sharding="optim"),
     )
 )
 _DENSE_LAYOUTS = (
