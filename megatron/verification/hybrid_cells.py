@@ -169,6 +169,8 @@ def _cells() -> Iterator[Cell]:
         yield make_hybrid_cell("mamba", layout, "packed", extra=(*_BOTH, *FUSED_LORA))
     for layout in (*_CONTEXT_LAYOUTS, *_STATE_LAYOUTS):
         yield make_hybrid_cell("mamba", layout, "packed", extra=_BOTH)
+    clipped = (*_BOTH, "--qk-clip", "--qk-clip-threshold", "0.05")
+    yield make_hybrid_cell("mamba", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=clipped)
     yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
     yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))

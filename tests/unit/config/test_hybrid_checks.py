@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron.config.arguments import resolve_arguments
+from megatron.config.checks.hybrid import flags_of_absent_layers
+from megatron.core.config_base import with_fields
 from megatron.core.errors import ConfigurationError
 from megatron.core.transformer.hybrid_config import SYMBOLS, LayerParts, parse_hybrid_pattern
 from tests.unit.config.test_model_checks import BASE
@@ -333,3 +337,13 @@ def test_the_work_of_each_part_is_counted() -> None:
     assert both.layer_forward_flops(0, 24) == (mamba[0] + attention[0], mamba[1] + attention[1])
     gated = resolve_arguments([*BASE.split(), "--attention-output-gate"], 1).config.model
     assert gated.layer_forward_flops(0, 24)[0] == 48 * (5 * 32 * 32 + 2 * 32 * 40)
+
+
+def test_flags_that_a_checkpoint_sets_for_layers_that_are_absent_are_accepted() -> None:
+    words = "--hybrid-override-pattern M-M- --mamba-num-groups 1 --no-position-embedding"
+    config = resolve_arguments([*BASE.split(), *words.split()], 1).config
+    config = dataclasses.replace(config, model=with_fields(config.model, softmax_scale=2.0, rotary_percent=0.5))
+    assert list(flags_of_absent_layers(config, ())) == []
+    assert list(flags_of_absent_layers(config, ("rotary_percent",))) == [
+        "--rotary-percent 0.5 has no effect: the model has no attention layer; omit it"
+    ]
