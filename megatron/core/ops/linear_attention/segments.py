@@ -50,7 +50,7 @@ def gated_delta_rule_of_segments(
     before = states_before(*after.split_with_sizes((width, dim), dim=-1))
     from_zero, factors = output.split_with_sizes((width, dim), dim=-1)
     added = factors.transpose(1, 2).to(wide) @ before
-    return from_zero + added.transpose(1, 2).to(v.dtype)
+    return (from_zero + added.transpose(1, 2)).to(v.dtype)
 
 
 def selective_scan_of_segments(
@@ -77,4 +77,4 @@ def selective_scan_of_segments(
     # [b, g, s, d_state] times [b, g, d_state, heads of the group * d].
     of_groups = torch.unflatten(before, 1, (groups, -1)).flatten(2, 3).transpose(-1, -2)
     added = (C.transpose(1, 2).to(wide) @ of_groups).transpose(1, 2)
-    return output + (added.reshape(x.shape) * decays[..., None]).to(x.dtype)
+    return (output + added.reshape(x.shape) * decays[..., None]).to(x.dtype)
