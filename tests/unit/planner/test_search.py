@@ -71,6 +71,7 @@ PUBLISHED = ROWS | {
     "smollm3-3b": 3.075e9,
     "stablelm2-1.6b": 1.6445e9,
     "starcoder2-7b": 7.174e9,
+    "starcoder2-3b": 3.03e09,
     "gpt-neox-20b": 2.0555e10,
     "xglm-7.5b": 7.5e09,
     "tinyllama-1.1b": 1.1e09,

@@ -823,4 +823,13 @@ MODELS: dict[str, dict[str, Any]] = {
         scale_embedding=True,
         vocab_size=256008,
     ),
+    "starcoder2-3b": _settings(
+        "Starcoder2",
+        "starcoder2",
+        **_decoder(3072, 12288, 30, 24, 2, 49152, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+        | {"rope_theta": 999999.4420358813},
+        norm_epsilon=1e-5,
+        sliding_window=4096,
+        use_bias=True,
+    ),
 }

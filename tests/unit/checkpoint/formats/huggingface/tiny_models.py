@@ -423,6 +423,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 9999.442},
         "sliding_window": 20,
         "tie_word_embeddings": False,
     },
