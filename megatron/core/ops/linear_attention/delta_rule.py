@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.ops import runs_on_triton
 from megatron.core.ops.linear_attention.chunks import (
     Decays,
     Documents,
@@ -58,9 +59,55 @@ def gated_delta_rule(
         ValueError: ``chunk_size`` is no power of two.
     """
     arguments = q, k, v, log_decay, beta, initial_state, document_starts
+    chunked = _TritonGatedDeltaRule if _is_on_triton(q, k, v, log_decay, beta) else _GatedDeltaRule
     return run_in_chunks(
-        _GatedDeltaRule, recurrent_gated_delta_rule, *arguments, return_state=return_state, chunk_size=chunk_size
+        chunked, recurrent_gated_delta_rule, *arguments, return_state=return_state, chunk_size=chunk_size
     )
+
+
+def _is_on_triton(q: torch.Tensor, *others: torch.Tensor) -> bool:
+    if not runs_on_triton(q, *others):
+        return False
+    from megatron.core.ops.triton import MAX_KEY_DIM
+
+    return q.shape[-1] <= MAX_KEY_DIM
+
+
+class _TritonGatedDeltaRule(torch.autograd.Function):
+    """Chunked form in Triton kernels, which saves its inputs alone: the backward pass computes the states again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None,
+        document_starts: torch.Tensor | None,
+        length: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron.core.ops.triton import gated_delta_rule_output
+
+        keep_for_backward(ctx, length, initial_state, q, k, v, log_decay, beta, initial_state, document_starts)
+        state = None if initial_state is None else initial_state.float()
+        return gated_delta_rule_output(q, k, v, log_decay, beta, state, document_starts, length)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, last_state_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        from megatron.core.ops.triton import gated_delta_rule_gradients
+
+        q, k, v, log_decay, beta, initial_state, document_starts = ctx.saved_tensors
+        grad = torch.zeros_like(v) if grad is None else grad
+        state = None if initial_state is None else initial_state.float()
+        *grads, state_grad = gated_delta_rule_gradients(
+            grad, last_state_grad, q, k, v, log_decay, beta, state, document_starts, ctx.length
+        )
+        initial_grad = None if state_grad is None else state_grad.to(ctx.state_dtype)
+        return *grads, initial_grad, None, None
 
 
 class _GatedDeltaRule(torch.autograd.Function):
