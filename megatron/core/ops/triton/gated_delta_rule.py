@@ -23,8 +23,6 @@ import triton.language as tl
 
 from megatron.core.ops.linear_attention.chunks import MIN_LOG_DECAY
 
-MAX_KEY_DIM = 256
-"""A program keeps the state's rows of all key channels in registers."""
 _MIN_BLOCK = 16
 """Least size of a matmul's operands, and of a chunk."""
 _BLOCKS = {torch.bfloat16: (64, 32, 32), torch.float32: (32, 16, 16)}
@@ -32,6 +30,8 @@ _BLOCKS = {torch.bfloat16: (64, 32, 32), torch.float32: (32, 16, 16)}
 
 With decays per channel, blocks of keys have the least size, because each comes with its decays.
 """
+_MAX_KEY_DIMS = {torch.bfloat16: 256, torch.float32: 128}
+"""A program keeps the state's rows of all channels of the keys in registers."""
 _STATE_ELEMENTS = 4096
 """Elements of a state that a program keeps at most, if it has the least number of columns or more."""
 _SUMS_COLUMNS = 32
@@ -396,7 +396,7 @@ def states_program(
     state = tl.zeros((KEYS, VALUES), tl.float32)
     if initial_state is not None:
         state += tl.load(initial_state + pair * key_dim * value_dim + of_state, mask=in_state, other=0.0)
-    for chunk in range(0, num_chunks):
+    for chunk in range(num_chunks):
         row = chunk * LENGTH + place
         square = ((pair * num_chunks + chunk) * LENGTH + place)[:, None] * LENGTH + place[None, :]
         through = _through(
@@ -466,7 +466,7 @@ def state_gradients_program(
     state_grad = tl.zeros((KEYS, VALUES), tl.float32)
     if last_state_grad is not None:
         state_grad += tl.load(last_state_grad + pair * key_dim * value_dim + of_state, mask=in_state, other=0.0)
-    for number in range(0, num_chunks):
+    for number in range(num_chunks):
         chunk = num_chunks - 1 - number
         row = chunk * LENGTH + place
         square = ((pair * num_chunks + chunk) * LENGTH + place)[:, None] * LENGTH + place[None, :]
@@ -724,7 +724,7 @@ class _Chunks:
     def recur(self, program: Any, *tensors: torch.Tensor | None) -> None:
         """Launch a program for each block of columns of each head's state."""
         num_positions, heads, key_dim, value_dim = self.sizes
-        keys = _block(key_dim, MAX_KEY_DIM)
+        keys = _block(key_dim, _MAX_KEY_DIMS[_kind(self.q)])
         values = _block(value_dim, min(_BLOCKS[_kind(self.q)][2], max(_MIN_BLOCK, _STATE_ELEMENTS // keys)))
         program[len(self.q) * heads, triton.cdiv(value_dim, values)](
             *tensors, num_positions, heads, key_dim, value_dim, PER_CHANNEL=self.is_per_channel, LENGTH=self.length,
@@ -744,6 +744,11 @@ def _kind(q: torch.Tensor) -> torch.dtype:
 
 def _key_block(q: torch.Tensor, is_per_channel: bool) -> int:
     return _block(q.shape[3], _MIN_BLOCK if is_per_channel else _BLOCKS[_kind(q)][1])
+
+
+def fits_gated_delta_rule(q: torch.Tensor) -> bool:
+    """Return whether the programs support the number of channels of the queries and keys."""
+    return q.shape[3] <= _MAX_KEY_DIMS[_kind(q)]
 
 
 def gated_delta_rule_output(
@@ -795,8 +800,8 @@ def gated_delta_rule_gradients(
     grad, initial_state = grad.contiguous(), _contiguous(initial_state)
     states, corrections = chunks.per_chunk(), chunks.per_position()
     chunks.recur(
-        states_program, None, *chunks.decayed[1:], chunks.v, chunks.beta, chunks.sums, chunks.documents, None, chunks.inverse,
-        initial_state, None, None, states, corrections,
+        states_program, None, *chunks.decayed[1:], chunks.v, chunks.beta, chunks.sums, chunks.documents, None,
+        chunks.inverse, initial_state, None, None, states, corrections,
     )  # fmt: skip
     state_grads, rows_grad = torch.empty_like(states), torch.empty_like(corrections)
     initial_grad = None if initial_state is None else torch.empty_like(initial_state)

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from megatron.core.ops.linear_attention import gated_delta_rule, recurrent_gated_delta_rule
 from megatron.planner.simulation.fake_triton import recorded_programs
 from megatron.planner.simulation.recorder import Recorder
+from tests.harness.triton_interpreter import round_to_bfloat16
 from tests.unit.core.ops.interpreted import cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
-ALLOWED = {torch.float32: 2**-18, torch.bfloat16: 2**-5, torch.float16: 2**-9}
-"""Of the largest element. The interpreter cuts operands of matmuls down to bfloat16 where a GPU rounds them."""
+ALLOWED = {torch.float32: 2**-18, torch.bfloat16: 2**-6, torch.float16: 2**-10}
+"""Error relative to the largest element."""
 PROGRAMS = ("sums_program", "products_program", "states_program")
 BACKWARD = (*PROGRAMS, "state_gradients_program", "gradients_program")
 
@@ -70,6 +71,7 @@ def check_against_recurrence(dtype: torch.dtype, per_channel: bool) -> None:
 
     programs._BLOCKS = dict.fromkeys(programs._BLOCKS, (64, 16, 16))
     programs._SUMS_COLUMNS = 2
+    round_to_bfloat16()
     torch.manual_seed(31)
     # Positions, channels and blocks of channels are cut off at the end; one and several chunks; documents that start at
     # the first position, at that of a chunk, and at the last one.
@@ -80,7 +82,7 @@ def check_against_recurrence(dtype: torch.dtype, per_channel: bool) -> None:
     # Sums of the logarithms of such decays in a chunk reach thousands, as in the torch form.
     strong = draw((1, 70, 1, 16, 4), dtype, per_channel, 300.0)
     compare(strong, torch.rand(1, 70) < 0.1, 64, with_state=False, allowed=max(ALLOWED[dtype], 1e-4))
-    compare(draw((1, 3, 2, 3, 2), dtype, per_channel), None, 64)
+    compare(draw((1, 3, 2, 12, 6), dtype, per_channel), None, 64)
 
 
 @pytest.mark.default(4)
@@ -126,8 +128,6 @@ def test_a_document_leaks_nothing_into_the_next(per_channel: bool) -> None:
 
 
 def check_selection() -> None:
-    from megatron.core.ops.triton import gated_delta_rule as programs
-
     saved: list[torch.Tensor] = []
     with cpu_runs_on_triton():
         arguments = [x.requires_grad_() for x in draw((1, 20, 1, 4, 4), torch.float32, False)]
@@ -135,7 +135,7 @@ def check_selection() -> None:
             output, _ = gated_delta_rule(*arguments)
         # The backward pass computes everything else again.
         assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in arguments}
-        for size, name in [(programs.MAX_KEY_DIM + 1, "_GatedDeltaRule"), (4, "_TritonGatedDeltaRule")]:
+        for size, name in [(129, "_GatedDeltaRule"), (4, "_TritonGatedDeltaRule")]:
             output, _ = gated_delta_rule(*(x.requires_grad_() for x in draw((1, 2, 1, size, 1), torch.float32, False)))
             assert type(output.grad_fn).__name__ == f"{name}Backward"
         wide = [x.double().requires_grad_() for x in draw((1, 2, 1, 4, 1), torch.float32, False)]
@@ -159,9 +159,8 @@ def launches(shape: tuple[int, int, int, int, int], dtype: torch.dtype, per_chan
     assert not any(each.is_uncounted for each in operations)
     names = [each.name.removeprefix("gated_delta_rule.") for each in operations]
     assert names == [*PROGRAMS, *BACKWARD]
-    return {
-        name: (each.num_bytes, each.flops) for name, each in zip(names[:3] + names[5:], operations[:3] + operations[5:])
-    }
+    # The last launch of each.
+    return {name: (each.num_bytes, each.flops) for name, each in zip(names, operations)}
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
