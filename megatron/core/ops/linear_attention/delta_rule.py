@@ -68,9 +68,9 @@ def gated_delta_rule(
 def _is_on_triton(q: torch.Tensor, *others: torch.Tensor) -> bool:
     if not runs_on_triton(q, *others):
         return False
-    from megatron.core.ops.triton import fits_gated_delta_rule
+    from megatron.core.ops.triton import MAX_KEY_DIM
 
-    return fits_gated_delta_rule(q)
+    return q.shape[-1] <= MAX_KEY_DIM
 
 
 class _TritonGatedDeltaRule(torch.autograd.Function):

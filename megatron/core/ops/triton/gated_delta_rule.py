@@ -23,6 +23,8 @@ import triton.language as tl
 
 from megatron.core.ops.linear_attention.chunks import MIN_LOG_DECAY
 
+MAX_KEY_DIM = 128
+"""A program keeps the state's rows of all channels of the keys in registers."""
 _MIN_BLOCK = 16
 """Least size of a matmul's operands, and of a chunk."""
 _BLOCKS = {torch.bfloat16: (64, 32, 32), torch.float32: (32, 16, 16)}
@@ -30,10 +32,6 @@ _BLOCKS = {torch.bfloat16: (64, 32, 32), torch.float32: (32, 16, 16)}
 
 With decays per channel, blocks of keys have the least size, because each comes with its decays.
 """
-_MAX_KEY_DIMS = {torch.bfloat16: 256, torch.float32: 128}
-"""A program keeps the state's rows of all channels of the keys in registers."""
-_STATE_ELEMENTS = 4096
-"""Elements of a state that a program keeps at most, if it has the least number of columns or more."""
 _SUMS_COLUMNS = 32
 _SUBSTITUTED_ROWS = 16
 _STAGES = 2
@@ -50,7 +48,7 @@ def _matmuls(multiply_adds: Callable[..., int]) -> Callable[..., dict[str, int]]
 
 
 def _levels(of: dict[str, Any]) -> int:
-    return max(1, of["LENGTH"].bit_length() - 1) if of["PER_CHANNEL"] else 1
+    return int(of["LENGTH"]).bit_length() - 1 if of["PER_CHANNEL"] else 1
 
 
 def _chunks(of: dict[str, Any]) -> int:
@@ -58,21 +56,24 @@ def _chunks(of: dict[str, Any]) -> int:
 
 
 def _products_work(of: dict[str, Any]) -> int:
-    length, merges = of["LENGTH"], (of["LENGTH"] // of["BLOCK"]).bit_length() - 1
-    return 2 * _levels(of) * length**2 * of["key_dim"] + 2 * merges * length**3
+    length, keys = int(of["LENGTH"]), int(of["key_dim"])
+    merges = (length // int(of["BLOCK"])).bit_length() - 1
+    return 2 * _levels(of) * length**2 * keys + 2 * merges * length**3
 
 
 def _states_work(of: dict[str, Any]) -> int:
-    length, count = of["LENGTH"], 1 if of["output"] is None else 2
-    return _chunks(of) * length * of["value_dim"] * ((count + 1) * of["key_dim"] + count * length)
+    length, keys, values = int(of["LENGTH"]), int(of["key_dim"]), int(of["value_dim"])
+    count = 1 if of["output"] is None else 2
+    return _chunks(of) * length * values * ((count + 1) * keys + count * length)
 
 
 def _state_gradients_work(of: dict[str, Any]) -> int:
-    return _chunks(of) * of["LENGTH"] * of["value_dim"] * (3 * of["key_dim"] + 2 * of["LENGTH"])
+    length, keys, values = int(of["LENGTH"]), int(of["key_dim"]), int(of["value_dim"])
+    return _chunks(of) * length * values * (3 * keys + 2 * length)
 
 
 def _gradients_work(of: dict[str, Any]) -> int:
-    length, keys, values = of["LENGTH"], of["key_dim"], of["value_dim"]
+    length, keys, values = int(of["LENGTH"]), int(of["key_dim"]), int(of["value_dim"])
     return length * (2 * length * values + 3 * keys * values + 4 * _levels(of) * length * keys)
 
 
@@ -107,7 +108,7 @@ def _sums_at(sums, entry, row, num_positions, head, heads, column, width, PER_CH
     known = (entry * num_positions + tl.minimum(row, num_positions - 1)) * heads + head
     if PER_CHANNEL:
         at = known[:, None] * width + column[None, :]
-        result = tl.load(sums + at, mask=(column < width)[None, :] & (row >= 0)[:, None], other=0.0)
+        result = tl.load(sums + at, mask=(column < width)[None, :], other=0.0)
     else:
         result = tl.load(sums + known)[:, None]
     return result
@@ -686,7 +687,7 @@ class _Chunks:
         length = min(max(chunk_size, _MIN_BLOCK), _BLOCKS[kind][0])
         num_chunks = triton.cdiv(num_positions, length)
         sums = torch.empty_like(log_decay, dtype=torch.float32)
-        columns = log_decay[0, 0].numel()
+        columns = log_decay.shape[2:].numel()
         sums_program[batch * num_chunks, triton.cdiv(columns, _SUMS_COLUMNS)](
             log_decay, documents, sums, num_positions, columns, LEAST=MIN_LOG_DECAY, LENGTH=length,
             COLUMNS=_SUMS_COLUMNS, num_warps=4,
@@ -694,13 +695,13 @@ class _Chunks:
         attention = q.new_empty(batch * heads * num_chunks, length, length, dtype=kind)
         inverse = torch.empty_like(attention)
         is_per_channel = log_decay.dim() == q.dim()
-        decayed = [torch.empty_like(q, dtype=kind) for _ in range(3)] if is_per_channel else (None, None, None)
+        q_in, k_in, k_out = (torch.empty_like(q, dtype=kind) if is_per_channel else None for _ in range(3))
         products_program[len(attention),](
-            q, k, beta, sums, documents, attention, inverse, *decayed, num_positions, heads, key_dim,
+            q, k, beta, sums, documents, attention, inverse, q_in, k_in, k_out, num_positions, heads, key_dim,
             PER_CHANNEL=is_per_channel, PRECISION="tf32" if kind is torch.bfloat16 else "tf32x3", LENGTH=length,
             BLOCK=_SUBSTITUTED_ROWS, KEYS=_key_block(q, is_per_channel), num_warps=4, num_stages=_STAGES,
         )  # fmt: skip
-        decayed = tuple(decayed) if is_per_channel else (q, k, None)
+        decayed = q if q_in is None else q_in, k if k_in is None else k_in, k_out
         return _Chunks(q, k, v, log_decay, beta, documents, sums, attention, inverse, decayed, length)
 
     @property
@@ -724,17 +725,16 @@ class _Chunks:
     def recur(self, program: Any, *tensors: torch.Tensor | None) -> None:
         """Launch a program for each block of columns of each head's state."""
         num_positions, heads, key_dim, value_dim = self.sizes
-        keys = _block(key_dim, _MAX_KEY_DIMS[_kind(self.q)])
-        values = _block(value_dim, min(_BLOCKS[_kind(self.q)][2], max(_MIN_BLOCK, _STATE_ELEMENTS // keys)))
+        values = _block(value_dim, _BLOCKS[_kind(self.q)][2])
         program[len(self.q) * heads, triton.cdiv(value_dim, values)](
             *tensors, num_positions, heads, key_dim, value_dim, PER_CHANNEL=self.is_per_channel, LENGTH=self.length,
-            KEYS=keys, VALUES=values, num_warps=8, num_stages=_STAGES,
+            KEYS=_block(key_dim, MAX_KEY_DIM), VALUES=values, num_warps=8, num_stages=_STAGES,
         )  # fmt: skip
 
 
 def _block(size: int, limit: int) -> int:
     """Return the number of channels of a block."""
-    return min(limit, max(_MIN_BLOCK, triton.next_power_of_2(size)))
+    return min(limit, max(_MIN_BLOCK, 1 << (size - 1).bit_length()))
 
 
 def _kind(q: torch.Tensor) -> torch.dtype:
@@ -744,11 +744,6 @@ def _kind(q: torch.Tensor) -> torch.dtype:
 
 def _key_block(q: torch.Tensor, is_per_channel: bool) -> int:
     return _block(q.shape[3], _MIN_BLOCK if is_per_channel else _BLOCKS[_kind(q)][1])
-
-
-def fits_gated_delta_rule(q: torch.Tensor) -> bool:
-    """Return whether the programs support the number of channels of the queries and keys."""
-    return q.shape[3] <= _MAX_KEY_DIMS[_kind(q)]
 
 
 def gated_delta_rule_output(
