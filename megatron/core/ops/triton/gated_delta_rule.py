@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.linear_attention.chunks import MIN_LOG_DECAY
+from megatron.core.ops.linear_attention import MIN_LOG_DECAY
 
 MAX_KEY_DIM = 128
 """A program keeps the state's rows of all channels of the keys in registers."""
