@@ -178,13 +178,15 @@ def programs(capability: int) -> Iterator[Program]:
 
 
 def matmul_programs(capability: int) -> Iterator[Program]:
-    """Yield the programs with matmuls, at the greatest number of channels of the keys."""
+    """Yield the programs with matmuls, and what they need, at the greatest number of channels of the keys."""
     from megatron.core.ops.triton import gated_delta_rule as rule
 
     wide = ("sums", "initial_state", "last_state", "last_state_grad", "initial_grad", "log_decay", "log_decay_grad")
     kinds = dict.fromkeys(wide, "*fp32") | {"documents": "*i32", "columns": "i32", "key_dim": "i32", "value_dim": "i32"}
     kinds |= {"num_positions": "odd", "heads": "odd"}
     decayed = dict.fromkeys(("q_in", "k_in", "k_out"))
+    sizes = {"LEAST": -50.0, "LENGTH": rule._BLOCKS[torch.bfloat16][0], "COLUMNS": rule._SUMS_COLUMNS}
+    yield "sums of decays", rule.sums_program, kinds, sizes, 4
     for dtype, kind in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         length, keys, values = rule._BLOCKS[dtype]
         pointers = ("q", "k", "v", "beta", "attention", "inverse", "output", "states", "corrections", "grad")
@@ -287,9 +289,9 @@ def check_matmul_programs(capability: int, folder: Path) -> None:
     from megatron.core.ops.triton import gated_delta_rule as rule
 
     results = compile_programs(capability, folder, of=matmul_programs, num_stages=rule._STAGES)
-    assert len(results) == 20
+    assert len(results) == 21
     for result in results:
-        assert result.stack_bytes <= MAX_STACK_BYTES[result.name.partition(",")[0]], result
+        assert result.stack_bytes <= MAX_STACK_BYTES.get(result.name.partition(",")[0], 0), result
         assert 0 < result.registers <= 255, result
         assert result.shared_bytes <= SHARED_BYTES[capability], result
 
