@@ -551,9 +551,8 @@ def gradients_program(
         value = _tile(v, entry, row, num_positions, head, heads, column, value_dim).to(tl.float32)
         row_grad = row_grad.to(tl.float32)
         factor_grad += tl.sum(row_grad * value, axis=1)
-        _store_tile(
-            v_grad, factor[:, None] * row_grad, entry, row, num_positions, head, heads, column, value_dim
-        )  # fmt: skip
+        row_grad *= factor[:, None]
+        _store_tile(v_grad, row_grad, entry, row, num_positions, head, heads, column, value_dim)
     visible = _visible(documents, entry, row, num_positions, LENGTH)
     if PER_CHANNEL:
         of_queries, of_keys = tl.where(visible, of_queries, 0.0), tl.where(visible, of_keys, 0.0)
@@ -577,12 +576,10 @@ def gradients_program(
             state_grad = tl.load(state_grads + at, mask=inside, other=0.0)
             through_grad += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1)
             state = tl.trans(state)
-            to_queries += _dot(
-                _tile(grad, entry, row, num_positions, head, heads, column, value_dim), state, KIND
-            )  # fmt: skip
-            to_keys -= _dot(
-                _tile(rows_grad, entry, row, num_positions, head, heads, column, value_dim), state, KIND
-            )  # fmt: skip
+            result_grad = _tile(grad, entry, row, num_positions, head, heads, column, value_dim)
+            to_queries += _dot(result_grad, state, KIND)
+            row_grad = _tile(rows_grad, entry, row, num_positions, head, heads, column, value_dim)
+            to_keys -= _dot(row_grad, state, KIND)
             correction = _tile(corrections, entry, row, num_positions, head, heads, column, value_dim)
             to_last += _dot(correction, tl.trans(state_grad), KIND)
         enter, leave = _decays(
