@@ -77,6 +77,12 @@ if TYPE_CHECKING:
     )
     from megatron.core.ops.nvfp4_quantizers import Nvfp4Quantizers
     from megatron.core.ops.nvfp4_tensor import has_nvfp4_products
+    from megatron.core.ops.sparse_attention import (
+        attention_of_all_heads,
+        index_scores,
+        indexer_divergence,
+        select_keys,
+    )
     from megatron.core.ops.token_rows import (
         RowOrder,
         add_groups,
@@ -117,6 +123,7 @@ __getattr__ = lazy_exports(
         ),
         "nvfp4_quantizers": "Nvfp4Quantizers",
         "nvfp4_tensor": "has_nvfp4_products",
+        "sparse_attention": "attention_of_all_heads index_scores indexer_divergence select_keys",
         "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",

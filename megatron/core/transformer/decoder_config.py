@@ -26,6 +26,7 @@ from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
     MOE,
+    SPARSE_ATTENTION,
     HybridConfig,
     LayerParts,
     format_layers,
@@ -48,7 +49,7 @@ def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
     return tuple(not kind for kind in kinds) if pattern.strip().isdecimal() else kinds
 
 
-_LATENT = "multi_latent_attention"
+_LATENT, _VARIANT = "multi_latent_attention", "experimental_attention_variant"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,18 @@ class MLAConfig(Config):
         idle=idle_without("qk_layernorm"),
         seen_as="epsilon_of_latent_norms",
     )
-    """Epsilon of the norms of MLA's latent vectors; by default --norm-epsilon."""
+    """Epsilon of the norms of MLA's latent vectors, and of the keys of DSA's indexer; by default --norm-epsilon."""
+    dsa_indexer_n_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: query heads of the indexer, which selects the keys that a query attends to."""
+    dsa_indexer_head_dim: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: query and key dimension per head of the indexer, its rotary part included."""
+    dsa_indexer_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: keys per query, those with the largest scores of the indexer."""
+    dsa_indexer_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, needs=_VARIANT)
+    """DSA: coefficient of the indexer loss, the KL divergence from the indexer's distribution to that of the attention,
+    which alone trains the indexer; 0 does not train it."""
+    dsa_indexer_use_sparse_loss: bool = flag(False, role="recipe", needs="dsa_indexer_loss_coeff")
+    """DSA: compare the two distributions over the selected keys only, not over all keys."""
 
     @property
     def latent_query_width(self) -> int:
@@ -220,6 +232,9 @@ class MupConfig(Config):
             return self.mup_width_mult
         return hidden_size / (self.mup_base_hidden_size or hidden_size)
 
+
+INDEXER_LOSS = "indexer loss"
+"""Log name of the loss of DSA's indexers."""
 
 _BIASED = ("moe_router_enable_expert_bias", True)
 INDEPENDENT_SCORES = ("sigmoid", "sqrtsoftplus")
@@ -714,6 +729,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
             ValueError: --hybrid-override-pattern or another pattern is invalid; the message gives the reason.
         """
         return format_layers(self.layer_parts) if self.hybrid.is_hybrid else ""
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Return whether every layer has DeepSeek sparse attention (DSA)."""
+        return self.hybrid.experimental_attention_variant == SPARSE_ATTENTION
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:

@@ -37,6 +37,7 @@ from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
 from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.sparse_attention import SparseLatentAttention
 
 _RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
     GATED_DELTA_NET: GatedDeltaNet,
@@ -99,6 +100,8 @@ def _make_self_attention(
 ) -> nn.Module:
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
+    if config.has_sparse_attention:
+        kind = SparseLatentAttention
     if config.attention_output_gate:
         kind = GatedAttention
     if name == "self_attention":
