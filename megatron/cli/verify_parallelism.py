@@ -32,6 +32,7 @@ from megatron.verification import (
     MAX_WORLD_SIZE,
     PREDICTION_SHAPES,
     SHAPES,
+    SPARSE_SHAPES,
     Cell,
     attention_matrix,
     expert_matrix,
@@ -67,7 +68,15 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--shape",
-        choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES, *HYBRID_SHAPES),
+        choices=(
+            *SHAPES,
+            *EXPERT_SHAPES,
+            *PREDICTION_SHAPES,
+            *LATENT_SHAPES,
+            *SPARSE_SHAPES,
+            *ATTENTION_SHAPES,
+            *HYBRID_SHAPES,
+        ),
         help="only this model shape",
     )
     parser.add_argument(

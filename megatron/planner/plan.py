@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.core.config_base import with_fields
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -36,7 +37,8 @@ class LayerKind(NamedTuple):
 
     ``in_float8`` says whether its matmuls are in FP8. ``window`` is the number of keys that a query attends to at most,
     including its own. ``has_rotary`` is false if --no-rope-freq removes the rotary embedding. ``exchange`` is the
-    context-parallel communication type. ``is_further`` is set for the layer of an MTP module.
+    context-parallel communication type. ``is_further`` is set for the layer of an MTP module, and ``has_indexer`` for a
+    layer with an indexer of DSA.
     """
 
     in_float8: bool
@@ -45,6 +47,7 @@ class LayerKind(NamedTuple):
     has_rotary: bool
     exchange: str
     is_further: bool = False
+    has_indexer: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -56,8 +59,15 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
     float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
-    own = _kinds(float8_layers, model.layer_parts, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
-    further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
+    own = _kinds(
+        *(float8_layers, model.layer_parts, model.layer_windows, without_rotary, tuple(exchanges)),
+        *(model.layers_with_indexer, seq_length),
+    )
+    further = own[-1]._replace(
+        in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers),
+        is_further=True,
+        has_indexer=model.has_sparse_attention,
+    )
     return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
 
@@ -75,6 +85,7 @@ def _kinds(
     windows: tuple[int | None, ...],
     without_rotary: tuple[bool, ...],
     exchanges: tuple[str, ...],
+    with_indexer: tuple[bool, ...],
     seq_length: int,
 ) -> Sequence[LayerKind]:
     return [
@@ -84,6 +95,7 @@ def _kinds(
             window=min(window or seq_length, seq_length),
             has_rotary=not is_without,
             exchange=exchanges[0 if len(exchanges) == 1 else number],
+            has_indexer=with_indexer[number],
         )
         for number, (parts, window, is_without) in enumerate(zip(layer_parts, windows, without_rotary, strict=True))
     ]
@@ -362,6 +374,8 @@ def _forward_flops(model: GPTConfig, s: int) -> float:
 @functools.lru_cache(maxsize=64)
 def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
+    if model.has_sparse_attention:
+        causal = with_fields(causal, dsa_indexer_topk=s, dsa_indexer_loss_coeff=0.0)
     of_scores = 2 * model.query_projection_size
     if model.mla.multi_latent_attention:
         of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)

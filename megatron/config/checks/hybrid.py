@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config import RunConfig
-from megatron.config.checks.parallelism import Check, divisors
+from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
 from megatron.core.config_base import field_specs
 from megatron.core.context_parallel import copies_of_key_value_heads
-from megatron.core.errors import choices
+from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,
@@ -308,6 +308,7 @@ def _check_sparse(config: RunConfig) -> Iterator[str]:
             f"--dsa-indexer-head-dim {width} is below --qk-pos-emb-head-dim {rotary}, the channels that are rotated; "
             f"use {rotary} or more"
         )
+    yield from _check_indexers(config)
     others = {
         f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--window-size {model.window_size}": model.window_size is not None,
@@ -321,10 +322,40 @@ def _check_sparse(config: RunConfig) -> Iterator[str]:
             yield f"{given} is not supported with {name}; omit {name}"
 
 
+def _check_indexers(config: RunConfig) -> Iterator[str]:
+    """Reject layers without an indexer that do not follow one in their model chunk, or in a CUDA graph."""
+    model = config.model
+    given = f"--dsa-indexer-layer-freq {model.mla.dsa_indexer_layer_freq}"
+    try:
+        has_indexer = model.layers_with_indexer
+    except ValueError as error:
+        yield f"{given}: {error}"
+        return
+    if all(has_indexer):
+        return
+    if config.training.cuda_graph_impl == "local":
+        yield f"{given} is not supported with --cuda-graph-impl local, because layers share selected keys; omit one"
+    try:
+        stages = config.stage_layout
+    except ConfigurationError:
+        return  # The check of the layout reports it.
+    for rank in range(model.pipeline_model_parallel_size):
+        for chunk in stages.chunks(rank):
+            if chunk.layer_numbers and not has_indexer[chunk.layer_numbers[0]]:
+                yield (
+                    f"{given}: layer {chunk.layer_numbers[0] + 1} has no indexer, but starts a pipeline stage "
+                    f"({stages.describe()}), which does not receive the keys that earlier layers selected; use stages "
+                    "that start with an indexer"
+                )
+                return
+
+
 HYBRID_CHECKS = (
     Check(
         (
+            *LAYOUT_FIELDS,
             *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "skip_train"),
+            "cuda_graph_impl",
             *("multi_latent_attention", "qk_pos_emb_head_dim", "position_embedding_type", "context_parallel_size"),
             *(spec.name for spec in field_specs(MLAConfig) if spec.name.startswith("dsa_")),
             *("window_size", "softmax_type", "attn_logit_softcapping", "attention"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         select_attention_core,
     )
     from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, merge_block
-    from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+    from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern, SelectedKeys
     from megatron.core.ops.attention_sinks import merge_sinks, sinks_gradient
     from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.dot_product_attention import AttentionCore, AttentionInputs
@@ -104,7 +104,7 @@ __getattr__ = lazy_exports(
     {
         "attention_backend": "AttentionCall PLAIN_BACKENDS describe_missing_flash select_attention_core",
         "attention_block": "AttentionBlocks BlockMask merge_block",
-        "attention_pattern": "AttentionPattern CAUSAL",
+        "attention_pattern": "AttentionPattern CAUSAL SelectedKeys",
         "attention_sinks": "merge_sinks sinks_gradient",
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "dot_product_attention": "AttentionCore AttentionInputs",

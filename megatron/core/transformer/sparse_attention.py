@@ -58,9 +58,7 @@ class IndexerLinear(nn.Module):
         self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return tensor_parallel_linear(
-            x, self.weight, None, InputRegion.SPLIT, self.tp, library=self.product_library
-        )
+        return tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp, library=self.product_library)
 
 
 class Indexer(nn.Module):
@@ -119,11 +117,13 @@ class SparseLatentAttention(LatentAttention):
     def _add_projections(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         super()._add_projections(config, tp, device)
         mla = config.mla
+        self.has_indexer = config.has_indexer(self.layer_number)
         assert mla.dsa_indexer_topk is not None, "the checks require it"
         self.topk, self.loss_coeff = mla.dsa_indexer_topk, mla.dsa_indexer_loss_coeff or 0.0
         self.compares_selected = mla.dsa_indexer_use_sparse_loss
-        # Under Megatron-LM's name.
-        self.core_attention.indexer = Indexer(config, tp, device)
+        if self.has_indexer:
+            # Under Megatron-LM's name.
+            self.core_attention.indexer = Indexer(config, tp, device)
 
     @property
     def indexer(self) -> Indexer:
@@ -147,23 +147,23 @@ class SparseLatentAttention(LatentAttention):
         if not self.has_rotary:
             angles = None
         of_query, latent, rotary_key = self._compressed(x, angles)
-        given, asking = self._whole(x), self._whole(of_query)
-        index_key = self.indexer.keys(given, angles)
+        index_key = self.indexer.keys(self._whole(x), angles) if self.has_indexer else None
         if cache is not None:
-            kept = torch.cat((rotary_key, index_key), dim=-1)
+            kept = rotary_key if index_key is None else torch.cat((rotary_key, index_key), dim=-1)
             latents, kept = cache.update(self.layer_number, latent.unsqueeze(2), kept)
-            latent = latents.squeeze(2)
-            rotary_key, index_key = kept.split_with_sizes((self.rotary_width, self.indexer.width), dim=-1)
+            latent, rotary_key = latents.squeeze(2), kept[..., : self.rotary_width]
+            index_key = None if index_key is None else kept[..., self.rotary_width :]
         narrow, widen = (of_query, latent, rotary_key), partial(self._widen, angles)
-        query, key, value = widen(*narrow)
+        heads = widen(*narrow)
         losses: tuple[AuxiliaryLoss, ...] = ()
-        trains = self.training and self.loss_coeff > 0.0
-        if trains or key.shape[0] > self.topk:
-            queries, weights = self.indexer.queries(asking, angles), self.indexer.weights(given)
-            scores = index_scores(queries, index_key.squeeze(2), weights)
-            pattern, losses = self._restrict(scores, query, key, pattern)
+        if index_key is not None:
+            pattern, losses = self._select(x, of_query, index_key, heads, pattern, angles)
+        else:
+            selected = pattern.selected
+            assert selected is not None and selected.is_known, "the first layer of a model chunk has an indexer"
+            if selected.mask is not None:
+                pattern = replace(pattern, document_ids=None, mask=selected.mask)
         recomputes = self.recomputes_up and self.training
-        heads = query, key, value
         with several_saved_as_inputs(heads, widen, *narrow) if recomputes else nullcontext():
             context = self._weighted(*heads, pattern, dropout, angles)
         return LayerOutput(self.linear_proj(context), losses)
@@ -173,29 +173,50 @@ class SparseLatentAttention(LatentAttention):
         detached = x.detach()
         return gather_from_sequence_parallel_region(detached, group=self.tp) if self.sequence_parallel else detached
 
-    def _restrict(
-        self, scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor, pattern: AttentionPattern
+    def _select(
+        self,
+        x: torch.Tensor,
+        of_query: torch.Tensor,
+        index_key: torch.Tensor,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
     ) -> tuple[AttentionPattern, tuple[AuxiliaryLoss, ...]]:
         """Return the pattern of the selected keys, and in training the indexer loss.
 
-        Shapes: ``scores: [b, sq, sk]``, ``query: [sq, b, n/tp, d]``, ``key: [sk, b, n/tp, d]``.
+        Shapes: ``index_key: [sk, b, 1, d]``; ``heads`` as those of `_widen`.
         """
-        num_queries, num_keys = query.shape[0], key.shape[0]
-        matrix = pattern.matrix(num_queries, num_keys, query.device)
-        if matrix is None:
-            visible = torch.ones((1, num_queries, num_keys), dtype=torch.bool, device=query.device)
-        else:
+        num_queries, num_keys = len(heads[0]), len(index_key)
+        has_loss, has_choice = self.training and self.loss_coeff > 0.0, num_keys > self.topk
+        selected = None
+        losses: tuple[AuxiliaryLoss, ...] = ()
+        if has_loss or has_choice:
+            queries = self.indexer.queries(self._whole(of_query), angles)
+            scores = index_scores(queries, index_key.squeeze(2), self.indexer.weights(self._whole(x)))
+            matrix = pattern.matrix(num_queries, num_keys, scores.device)
+            if matrix is None:
+                matrix = torch.ones((1, 1, num_queries, num_keys), dtype=torch.bool, device=scores.device)
             visible = matrix.squeeze(1)
-        selected = visible
-        if num_keys > self.topk:
-            selected = select_keys(scores, visible, self.topk)
-            pattern = replace(pattern, document_ids=None, mask=selected.unsqueeze(1))
-        if not (self.training and self.loss_coeff > 0.0):
-            return pattern, ()
-        compared = selected if self.compares_selected else visible
-        attention = attention_of_all_heads(query.detach(), key.detach(), compared)
+            if has_choice:
+                selected = select_keys(scores, visible, self.topk)
+                visible = selected if self.compares_selected else visible
+            if has_loss:
+                losses = (self._loss(scores, visible, heads),)
+        mask = None if selected is None else selected.unsqueeze(1)
+        if pattern.selected is not None:
+            pattern.selected.mask, pattern.selected.is_known = mask, True
+        return pattern if mask is None else replace(pattern, document_ids=None, mask=mask), losses
+
+    def _loss(
+        self, scores: torch.Tensor, visible: torch.Tensor, heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> AuxiliaryLoss:
+        """Return the loss over the visible keys; as in Megatron-LM the reported loss includes the coefficient.
+
+        Shapes: ``scores: [b, sq, sk]``, ``visible: [b or 1, sq, sk]`` of bool.
+        """
+        query, key, _ = heads
+        attention = attention_of_all_heads(query.detach(), key.detach(), visible)
         all_reduce(attention, self.tp)
-        loss_sum = indexer_divergence(scores, compared, attention) * self.loss_coeff
-        # As in Megatron-LM the reported loss includes the coefficient.
-        num_tokens = loss_sum.detach().new_full((), scores.shape[0] * num_queries)
-        return pattern, (AuxiliaryLoss(INDEXER_LOSS, loss_sum, num_tokens, 1.0),)
+        loss_sum = indexer_divergence(scores, visible, attention) * self.loss_coeff
+        num_tokens = loss_sum.detach().new_full((), scores.shape[0] * scores.shape[1])
+        return AuxiliaryLoss(INDEXER_LOSS, loss_sum, num_tokens, 1.0)

@@ -14,7 +14,7 @@ from megatron.checkpoint.formats.huggingface.deepseek_v3 import (
 from megatron.checkpoint.formats.huggingface.family import TensorLink, rows, whole
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import SPARSE_ATTENTION, LayerParts
+from megatron.core.transformer import SPARSE_ATTENTION
 
 _INDEXED = "indexed_attention"
 
@@ -59,16 +59,25 @@ class DeepseekV32Family(DeepseekV3Family):
             "index_topk": mla.dsa_indexer_topk,
         }
 
-    def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
-        """Yield the links of MLA and its indexer, which has the rotated channels first, and ours last and in pairs."""
-        yield from super().mixer_links(config, ours, theirs, parts)
-        ours, theirs = f"{ours}self_attention.core_attention.indexer.", f"{theirs}self_attn.indexer."
+    def links(self, config: GPTConfig) -> Iterator[TensorLink]:
+        """Yield every link, those of the indexers last."""
+        yield from super().links(config)
+        for number in filter(config.has_indexer, range(config.num_layers + config.mtp.mtp_depth)):
+            further = number - config.num_layers
+            ours = f"decoder.layers.{number}" if further < 0 else f"mtp.layers.{further}.transformer_layer"
+            ours = f"model.{ours}.self_attention.core_attention.indexer."
+            yield from self.indexer_links(config, ours, f"{self.base_prefix}layers.{number}.self_attn.indexer.")
+
+    def indexer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of an indexer, whose rotated channels are the first, and ours the last, in pairs."""
         mla, width = config.mla, config.hidden_size
         heads, channels, rotated = mla.dsa_indexer_n_heads or 0, mla.dsa_indexer_head_dim or 0, mla.qk_pos_emb_head_dim
-        plain, half = channels - rotated, 1 if self.interleaves_index else rotated // 2
-        blocks = [(plain, 0, rotated)] if half == 1 else [
-            (plain + 2 * pair + part, part * half + pair, 1) for pair in range(half) for part in (0, 1)
-        ]
+        plain, half = channels - rotated, rotated // 2
+        blocks = [(0, rotated, plain)] if plain else []
+        if self.interleaves_index:
+            blocks.append((plain, 0, rotated))
+        else:
+            blocks += [(plain + 2 * pair + part, part * half + pair, 1) for pair in range(half) for part in (0, 1)]
         tensors = (
             ("linear_wq_b.weight", "wq_b.weight", heads, (mla.q_lora_rank or 0,)),
             ("linear_wk.weight", "wk.weight", 1, (width,)),
@@ -77,8 +86,7 @@ class DeepseekV32Family(DeepseekV3Family):
         )
         for native, foreign, number, trailing in tensors:
             for first in range(0, number * channels, channels):
-                for start, their_start, count in (*blocks, (0, rotated, plain)):
-                    if count:
-                        arguments = (f"{ours}{native}", first + start, f"{theirs}{foreign}", first + their_start)
-                        yield rows(*arguments, count, trailing)
+                for start, their_start, count in blocks:
+                    their_row = first + their_start
+                    yield rows(f"{ours}{native}", first + start, f"{theirs}{foreign}", their_row, count, trailing)
         yield whole(f"{ours}linear_weights_proj.weight", f"{theirs}weights_proj.weight", (heads, width))

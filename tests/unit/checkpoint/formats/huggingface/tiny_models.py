@@ -804,6 +804,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "index_n_heads": 5,
         "index_head_dim": 10,
         "index_topk": 17,
+        "indexer_types": ["full", "shared", "full"],
         "tie_word_embeddings": False,
     },
     "exaone_moe": {
