@@ -118,8 +118,8 @@ __getattr__ = lazy_exports(
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (
-            "GATED_ACTIVATIONS INDEPENDENT_SCORES INDEXER_LOSS MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
-            "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
+            "GATED_ACTIVATIONS INDEPENDENT_SCORES INDEXER_LOSS MLAConfig MTPConfig MoEConfig RotaryConfig "
+            "DecoderConfig default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer make_norm",

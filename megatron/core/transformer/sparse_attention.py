@@ -70,7 +70,8 @@ class Indexer(nn.Module):
     def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         mla = config.mla
-        assert mla.dsa_indexer_n_heads is not None and mla.dsa_indexer_head_dim is not None, "the checks require them"
+        assert mla.dsa_indexer_n_heads is not None, "the checks require it"
+        assert mla.dsa_indexer_head_dim is not None, "the checks require it"
         self.num_heads, self.width = mla.dsa_indexer_n_heads, mla.dsa_indexer_head_dim
         self.rotary_width = mla.qk_pos_emb_head_dim
         input_width = config.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank
@@ -160,7 +161,8 @@ class SparseLatentAttention(LatentAttention):
             pattern, losses = self._select(x, of_query, index_key, heads, pattern, angles)
         else:
             selected = pattern.selected
-            assert selected is not None and selected.is_known, "the first layer of a model chunk has an indexer"
+            assert selected is not None, "layers that share selected keys are in one model chunk"
+            assert selected.is_known, "the first layer of a model chunk has an indexer"
             if selected.mask is not None:
                 pattern = replace(pattern, document_ids=None, mask=selected.mask)
         recomputes = self.recomputes_up and self.training
