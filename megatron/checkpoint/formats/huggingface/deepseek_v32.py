@@ -32,6 +32,8 @@ class DeepseekV32Family(DeepseekV3Family):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of MLA, its indexer, MoE and MTP; reject unsupported settings."""
         settings.require("mlp_bias", False, False, "biases of the feed-forward layer are not supported")
+        if settings.values.get("q_lora_rank", 0) is None:
+            settings.refuse("q_lora_rank is missing; the indexer's queries are computed from the query's latent vector")
         layers = min(settings.integer("num_hidden_layers"), 100_000)
         settings.require("layer_types", [_INDEXED] * layers, [_INDEXED] * layers, "every layer has an indexer")
         width, rotated = settings.integer("index_head_dim", 128), settings.integer("qk_rope_head_dim", 64)
