@@ -61,7 +61,7 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
     model, hybrid = config.model, config.model.hybrid
     if not hybrid.is_hybrid:
         return
-    if hybrid.experimental_attention_variant is not None:
+    if hybrid.has_linear_attention:
         if hybrid.hybrid_override_pattern is not None:
             yield (
                 f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
@@ -309,6 +309,7 @@ def _check_sparse(config: RunConfig) -> Iterator[str]:
             f"use {rotary} or more"
         )
     yield from _check_indexers(config)
+    pattern = model.hybrid.hybrid_override_pattern
     others = {
         f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--window-size {model.window_size}": model.window_size is not None,
@@ -316,6 +317,7 @@ def _check_sparse(config: RunConfig) -> Iterator[str]:
         f"--attn-logit-softcapping {model.attn_logit_softcapping}": model.attn_logit_softcapping is not None,
         f"--attention {model.attention}": model.attention != "self_attention",
         f"--linear-attention-freq {model.hybrid.linear_attention_freq}": model.hybrid.linear_attention_freq is not None,
+        f"--hybrid-override-pattern {pattern}": pattern is not None,
     }
     for name, is_given in others.items():
         if is_given:

@@ -13,6 +13,7 @@ SHAPE = """
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_layer_freq
     softmax_type attention activation_func attention_output_gate
     hybrid_override_pattern experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
