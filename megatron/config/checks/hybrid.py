@@ -325,7 +325,7 @@ def _check_sparse(config: RunConfig) -> Iterator[str]:
 
 
 def _check_indexers(config: RunConfig) -> Iterator[str]:
-    """Reject layers without an indexer that do not follow one in their model chunk, or in a CUDA graph."""
+    """Reject layers without an indexer that do not follow one in their model chunk."""
     model = config.model
     given = f"--dsa-indexer-layer-freq {model.mla.dsa_indexer_layer_freq}"
     try:
@@ -335,8 +335,6 @@ def _check_indexers(config: RunConfig) -> Iterator[str]:
         return
     if all(has_indexer):
         return
-    if config.training.cuda_graph_impl == "local":
-        yield f"{given} is not supported with --cuda-graph-impl local, because layers share selected keys; omit one"
     try:
         stages = config.stage_layout
     except ConfigurationError:
@@ -357,7 +355,6 @@ HYBRID_CHECKS = (
         (
             *LAYOUT_FIELDS,
             *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "skip_train"),
-            "cuda_graph_impl",
             *("multi_latent_attention", "qk_pos_emb_head_dim", "position_embedding_type", "context_parallel_size"),
             *(spec.name for spec in field_specs(MLAConfig) if spec.name.startswith("dsa_")),
             *("window_size", "softmax_type", "attn_logit_softcapping", "attention"),

@@ -148,10 +148,6 @@ WRONG = [
         f"{WHOLE_DSA} --dsa-indexer-layer-freq 3 --pipeline-model-parallel-size 2",
         "layer 3 has no indexer, but starts a pipeline stage (Ett|ttL), which does not receive the keys",
     ),
-    (
-        f"{WHOLE_DSA} --dsa-indexer-layer-freq 2 --cuda-graph-impl local",
-        "--dsa-indexer-layer-freq 2 is not supported with --cuda-graph-impl local, because layers share",
-    ),
     (f"{WHOLE_DSA} --save x --ckpt-format torch", "cannot store a model with --experimental-attention-variant dsa"),
     (f"{KDA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
     (f"{KDA} --linear-attention-freq 4 --linear-num-value-heads 24", "not divisible by --linear-num-key-heads 16"),

@@ -1,4 +1,4 @@
-"""Models with recurrent layers or sparse attention generate what whole forward passes give, in static and in continuous batches."""
+"""Models with recurrent layers or sparse attention generate what whole forward passes give, batched in either way."""
 
 from __future__ import annotations
 
