@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.decoder_config import (
         GATED_ACTIVATIONS,
         INDEPENDENT_SCORES,
+        INDEXER_LOSS,
         DecoderConfig,
         MLAConfig,
         MoEConfig,

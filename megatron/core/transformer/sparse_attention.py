@@ -98,7 +98,8 @@ class Indexer(nn.Module):
 
     def weights(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weight of each head's scores, with their scale. Shapes: ``[s, b, h] -> [s, b, n]``."""
-        return self.linear_weights_proj(x) * (self.num_heads * self.width) ** -0.5
+        weights: torch.Tensor = self.linear_weights_proj(x)
+        return weights * (self.num_heads * self.width) ** -0.5
 
     def _rotated(self, heads: torch.Tensor, angles: RotaryAngles | None) -> torch.Tensor:
         if angles is None:
