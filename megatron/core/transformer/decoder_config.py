@@ -125,10 +125,10 @@ class MLAConfig(Config):
         Without a loss, sequences of at most top-k tokens need no scores.
         """
         heads, width = self.dsa_indexer_n_heads or 0, self.dsa_indexer_head_dim or 0
+        of_hidden = hidden_size * (width + heads)
         if not self.dsa_indexer_loss_coeff and seq_length <= (self.dsa_indexer_topk or 0):
-            return hidden_size * width, 0.0
-        queries = (self.q_lora_rank or hidden_size) * heads * width
-        return queries + hidden_size * (width + heads), heads * width * seq_length / 2
+            return of_hidden, 0.0
+        return of_hidden + (self.q_lora_rank or hidden_size) * heads * width, heads * width * seq_length / 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

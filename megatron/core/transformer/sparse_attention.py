@@ -1,7 +1,8 @@
 """DeepSeek sparse attention (DSA): MLA in which an indexer selects the keys of each query.
 
 DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556. As in Megatron-LM every tensor-parallel rank has the whole indexer
-and computes it for whole sequences. It is trained by its own loss alone, which does not reach the rest of the model.
+and computes its scores for whole sequences. It is trained by its own loss alone, which does not reach the rest of the
+model.
 """
 
 from __future__ import annotations
@@ -41,20 +42,28 @@ from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_r
 
 
 class IndexerLinear(nn.Module):
-    """Linear layer of the indexer, replicated on every tensor-parallel rank and computed for whole sequences.
+    """Linear layer of the indexer, replicated on every tensor-parallel rank.
 
-    It is never quantized, since its rounding would change the selected keys.
+    ``is_cut`` states that each rank computes its own part of the sequence. The layer is never quantized, since rounding
+    would change the selected keys.
 
     Shapes: ``[..., in] -> [..., out]``.
     """
 
     def __init__(
-        self, config: DecoderConfig, in_features: int, out_features: int, tp: Group, device: torch.device | str
+        self,
+        config: DecoderConfig,
+        in_features: int,
+        out_features: int,
+        tp: Group,
+        device: torch.device | str,
+        *,
+        is_cut: bool,
     ) -> None:
         super().__init__()
         self.tp, self.product_library = tp, config.cpu_gemm_backend
         shape = (out_features, in_features)
-        spec = replicated_spec("weight", shape, tp, False, std=config.init_method_std)
+        spec = replicated_spec("weight", shape, tp, is_cut, std=config.init_method_std)
         self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,32 +83,45 @@ class Indexer(nn.Module):
         assert mla.dsa_indexer_head_dim is not None, "the checks require it"
         self.num_heads, self.width = mla.dsa_indexer_n_heads, mla.dsa_indexer_head_dim
         self.rotary_width = mla.qk_pos_emb_head_dim
-        input_width = config.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank
-        self.linear_wq_b = IndexerLinear(config, input_width, self.num_heads * self.width, tp, device)
-        self.linear_wk = IndexerLinear(config, config.hidden_size, self.width, tp, device)
+        self.tp, self.sequence_parallel = tp, config.sequence_parallel
+        hidden, is_cut = config.hidden_size, config.sequence_parallel
+        input_width = hidden if mla.q_lora_rank is None else mla.q_lora_rank
+        self.linear_wq_b = IndexerLinear(config, input_width, self.num_heads * self.width, tp, device, is_cut=False)
+        self.linear_wk = IndexerLinear(config, hidden, self.width, tp, device, is_cut=is_cut)
         self.k_norm = Norm(
             *("LayerNorm", self.width, config.epsilon_of_latent_norms, tp),
-            partial_gradient=False,
+            partial_gradient=is_cut,
             centered_weight=config.apply_layernorm_1p,
             dtype=dtype_from_name(config.params_dtype),
             device=device,
             transformer_impl=config.transformer_impl,
         )
-        self.linear_weights_proj = IndexerLinear(config, config.hidden_size, self.num_heads, tp, device)
+        self.linear_weights_proj = IndexerLinear(config, hidden, self.num_heads, tp, device, is_cut=is_cut)
 
-    def keys(self, x: torch.Tensor, angles: RotaryAngles | None) -> torch.Tensor:
-        """Return the keys of the positions. Shapes: ``[s, b, h] -> [s, b, 1, d]``."""
-        return self._rotated(self.k_norm(self.linear_wk(x)).unsqueeze(2), angles)
+    def keys_and_weights(self, x: torch.Tensor, angles: RotaryAngles | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys of the positions, and the weight of each head's scores, with their scale.
+
+        Shapes: ``[s, b, h] -> [s, b, 1, d], [s, b, n]``; the input is ``[s/tp, b, h]`` under sequence parallelism.
+        """
+        x = x.detach()
+        key, weights = self.k_norm(self.linear_wk(x)), self.linear_weights_proj(x)
+        if self.sequence_parallel:
+            # Every rank computes the same loss, so the gradient is whole on each.
+            both = torch.cat((key, weights), dim=-1)
+            both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=False, group=self.tp)
+            key, weights = both.split_with_sizes((self.width, self.num_heads), dim=-1)
+        return self._rotated(key.unsqueeze(2), angles), weights * (self.num_heads * self.width) ** -0.5
 
     def queries(self, of_query: torch.Tensor, angles: RotaryAngles | None) -> torch.Tensor:
-        """Return the queries of the positions. Shapes: ``[s, b, q] -> [s, b, n, d]``."""
+        """Return the queries of the positions.
+
+        Shapes: ``[s, b, q] -> [s, b, n, d]``; the input is ``[s/tp, b, q]`` under sequence parallelism.
+        """
+        of_query = of_query.detach()
+        if self.sequence_parallel:
+            of_query = gather_from_sequence_parallel_region(of_query, group=self.tp)
         queries = self.linear_wq_b(of_query)
         return self._rotated(queries.view(*queries.shape[:2], self.num_heads, self.width), angles)
-
-    def weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each head's scores, with their scale. Shapes: ``[s, b, h] -> [s, b, n]``."""
-        weights: torch.Tensor = self.linear_weights_proj(x)
-        return weights * (self.num_heads * self.width) ** -0.5
 
     def _rotated(self, heads: torch.Tensor, angles: RotaryAngles | None) -> torch.Tensor:
         if angles is None:
@@ -149,7 +171,9 @@ class SparseLatentAttention(LatentAttention):
         if not self.has_rotary:
             angles = None
         of_query, latent, rotary_key = self._compressed(x, angles)
-        index_key = self.indexer.keys(self._whole(x), angles) if self.has_indexer else None
+        index_key = weights = None
+        if self.has_indexer:
+            index_key, weights = self.indexer.keys_and_weights(x, angles)
         if cache is not None:
             kept = rotary_key if index_key is None else torch.cat((rotary_key, index_key), dim=-1)
             latents, kept = cache.update(self.layer_number, latent.unsqueeze(2), kept)
@@ -158,8 +182,8 @@ class SparseLatentAttention(LatentAttention):
         narrow, widen = (of_query, latent, rotary_key), partial(self._widen, angles)
         heads = widen(*narrow)
         losses: tuple[AuxiliaryLoss, ...] = ()
-        if index_key is not None:
-            pattern, losses = self._select(x, of_query, index_key, heads, pattern, angles)
+        if index_key is not None and weights is not None:
+            pattern, losses = self._select(of_query, index_key, weights, heads, pattern, angles)
         else:
             selected = pattern.selected
             assert selected is not None, "layers that share selected keys are in one model chunk"
@@ -171,31 +195,25 @@ class SparseLatentAttention(LatentAttention):
             context = self._weighted(*heads, pattern, dropout, angles)
         return LayerOutput(self.linear_proj(context), losses)
 
-    def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole sequence without a gradient. Shapes: ``[s/tp, b, h] -> [s, b, h]``."""
-        detached = x.detach()
-        return gather_from_sequence_parallel_region(detached, group=self.tp) if self.sequence_parallel else detached
-
     def _select(
         self,
-        x: torch.Tensor,
         of_query: torch.Tensor,
         index_key: torch.Tensor,
+        weights: torch.Tensor,
         heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
     ) -> tuple[AttentionPattern, tuple[AuxiliaryLoss, ...]]:
         """Return the pattern of the selected keys, and in training the indexer loss.
 
-        Shapes: ``index_key: [sk, b, 1, d]``; ``heads`` as those of `_widen`.
+        Shapes: ``index_key: [sk, b, 1, d]``, ``weights: [sq, b, n]``; ``heads`` as those of `_widen`.
         """
         num_queries, num_keys = len(heads[0]), len(index_key)
         has_loss, has_choice = self.training and self.loss_coeff > 0.0, num_keys > self.topk
         selected = None
         losses: tuple[AuxiliaryLoss, ...] = ()
         if has_loss or has_choice:
-            queries = self.indexer.queries(self._whole(of_query), angles)
-            scores = index_scores(queries, index_key.squeeze(2), self.indexer.weights(self._whole(x)))
+            scores = index_scores(self.indexer.queries(of_query, angles), index_key.squeeze(2), weights)
             matrix = pattern.matrix(num_queries, num_keys, scores.device)
             if matrix is None:
                 matrix = torch.ones((1, 1, num_queries, num_keys), dtype=torch.bool, device=scores.device)
