@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         MOE,
         NAMES_OF_RECURRENCES,
         SPARSE_ATTENTION,
+        SYMBOLS,
         HybridConfig,
         LayerParts,
         layer_parts,
@@ -100,7 +101,7 @@ __getattr__ = lazy_exports(
         "gated_attention": "GatedAttention",
         "hybrid_config": (
             "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
-            "NAMES_OF_RECURRENCES SPARSE_ATTENTION HybridConfig LayerParts layer_parts pattern_symbols"
+            "NAMES_OF_RECURRENCES SPARSE_ATTENTION SYMBOLS HybridConfig LayerParts layer_parts pattern_symbols"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
