@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.deepseek_v3 import (
-    DeepseekV3Family,
-    count_of,
-    typed_layers,
-    written_layers,
-)
-from megatron.checkpoint.formats.huggingface.family import TensorLink, rows, whole
+from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family, count_of, typed_layers, written_layers
+from megatron.checkpoint.formats.huggingface.family import TensorLink, rotated_rows, whole
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import SPARSE_ATTENTION
@@ -74,21 +69,12 @@ class DeepseekV32Family(DeepseekV3Family):
         """Yield the links of an indexer, whose rotated channels are the first, and ours the last, in pairs."""
         mla, width = config.mla, config.hidden_size
         heads, channels, rotated = mla.dsa_indexer_n_heads or 0, mla.dsa_indexer_head_dim or 0, mla.qk_pos_emb_head_dim
-        plain, half = channels - rotated, rotated // 2
-        blocks = [(0, rotated, plain)] if plain else []
-        if self.interleaves_index:
-            blocks.append((plain, 0, rotated))
-        else:
-            blocks += [(plain + 2 * pair + part, part * half + pair, 1) for pair in range(half) for part in (0, 1)]
         tensors = (
             ("linear_wq_b.weight", "wq_b.weight", heads, (mla.q_lora_rank or 0,)),
             ("linear_wk.weight", "wk.weight", 1, (width,)),
-            ("k_norm.weight", "k_norm.weight", 1, ()),
-            ("k_norm.bias", "k_norm.bias", 1, ()),
+            *((f"k_norm.{kind}", f"k_norm.{kind}", 1, ()) for kind in ("weight", "bias")),
         )
         for native, foreign, number, trailing in tensors:
-            for first in range(0, number * channels, channels):
-                for start, their_start, count in blocks:
-                    their_row = first + their_start
-                    yield rows(f"{ours}{native}", first + start, f"{theirs}{foreign}", their_row, count, trailing)
+            names, has_pairs = (f"{ours}{native}", f"{theirs}{foreign}"), self.interleaves_index
+            yield from rotated_rows(names, number, channels, rotated, trailing, has_pairs=has_pairs)
         yield whole(f"{ours}linear_weights_proj.weight", f"{theirs}weights_proj.weight", (heads, width))
