@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.core.config_base import with_fields
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -37,7 +38,8 @@ class LayerKind(NamedTuple):
     ``in_float8`` says whether its matmuls are in FP8. ``window`` is the number of keys that a query attends to at most,
     including its own. ``has_rotary`` is false if --no-rope-freq removes the rotary embedding. ``exchange`` is the
     context-parallel communication type. ``is_global`` is set for a layer without a window if layers without a window
-    have another shape of attention. ``is_further`` is set for the layer of an MTP module.
+    have another shape of attention. ``is_further`` is set for the layer of an MTP module, and ``has_indexer`` for a
+    layer with an indexer of DSA.
     """
 
     in_float8: bool
@@ -47,6 +49,7 @@ class LayerKind(NamedTuple):
     exchange: str
     is_global: bool = False
     is_further: bool = False
+    has_indexer: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -63,8 +66,15 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
     windows, has_global = model.layer_windows, model.has_global_shape
-    own = _kinds(float8_layers, model.layer_parts, windows, without_rotary, tuple(exchanges), seq_length, has_global)
-    further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
+    own = _kinds(
+        *(float8_layers, model.layer_parts, windows, without_rotary, tuple(exchanges)),
+        *(model.layers_with_indexer, seq_length, has_global),
+    )
+    further = own[-1]._replace(
+        in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers),
+        is_further=True,
+        has_indexer=model.has_sparse_attention,
+    )
     return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
 
@@ -82,6 +92,7 @@ def _kinds(
     windows: tuple[int | None, ...],
     without_rotary: tuple[bool, ...],
     exchanges: tuple[str, ...],
+    with_indexer: tuple[bool, ...],
     seq_length: int,
     has_global: bool,
 ) -> Sequence[LayerKind]:
@@ -93,6 +104,7 @@ def _kinds(
             has_rotary=not is_without,
             exchange=exchanges[0 if len(exchanges) == 1 else number],
             is_global=has_global and window is None,
+            has_indexer=with_indexer[number],
         )
         for number, (parts, window, is_without) in enumerate(zip(layer_parts, windows, without_rotary, strict=True))
     ]
@@ -371,6 +383,8 @@ def _forward_flops(model: GPTConfig, s: int) -> float:
 @functools.lru_cache(maxsize=64)
 def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
+    if model.has_sparse_attention:
+        causal = with_fields(causal, dsa_indexer_topk=s, dsa_indexer_loss_coeff=0.0)
     unused_half = 0.0
     for number in range(model.num_layers + model.mtp.mtp_depth):
         own = model.of_layer(number)

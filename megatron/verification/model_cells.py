@@ -231,9 +231,23 @@ LATENT_SHAPES: dict[str, tuple[str, ...]] = {
 """MLA model shapes by name: the flags that each adds to the base command line."""
 
 
+_SPARSE = (
+    *("--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "5", "--dsa-indexer-head-dim", "7"),
+    *("--dsa-indexer-topk", "6", "--dsa-indexer-loss-coeff", "0.3"),
+)
+SPARSE_SHAPES: dict[str, tuple[str, ...]] = {
+    "sparse": (*LATENT_SHAPES["latent"], *_SPARSE, "--mtp-num-layers", "1"),
+    "sparse-shared": (
+        *(*LATENT_SHAPES["latent-wide-values"], *_SPARSE, "--dsa-indexer-layer-freq", "2"),
+        "--dsa-indexer-use-sparse-loss",
+    ),
+}
+"""Shapes of DeepSeek sparse attention (DSA): every layer has an indexer, or every second one; with both losses."""
+
+
 def make_latent_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
     """Create the test case of an MLA shape at a layout; ``extra`` flags also apply to the reference."""
-    cell = make_cell("gpt2", layout, data, (*LATENT_SHAPES[shape], *extra))
+    cell = make_cell("gpt2", layout, data, (*(LATENT_SHAPES | SPARSE_SHAPES)[shape], *extra))
     further = "".join(f" {flag}" for flag in extra)
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")
 
@@ -257,9 +271,30 @@ _LATENT_LAYOUTS = (
 )
 
 
+_SPARSE_LAYOUTS = (
+    *(layout for layout in _LATENT_LAYOUTS if layout.cp == 1),
+    Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params", overlap=True),
+    Layout(dp=2, sharding="optim_grads", overlap=True),
+    Layout(tp=2, sequence_parallel=True, recompute=("selective", "core_attn", "mla_up_proj")),
+    Layout(pp=2, recompute=("full", "block", "1")),
+)
+
+
 def latent_matrix() -> list[Cell]:
-    """Return the test cases of MLA models that every release must pass."""
-    return list(_latent_cells())
+    """Return the test cases of MLA models, with DSA too, that every release must pass."""
+    return [*_latent_cells(), *_sparse_cells()]
+
+
+def _sparse_cells() -> Iterator[Cell]:
+    for shape in SPARSE_SHAPES:
+        for layout in _SPARSE_LAYOUTS:
+            yield make_latent_cell(shape, layout)
+        for layout in (Layout(dp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
+            yield make_latent_cell(shape, layout, "packed")
+    yield make_latent_cell("sparse", Layout(pp=2, virtual_stages=2), extra=DROPOUT)
+    yield make_latent_cell("sparse", Layout(tp=2, dp=2, overlap=True), extra=("--dsa-indexer-loss-coeff", "0"))
+    for layout in (ExpertLayout(pp=2, dp=2, ep=2), ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)):
+        yield make_expert_cell("deepseek-experts", layout, extra=SPARSE_SHAPES["sparse"])
 
 
 def _latent_cells() -> Iterator[Cell]:

@@ -269,6 +269,7 @@ OTHERS = (
     *("hunyuan_dense", "hunyuan_moe", "minimax_m2", "phimoe", "dots1", "nemotron", "ernie4_5_moe"),
     *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
     *("gemma4", "gemma4_values", "gemma4_moe"),
+    *("deepseek_v32", "glm_moe_dsa"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
@@ -305,6 +306,8 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
         changes |= {"attention_types": [[["global", "local"], 2]], "num_layers": 4}
     if kind == "glm4_moe_lite":
         changes |= {"mlp_layer_types": ["sparse", "dense"] * 2}
+    if kind == "glm_moe_dsa":
+        changes |= {"mlp_layer_types": ["sparse", "dense"] * 2, "indexer_types": ["full", "shared"] * 2}
     if kind == "smollm3":
         changes |= {"no_rope_layers": [1, 0, 1, 0]}
     if kind == "gpt_oss":
@@ -313,7 +316,9 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
     folders = f"--load {tmp_path / 'native'} --save {tmp_path / 'run'} --vocab-size {KINDS[kind]['vocab_size'] - 1}"
     experts = SPREAD if any("experts" in name and value for name, value in KINDS[kind].items()) else ""
-    fork_training([*TRAINING.split(), *FLAGS.split(), *folders.split(), *experts.split()], 4).check()
+    indexers = "--dsa-indexer-loss-coeff 1e-2" if "index_topk" in KINDS[kind] else ""
+    words = f"{folders} {experts} {indexers}".split()
+    fork_training([*TRAINING.split(), *FLAGS.split(), *words], 4).check()
     # Bits are compared, and logits with those of AutoModelForCausalLM: within 1e-5.
     lines = run_converter(tmp_path / "run", tmp_path / "back", "--saver hf --test-logits")
     assert any("transformers package" in line for line in lines)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         select_attention_core,
     )
     from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, merge_block
-    from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+    from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern, SelectedKeys
     from megatron.core.ops.attention_sinks import merge_sinks, sinks_gradient
     from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.dot_product_attention import AttentionCore, AttentionInputs
@@ -77,6 +77,12 @@ if TYPE_CHECKING:
     )
     from megatron.core.ops.nvfp4_quantizers import Nvfp4Quantizers
     from megatron.core.ops.nvfp4_tensor import has_nvfp4_products
+    from megatron.core.ops.sparse_attention import (
+        attention_of_all_heads,
+        index_scores,
+        indexer_divergence,
+        select_keys,
+    )
     from megatron.core.ops.token_rows import (
         RowOrder,
         add_groups,
@@ -98,7 +104,7 @@ __getattr__ = lazy_exports(
     {
         "attention_backend": "AttentionCall PLAIN_BACKENDS describe_missing_flash select_attention_core",
         "attention_block": "AttentionBlocks BlockMask merge_block",
-        "attention_pattern": "AttentionPattern CAUSAL",
+        "attention_pattern": "AttentionPattern CAUSAL SelectedKeys",
         "attention_sinks": "merge_sinks sinks_gradient",
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "dot_product_attention": "AttentionCore AttentionInputs",
@@ -117,6 +123,7 @@ __getattr__ = lazy_exports(
         ),
         "nvfp4_quantizers": "Nvfp4Quantizers",
         "nvfp4_tensor": "has_nvfp4_products",
+        "sparse_attention": "attention_of_all_heads index_scores indexer_divergence select_keys",
         "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",

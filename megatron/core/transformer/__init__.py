@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.decoder_config import (
         GATED_ACTIVATIONS,
         INDEPENDENT_SCORES,
+        INDEXER_LOSS,
         DecoderConfig,
         MLAConfig,
         MoEConfig,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         MAMBA,
         MOE,
         NAMES_OF_RECURRENCES,
+        SPARSE_ATTENTION,
         SYMBOLS,
         HybridConfig,
         LayerParts,
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
         split_and_rotate,
         yarn_frequencies,
     )
+    from megatron.core.transformer.sparse_attention import SparseLatentAttention
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -107,7 +110,7 @@ __getattr__ = lazy_exports(
         "gated_attention": "GatedAttention",
         "hybrid_config": (
             "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
-            "NAMES_OF_RECURRENCES SYMBOLS HybridConfig LayerParts layer_parts pattern_symbols"
+            "NAMES_OF_RECURRENCES SPARSE_ATTENTION SYMBOLS HybridConfig LayerParts layer_parts pattern_symbols"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
@@ -125,11 +128,12 @@ __getattr__ = lazy_exports(
             "RotaryAngles RotaryEmbedding apply_rotary_to_both proportional_frequencies split_and_rotate "
             "yarn_frequencies"
         ),
+        "sparse_attention": "SparseLatentAttention",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (
-            "GATED_ACTIVATIONS INDEPENDENT_SCORES MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
-            "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
+            "GATED_ACTIVATIONS INDEPENDENT_SCORES INDEXER_LOSS MLAConfig MTPConfig MoEConfig RotaryConfig "
+            "DecoderConfig default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer",

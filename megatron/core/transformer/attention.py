@@ -198,7 +198,10 @@ def describe_attention(
     kernels = select_attention_core(config.attention_backend, device, softcap, config.transformer_impl)
     blocks = AttentionBlocks(config.attention_backend in PLAIN_BACKENDS, softcap)
     dtype = dtype_from_name(config.params_dtype)
-    pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
+    selects = config.has_sparse_attention and seq_length > (config.mla.dsa_indexer_topk or 0)
+    pattern = AttentionPattern(
+        document_ids=torch.empty(0) if has_documents else None, mask=torch.empty(0) if selects else None
+    )
     names: Counter[str] = Counter()
     for number, window in enumerate(config.layer_windows):
         if not config.layer_parts[number].has_attention:

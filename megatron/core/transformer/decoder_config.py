@@ -29,6 +29,7 @@ from megatron.core.transformer.hybrid_config import (
     KIMI_DELTA_ATTENTION,
     MOE,
     NUM_KDA_MAPS,
+    SPARSE_ATTENTION,
     HybridConfig,
     LayerParts,
     format_layers,
@@ -54,7 +55,7 @@ def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
     return tuple(not kind for kind in kinds) if pattern.strip().isdecimal() else kinds
 
 
-_LATENT = "multi_latent_attention"
+_LATENT, _VARIANT = "multi_latent_attention", "experimental_attention_variant"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,21 @@ class MLAConfig(Config):
         idle=idle_without("qk_layernorm"),
         seen_as="epsilon_of_latent_norms",
     )
-    """Epsilon of the norms of MLA's latent vectors; by default --norm-epsilon."""
+    """Epsilon of the norms of MLA's latent vectors, and of the keys of DSA's indexer; by default --norm-epsilon."""
+    dsa_indexer_n_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: query heads of the indexer, which selects the keys that a query attends to."""
+    dsa_indexer_head_dim: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: query and key dimension per head of the indexer, its rotary part included."""
+    dsa_indexer_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: keys per query, those with the largest scores of the indexer."""
+    dsa_indexer_layer_freq: str = flag("1", metavar="N", role="shape", needs=_VARIANT, seen_as="layers_with_indexer")
+    """DSA: layers with an indexer: every Nth from the first on, or a list of 1 or 0 per layer: ([1]+[0]*3)*4. The
+    others attend to the keys that the last indexer before them selected."""
+    dsa_indexer_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, needs=_VARIANT)
+    """DSA: coefficient of the indexer loss, the KL divergence from the indexer's distribution to that of the attention,
+    which alone trains the indexer; 0 does not train it."""
+    dsa_indexer_use_sparse_loss: bool = flag(False, role="recipe", needs="dsa_indexer_loss_coeff")
+    """DSA: compare the two distributions over the selected keys only, not over all keys."""
 
     @property
     def latent_query_width(self) -> int:
@@ -109,6 +124,17 @@ class MLAConfig(Config):
         down = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
         up = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
         return of_queries + down + up + num_heads * self.v_head_dim * hidden_size
+
+    def indexer_multiply_adds(self, hidden_size: int, seq_length: int) -> tuple[int, float]:
+        """Return the multiply-adds per token of one indexer of DSA: of its linear layers, and of its causal scores.
+
+        Without a loss, sequences of at most top-k tokens need no scores.
+        """
+        heads, width = self.dsa_indexer_n_heads or 0, self.dsa_indexer_head_dim or 0
+        of_hidden = hidden_size * (width + heads)
+        if not self.dsa_indexer_loss_coeff and seq_length <= (self.dsa_indexer_topk or 0):
+            return of_hidden, 0.0
+        return of_hidden + (self.q_lora_rank or hidden_size) * heads * width, heads * width * seq_length / 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,6 +252,9 @@ class MupConfig(Config):
             return self.mup_width_mult
         return hidden_size / (self.mup_base_hidden_size or hidden_size)
 
+
+INDEXER_LOSS = "indexer loss"
+"""Log name of the loss of DSA's indexers."""
 
 _BIASED = ("moe_router_enable_expert_bias", True)
 INDEPENDENT_SCORES = ("sigmoid", "sqrtsoftplus")
@@ -362,12 +391,13 @@ def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
     """
     if config.num_experts is None:
         return (False,) * num_layers
-    return _layers_with_experts(config.moe_layer_freq.strip(), num_layers)
+    return _chosen_layers(config.moe_layer_freq.strip(), num_layers)
 
 
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.
 @functools.lru_cache(maxsize=64)
-def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
+def _chosen_layers(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Parse a list of layers, or a number N, which stands for every Nth layer from the first on."""
     if text.isdecimal() and int(text) > 0:
         return tuple(layer % int(text) == 0 for layer in range(num_layers))
     return parse_layer_pattern(text, num_layers)
@@ -825,6 +855,26 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return format_layers(self.layer_parts) if self.hybrid.is_hybrid else ""
 
     @property
+    def has_sparse_attention(self) -> bool:
+        """Return whether every layer has DeepSeek sparse attention (DSA)."""
+        return self.hybrid.experimental_attention_variant == SPARSE_ATTENTION
+
+    @property
+    def layers_with_indexer(self) -> tuple[bool, ...]:
+        """Return for each layer whether it has an indexer of DSA; MTP modules always have their own.
+
+        Raises:
+            ValueError: --dsa-indexer-layer-freq is invalid; the message gives the reason.
+        """
+        if not self.has_sparse_attention:
+            return (False,) * self.num_layers
+        return _chosen_layers(self.mla.dsa_indexer_layer_freq.strip(), self.num_layers)
+
+    def has_indexer(self, layer_number: int) -> bool:
+        """Return whether a layer has an indexer; layers from ``num_layers`` on belong to the MTP modules."""
+        return self.has_sparse_attention and (layer_number >= self.num_layers or self.layers_with_indexer[layer_number])
+
+    @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
         """Return for each layer whether it has no rotary position embedding (NoPE).
 
@@ -1052,9 +1102,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
         parts = self.layer_parts[kind]
         mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
+        if self.has_sparse_attention:
+            window = min(window, self.mla.dsa_indexer_topk or seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
             gemms += find_registered("attention", self.attention).properties["multiply_adds"](own)
+        if self.has_indexer(layer_number):
+            of_indexer = self.mla.indexer_multiply_adds(hidden, seq_length)
+            gemms, core = gemms + of_indexer[0], core + of_indexer[1]
         if not parts.has_attention:
             gemms, core = 0, 0.0
         if mixer is not None:

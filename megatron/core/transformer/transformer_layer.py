@@ -44,6 +44,7 @@ from megatron.core.transformer.norm import (
     make_norm,
 )
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.sparse_attention import SparseLatentAttention
 
 _RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
     GATED_DELTA_NET: GatedDeltaNet,
@@ -90,6 +91,8 @@ def _make_self_attention(
 ) -> nn.Module:
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
+    if config.has_sparse_attention:
+        kind = SparseLatentAttention
     if config.attention_output_gate:
         kind = GatedAttention
     if name == "self_attention":

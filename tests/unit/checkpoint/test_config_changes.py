@@ -19,6 +19,7 @@ SHAPE = """
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_layer_freq
     softmax_type attention activation_func attention_output_gate
     global_kv_channels global_num_query_groups attention_k_eq_v
     hybrid_override_pattern experimental_attention_variant linear_attention_freq linear_conv_kernel_dim

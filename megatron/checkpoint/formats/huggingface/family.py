@@ -124,6 +124,31 @@ def stacked_rows(native: str, parts: Iterable[tuple[str, int]], trailing: tuple[
         start += num_rows
 
 
+def rotated_rows(
+    names: tuple[str, str],
+    num_heads: int,
+    channels: int,
+    rotated: int,
+    trailing: tuple[int, ...],
+    *,
+    has_pairs: bool,
+) -> Iterator[TensorLink]:
+    """Link the rows of heads, given our and their name; the first ``rotated`` of theirs are the last of ours.
+
+    Ours are rotated in pairs of adjacent channels. Theirs are, too, if they have pairs, or else by halves.
+    """
+    native, foreign = names
+    plain, half = channels - rotated, rotated // 2
+    blocks = [(0, rotated, plain)] if plain else []
+    if has_pairs:
+        blocks.append((plain, 0, rotated))
+    else:
+        blocks += [(plain + 2 * pair + part, part * half + pair, 1) for pair in range(half) for part in (0, 1)]
+    for first in range(0, num_heads * channels, channels):
+        for start, their_start, count in blocks:
+            yield rows(native, first + start, foreign, first + their_start, count, trailing)
+
+
 def one_of(native: str, number: int, first_row: int, foreign: str, shape: tuple[int, ...]) -> TensorLink:
     """Link a whole tensor of theirs, of the given shape, to item ``number`` of our stacked tensor.
 

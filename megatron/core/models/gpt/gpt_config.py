@@ -210,6 +210,7 @@ HYBRID_FIELDS = (
 _IN_NO_ARGS = (
     *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
     *("attention_temperature_beta", "moe_expert_norms", "moe_router_norm", "moe_router_expert_scale"),
+    "dsa_indexer_layer_freq",
 )
 """Fields of experts, MLA and YaRN that Megatron's ``args`` never contain."""
 _SPELLED_OTHERWISE = (

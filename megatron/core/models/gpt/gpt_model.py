@@ -44,6 +44,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import (
     ADAPTERS,
+    INDEXER_LOSS,
     HiddenDropout,
     KeyValueCache,
     MultiTokenPrediction,
@@ -274,8 +275,10 @@ class GPTModel(Model):
         self.mtp: MultiTokenPrediction | None = None
         if self.has_further_tokens:
             self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts, made)
+        names = (*auxiliary_loss_names(config.moe), *further_loss_names(config.mtp))
+        of_indexers = (INDEXER_LOSS,) if config.mla.dsa_indexer_loss_coeff else ()
         of_logits = (LOGIT_Z_LOSS,) if config.z_loss_coeff else ()
-        self.auxiliary_loss_names = (*auxiliary_loss_names(config.moe), *further_loss_names(config.mtp), *of_logits)
+        self.auxiliary_loss_names = (*names, *of_indexers, *of_logits)
         self._logits_memory = ReusedMemory()
         self.output_layer: ColumnShardedLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights

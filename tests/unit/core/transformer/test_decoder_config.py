@@ -191,6 +191,33 @@ def test_scores_are_divided_by_the_root_of_the_width_without_padding() -> None:
     assert (padded.mla.latent_query_width, padded.mla.latent_head_width, padded.latent_score_factor) == (9, 36, 2.0)
 
 
+def test_flops_of_sparse_attention_are_those_of_selected_keys_and_of_indexers() -> None:
+    indexer = {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 70, "dsa_indexer_topk": 16}
+    sparse = make(
+        **LATENT | indexer,
+        q_lora_rank=5,
+        experimental_attention_variant="dsa",
+        dsa_indexer_layer_freq="2",
+        mtp_num_layers=1,
+    )
+    plain, tokens = make(**LATENT, q_lora_rank=5, mtp_num_layers=1), 100
+    gemms, core = plain.layer_forward_flops(1, tokens)
+    # A query attends to as many keys as it sees, and to 16 at most.
+    seen = sum(min(position + 0.5, 16) for position in range(tokens))
+    heads, width = plain.num_attention_heads, plain.mla.latent_query_width + plain.mla.v_head_dim
+    assert sparse.layer_forward_flops(1, tokens)[0] == gemms
+    assert sparse.layer_forward_flops(1, tokens)[1] == pytest.approx(2 * heads * width * seen)
+    for number in (0, plain.num_layers):
+        found = sparse.layer_forward_flops(number, tokens)
+        further = plain.layer_forward_flops(number, tokens)[0]
+        assert found[0] - further == 2 * tokens * (5 * 3 * 70 + 96 * (70 + 3))
+        assert found[1] == pytest.approx(2 * heads * width * seen + 2 * 3 * 70 * tokens * tokens / 2)
+    # All keys of short sequences are selected without scores, but generation stores the keys of the indexer.
+    assert sparse.layer_forward_flops(0, 16)[1] == plain.layer_forward_flops(0, 16)[1]
+    assert sparse.layer_forward_flops(0, 16)[0] - plain.layer_forward_flops(0, 16)[0] == 2 * 16 * 96 * (70 + 3)
+    assert core > sparse.layer_forward_flops(1, tokens)[1]
+
+
 @pytest.mark.parametrize(("q_lora_rank", "num_maps"), [(None, 4), (5, 5)])
 def test_linear_maps_of_latent_attention_are_those_of_the_model(q_lora_rank: int | None, num_maps: int) -> None:
     widths = {"kv_lora_rank": 7, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 3}

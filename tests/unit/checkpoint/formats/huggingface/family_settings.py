@@ -192,6 +192,21 @@ GLM4_MOE_LITE = LLAMA | {
     "num_key_value_heads": 6,
     "mlp_layer_types": ["sparse", "dense", "sparse"],
 }
+DEEPSEEK_V32 = LLAMA | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 1,
+    "index_topk": 16,
+}
+GLM_MOE_DSA = LLAMA | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "num_key_value_heads": 6,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "indexer_types": ["full", "shared", "full"],
+    "index_topk": 16,
+}
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 APERTUS = LLAMA | {
     "architectures": ["ApertusForCausalLM"],
