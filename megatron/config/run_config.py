@@ -161,7 +161,9 @@ class TrainingConfig(Config, role="run"):
     use between micro-batches."""
     enable_cuda_graph: bool = False
     """Same as --cuda-graph-impl local."""
-    cuda_graph_warmup_steps: int = flag(3, bounds=POSITIVE, where=("cuda_graph_impl", "local"))
+    cuda_graph_warmup_steps: int = flag(
+        3, bounds=POSITIVE, idle=idle_without("cuda_graph_impl", "optimizer_cuda_graph")
+    )
     """Iterations before CUDA graphs are captured; at least 2 with --fp8-recipe delayed."""
     manual_gc: bool = False
     """Run Python's garbage collector only at fixed iterations, on all ranks at once."""

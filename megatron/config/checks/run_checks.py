@@ -62,6 +62,35 @@ def _check_decoupled(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_optimizer_graph(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if not optimizer.optimizer_cuda_graph:
+        return
+    if optimizer.optimizer != "adam":
+        yield (
+            f"--optimizer-cuda-graph supports --optimizer adam, not {optimizer.optimizer}; use --optimizer adam, or "
+            "omit --optimizer-cuda-graph"
+        )
+    given = [
+        flag
+        for flag, is_given in (
+            ("--optimizer-cpu-offload", optimizer.optimizer_cpu_offload),
+            ("--use-precision-aware-optimizer", optimizer.use_precision_aware_optimizer),
+            ("--decoupled-lr", optimizer.decoupled_lr is not None),
+            ("--clip-grad-matrices", optimizer.clip_grad_matrices > 0),
+            ("--clip-grad-embeddings", optimizer.clip_grad_embeddings > 0),
+            ("--clip-grad-vectors", optimizer.clip_grad_vectors > 0),
+        )
+        if is_given
+    ]
+    if given:
+        yield (
+            f"--optimizer-cuda-graph does not support {' and '.join(given)}: only Adam's fused kernel is captured, which "
+            "updates float32 state on the device with one learning rate and one clipping factor; omit "
+            "--optimizer-cuda-graph"
+        )
+
+
 def _check_overrides(config: RunConfig) -> Iterator[str]:
     for text in config.optimizer.param_group_overrides:
         try:
@@ -308,6 +337,13 @@ OPTIMIZER_CHECKS = (
         _check_mup,
     ),
     Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
+    Check(
+        (
+            *("optimizer_cuda_graph", "optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"),
+            *("decoupled_lr", "clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors"),
+        ),
+        _check_optimizer_graph,
+    ),
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
     Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),

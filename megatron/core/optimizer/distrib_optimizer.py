@@ -84,9 +84,8 @@ class DistributedOptimizer(MegatronOptimizer):
             # The host reads these for each bucket, and must not wait for the updates of earlier buckets.
             is_finite = is_finite.cpu()
             grad_multipliers = {kind: multiplier.cpu() for kind, multiplier in grad_multipliers.items()}
-        for buckets, gather in self._gathers:
-            for bucket in buckets:
-                bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], self._timers)
+        for number, (buckets, gather) in enumerate(self._gathers):
+            self._step_buckets(f"update {number}", buckets, is_finite, grad_multipliers)
             gather()
 
     def _device_buckets(self, groups: list[ShardGroup]) -> Iterator[list[ShardGroup]]:

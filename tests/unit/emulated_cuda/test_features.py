@@ -149,3 +149,28 @@ def test_an_asynchronous_save_is_resumed_from(tmp_path: Path) -> None:
     train_on_device(args_of(folder, f"{flags} --train-iters 2", save=True), 2)
     resumed = train_on_device(args_of(folder, f"{flags} --train-iters 4", save=True), 2)
     assert exact_figures(resumed.iterations())[-2:] == exact_figures(whole.iterations())[-2:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "nproc"),
+    [
+        ("--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2", 1),
+        ("--bf16 --use-distributed-optimizer --overlap-param-gather-with-optimizer-step --overlap-grad-reduce", 2),
+    ],
+    ids=["fp16", "gathers"],
+)
+def test_captured_optimizer_steps_equal_eager_steps(flags: str, nproc: int, tmp_path: Path) -> None:
+    """The learning rate, the weight decay and the loss scale change in each replay."""
+    flags += " --overlap-param-gather" if nproc > 1 else ""
+    shape = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --seq-length 8 --max-position-embeddings 8"
+    decay = "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.2"
+    common = f"{shape} {decay} {flags} --ddp-bucket-size 2000 --train-iters 6"
+    graphs = "--optimizer-cuda-graph --cuda-graph-warmup-steps 1"
+    eager, captured = (
+        train_on_device(args_of(tmp_path / name, f"{common} {more}"), nproc, triton=True)
+        for name, more in (("eager", ""), ("captured", graphs))
+    )
+    assert exact_figures(captured.iterations()) == exact_figures(eager.iterations())
+    lines = captured.iterations()
+    assert len({line["learning_rate"] for line in lines if not line["skipped"]}) >= 2
+    assert (len({line["loss_scale"] for line in lines}) > 1) == ("--fp16" in flags)
