@@ -85,8 +85,8 @@ def _check_optimizer_graph(config: RunConfig) -> Iterator[str]:
     ]
     if given:
         yield (
-            f"--optimizer-cuda-graph does not support {' and '.join(given)}: only Adam's fused kernel is captured, which "
-            "updates float32 state on the device with one learning rate and one clipping factor; omit "
+            f"--optimizer-cuda-graph does not support {' and '.join(given)}: only Adam's fused kernel is captured, "
+            "which updates float32 state on the device with one learning rate and one clipping factor; omit "
             "--optimizer-cuda-graph"
         )
 

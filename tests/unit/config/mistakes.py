@@ -129,7 +129,7 @@ MISTAKES = {
         Mistake("--disable-symmetric-registration"),
         Mistake("--enable-cuda-graph --attention-dropout 0 --data-parallel-sharding-strategy optim_grads", processes=2),
         Mistake("--external-cuda-graph"),
-        Mistake("--optimizer-cuda-graph --optimizer-cpu-offload --decoupled-lr 1e-4 --clip-grad-vectors 1"),
+        Mistake("--optimizer-cuda-graph --optimizer-cpu-offload --decoupled-lr 1e-4"),
         Mistake("--optimizer-cuda-graph --optimizer lion"),
         Mistake("--recompute-activations --recompute-method uniform"),
         Mistake("--recompute-modules mlp"),
