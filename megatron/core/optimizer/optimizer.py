@@ -268,12 +268,15 @@ class MegatronOptimizer:
         """Return the norm of the reduced gradients without the loss scale, without updating anything; collective."""
         return GradStatistics.from_totals(self._meter.measure().tolist()).norm / self._scaler.scale
 
+    def begin_param_gather(self) -> None:
+        """Start the all-gathers for the next forward pass, if it waits for any."""
+
     @torch.no_grad()
-    def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
+    def finish_step(self, totals: Sequence[float], is_accepted: bool = True, *, gathers: bool = True) -> StepOutcome:
         """Update the loss scale and the step count after `begin_step`, and return the outcome of the step.
 
         ``is_accepted`` is the result of ``accept`` in `begin_step`. A step that was vetoed or that raises does not
-        change the loss scale, because it may be computed again.
+        change the loss scale, because it may be computed again. With ``gathers``, `begin_param_gather` follows.
 
         Raises:
             BadWeightsError: a gradient is not finite because a weight is not.
@@ -285,12 +288,16 @@ class MegatronOptimizer:
         if not statistics.is_finite:
             self._refuse_or_skip()
             self._scaler.update(found_inf=True)
+            if gathers:
+                self.begin_param_gather()
             return StepOutcome(success=False, grad_norm=None, num_zeros=None)
         self._num_skipped = self._num_at_minimum = 0
         grad_norm = statistics.norm / self._scaler.scale
         if is_accepted:
             self._scaler.update(found_inf=False)
             self.num_steps += 1
+        if gathers:
+            self.begin_param_gather()
         return StepOutcome(success=is_accepted, grad_norm=grad_norm, num_zeros=statistics.num_zeros)
 
     @torch.no_grad()

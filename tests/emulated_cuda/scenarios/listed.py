@@ -417,6 +417,11 @@ SCENARIOS: tuple[Scenario, ...] = (
 _GRAPHED = (
     training("Triton: graphs, one micro-batch", f"{_SHORT} {_GRAPHS} --bf16", triton=True),
     training(
+        "results read after the next launch",
+        f"--bf16 {_OVERLAPS} --overlap-step-results --rerun-mode disabled --log-interval 5 --train-iters 6",
+        2,
+    ),
+    training(
         "Triton: optimizer graphs",
         f"{_SHORT} --train-iters 4 --bf16 {_OVERLAPS} --optimizer-cuda-graph --cuda-graph-warmup-steps 1",
         2,

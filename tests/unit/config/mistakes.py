@@ -131,6 +131,8 @@ MISTAKES = {
         Mistake("--external-cuda-graph"),
         Mistake("--optimizer-cuda-graph --optimizer-cpu-offload --decoupled-lr 1e-4"),
         Mistake("--optimizer-cuda-graph --optimizer lion"),
+        Mistake("--overlap-step-results"),
+        Mistake("--overlap-step-results --rerun-mode disabled --log-params-norm"),
         Mistake("--recompute-activations --recompute-method uniform"),
         Mistake("--recompute-modules mlp"),
         Mistake("--cpu-offloading"),

@@ -11,8 +11,9 @@ import pytest
 
 from tests.e2e.toy_run import exact_figures, toy_args
 from tests.emulated_cuda.build import BuildError, built_libraries
-from tests.emulated_cuda.training import operators_of, train_on_device
-from tests.harness.forked_training import ForkedRun, fork_training
+from tests.emulated_cuda.training import operators_of, run_on_device, settings, train_on_device
+from tests.harness.faults import Faults
+from tests.harness.forked_training import NO_FAULTS, ForkedRun, fork_training
 
 pytestmark = pytest.mark.full
 
@@ -174,3 +175,60 @@ def test_captured_optimizer_steps_equal_eager_steps(flags: str, nproc: int, tmp_
     lines = captured.iterations()
     assert len({line["learning_rate"] for line in lines if not line["skipped"]}) >= 2
     assert (len({line["loss_scale"] for line in lines}) > 1) == ("--fp16" in flags)
+
+
+LATE = "--overlap-step-results"
+
+
+def train_to_the_end(folder: Path, flags: str, faults: Faults = NO_FAULTS, nproc: int = 2) -> ForkedRun:
+    """Train twelve iterations on devices, or until an error; a log line is due after each fourth iteration."""
+    common = "--rerun-mode disabled --log-interval 4 --train-iters 12 --bf16 --use-distributed-optimizer"
+    args = args_of(folder, f"{common} --overlap-grad-reduce --overlap-param-gather {flags}", save=True)
+    return fork_training(args, nproc, faults, 300.0, run_on_device, settings("h100"))
+
+
+def reason_of(run: ForkedRun) -> str:
+    """Return the line with which a run ended."""
+    return next(line for text in run.errors for line in text.splitlines() if "not finite" in line)
+
+
+def test_results_that_are_read_late_are_those_read_at_once(tmp_path: Path) -> None:
+    flags = "--eval-interval 6 --eval-iters 1 --save-interval 5 --manual-gc --manual-gc-interval 3"
+    late, at_once = (train_to_the_end(tmp_path / name, f"{flags} {name}").check() for name in (LATE, ""))
+    assert exact_figures(late.metrics) == exact_figures(at_once.metrics)
+    assert len(late.iterations()) == 12
+    lines = [[line for line in run.stdout.splitlines() if "iteration" in line] for run in (late, at_once)]
+    numbers = [[line.split("iteration", 1)[1].split("|")[0].split()[0] for line in of_run] for of_run in lines]
+    assert numbers[0] == numbers[1]
+
+
+def test_a_bad_step_that_is_noticed_late_is_reported_as_at_once(tmp_path: Path) -> None:
+    """Iteration 6 begins before the host sees that a gradient of iteration 5 is not finite."""
+    runs = [train_to_the_end(tmp_path / name, name, Faults(poisoned=(18,))) for name in (LATE, "--no-load-optim")]
+    assert all(status == 1 for run in runs for status in run.statuses)
+    assert "iteration 5, sample ids 16, 17, 18, 19" in reason_of(runs[0])
+    assert reason_of(runs[0]) == reason_of(runs[1])
+    assert exact_figures(runs[0].iterations()) == exact_figures(runs[1].iterations())
+
+
+def test_a_fault_that_does_not_recur_is_reported_as_such(tmp_path: Path) -> None:
+    run = train_to_the_end(tmp_path, LATE, Faults(rank=1, nan_loss_at=(9,)))
+    assert all(status == 1 for status in run.statuses)
+    assert "all are finite if the step is computed again" in reason_of(run)
+    assert "(iteration 9, sample ids 32, 33, 34, 35)" in reason_of(run)
+    assert [line["iteration"] for line in run.iterations()] == list(range(1, 9))
+
+
+def test_a_signal_ends_the_run_one_iteration_later_and_all_is_saved(tmp_path: Path) -> None:
+    flags = f"{LATE} --exit-signal-handler"
+    ended = train_to_the_end(tmp_path, flags, Faults(rank=1, sigterm_at=5)).check()
+    assert [line["iteration"] for line in ended.iterations()] == list(range(1, 7))
+    resumed = train_to_the_end(tmp_path, flags).check()
+    whole = train_to_the_end(tmp_path / "whole", LATE).check()
+    assert exact_figures(resumed.iterations())[-6:] == exact_figures(whole.iterations())[-6:]
+
+
+def test_the_last_iteration_before_an_error_is_reported(tmp_path: Path) -> None:
+    run = train_to_the_end(tmp_path, LATE, Faults(rank=0, data_error_at=13), nproc=1)
+    assert all(run.statuses)
+    assert [line["iteration"] for line in run.iterations()] == list(range(1, 7))
