@@ -18,7 +18,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 50, 12
+NUM_PROGRAMS, NUM_FLOAT8 = 50, 14
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_CONVOLUTION_REGISTERS = 96
@@ -48,6 +48,7 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         cross_entropy,
         dropout_keys,
         fp8_cast,
+        fp8_group_cast,
         query_key_value,
         residual,
         token_rows,
@@ -169,6 +170,11 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
             sizes |= {"LENGTH": 32, "IS_TILED": True}
             tiled = kinds | {"scale": "*u8", "turned_scale": "*u8"}
             yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
+        kinds = dict.fromkeys(("source", "group_of", "rows", "columns", "row_amax", "column_amax"), "*i32")
+        kinds |= dict.fromkeys(("data", "turned"), "*u8") | {"num_groups": "odd", "num_rows": "i32", "width": "i32"}
+        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK}
+        yield "amax of groups", fp8_group_cast.group_amax_program, kinds, sizes, fp8_group_cast._WARPS
+        yield "float8 groups", fp8_group_cast.group_rows_program, kinds, sizes, fp8_group_cast._WARPS
 
 
 def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:
