@@ -58,6 +58,11 @@ FEATURES = {
         operators=("aten::_scaled_grouped_mm",),
         tolerance=3e-3,
     ),
+    "experts in fp8 over ranks": Feature(
+        f"--bf16 {EXPERTS} --fp8-format e4m3 --fp8-recipe rowwise --swiglu --disable-bias-linear "
+        "--expert-model-parallel-size 2",
+        *(2, ("aten::_scaled_grouped_mm", "nccl:all_to_all"), 3e-3),
+    ),
     "experts over ranks": Feature(f"{EXPERTS} --expert-model-parallel-size 2", 2, ("nccl:all_to_all",), EXACT),
     "experts over tensor-parallel ranks": Feature(
         f"{EXPERTS} {TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
