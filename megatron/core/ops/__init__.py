@@ -42,9 +42,19 @@ if TYPE_CHECKING:
         quantize_blocks,
         quantize_scales,
     )
+    from megatron.core.ops.fp8_groups import (
+        PaddedGroups,
+        QuantizedGroups,
+        grouped_scaled_product,
+        has_scaled_groups,
+        quantize_groups,
+        quantize_weights,
+        unfinished_scaled_gradient,
+    )
     from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers, weights_kept
     from megatron.core.ops.fp8_tensor import (
         E4M3,
+        ROWS,
         WHOLE,
         Blocks,
         Quantized,
@@ -114,8 +124,12 @@ __getattr__ = lazy_exports(
             "quantize_scales"
         ),
         "flash_implementation": "FlashShape activate_flash_implementation active_flash_implementation",
+        "fp8_groups": (
+            "PaddedGroups QuantizedGroups grouped_scaled_product has_scaled_groups quantize_groups quantize_weights "
+            "unfinished_scaled_gradient"
+        ),
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers weights_kept",
-        "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
+        "fp8_tensor": "Blocks E4M3 Quantized ROWS WHOLE has_scaled_products quantize scale_of scaled_product",
         "gemm": (
             "Groups RowCounts RowEnds add_rows add_wide_product adds_wide_products gradient_library group_gradient "
             "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "
