@@ -5,9 +5,11 @@ Cohere 2 has sliding windows in three of four layers, and RoPE in these layers o
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     RotaryDecoderFamily,
     no_rope_pattern,
     read_layer_types,
@@ -27,11 +29,11 @@ class CohereFamily(RotaryDecoderFamily):
     default_epsilon = 1e-5
     default_rotary_base = 500000.0
     is_tied_by_default = True
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     epsilon_name = "layer_norm_eps"
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of the layers and of the logits; reject biases and QK norms."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of the layers and of the logits; reject QK norms."""
         if self.model_type == "cohere":
             settings.require("use_qk_norm", False, False, "QK norms with a weight per head are not supported")
         return {
@@ -45,7 +47,6 @@ class CohereFamily(RotaryDecoderFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         return super().write_settings(config) | {
-            "attention_bias": False,
             "logit_scale": config.logit_scale,
             "pad_token_id": None,
             "use_qk_norm": False,
