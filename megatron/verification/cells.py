@@ -75,6 +75,12 @@ POSITION_PARTS = (
     *("--activation-func", "relu"),
 )
 """Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
+LONGROPE = (
+    *("--position-embedding-type", "rope", "--longrope-original-max-position-embeddings", "12"),
+    *("--longrope-short-factor", "1", "1.1", "1.5", "--longrope-long-factor", "1", "3", "9"),
+    *("--longrope-attention-factor", "1.2"),
+)
+"""LongRoPE with the long factors: only the part of a sequence that a context-parallel rank has is short."""
 FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
@@ -382,6 +388,8 @@ def _families() -> Iterator[Cell]:
     for parts in (POSITION_PARTS, POSITION_PARTS[2:4]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=parts)
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=parts)
+    yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=LONGROPE)
+    yield make_cell("gpt2", Layout(cp=2), extra=LONGROPE)
 
 
 def _dropout() -> Iterator[Cell]:

@@ -258,7 +258,7 @@ FLAGS = """
 TRAINED = ("gemma3",)
 """Norms on both sides and windows; experts are in other default tests."""
 OTHERS = (
-    *("gpt2", "neo", "llama31", "llama_mlp_bias", "qwen_untied"),
+    *("gpt2", "neo", "llama31", "llama_mlp_bias", "qwen_untied", "phi3_longrope"),
     *("mixtral", "neox", "phi3", "qwen3", "mistral", "olmo2", "gemma2", "qwen3_moe", "olmoe", "deepseek"),
     *("gpt_oss", "olmo3", "smollm3", "gemma", "qwen2_moe", "seed_oss", "glm4", "arcee", "starcoder2", "exaone4"),
     *("helium", "ernie4_5", "stablelm", "stablelm_parallel", "glm4_moe", "flex_olmo", "granite", "granite_moe"),

@@ -111,7 +111,21 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
                 "--qk-layernorm-after-rope has no effect with --position-embedding-type "
                 f"{model.position_embedding_type}; add --position-embedding-type rope, or omit it"
             )
+        if model.longrope_long_factor:
+            yield (
+                "--longrope-long-factor has no effect with --position-embedding-type "
+                f"{model.position_embedding_type}; add --position-embedding-type rope, or omit it"
+            )
         return
+    for name, factors in (
+        ("--longrope-short-factor", model.longrope_short_factor),
+        ("--longrope-long-factor", model.longrope_long_factor),
+    ):
+        if factors and (len(factors) != model.rotary_dim // 2 or min(factors) <= 0):
+            yield (
+                f"{name} {' '.join(map(str, factors[:8]))}: {model.rotary_dim // 2} numbers greater than 0 are "
+                "expected, one per two rotated channels of a head"
+            )
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
     elif not model.mla.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
@@ -394,7 +408,7 @@ MODEL_CHECKS = (
     Check(
         (
             *("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
-            *("rotary_ntk_alpha", "qk_layernorm_after_rope"),
+            *("rotary_ntk_alpha", "qk_layernorm_after_rope", "longrope_short_factor", "longrope_long_factor"),
         ),
         _check_rotary,
     ),

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         RotaryAngles,
         RotaryEmbedding,
         apply_rotary_to_both,
+        factor_frequencies,
         split_and_rotate,
         yarn_frequencies,
     )
@@ -111,7 +112,9 @@ __getattr__ = lazy_exports(
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
         "qk_clip": "QueryKeyClip largest_logits",
-        "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
+        "rotary_pos_embedding": (
+            "RotaryAngles RotaryEmbedding apply_rotary_to_both factor_frequencies split_and_rotate yarn_frequencies"
+        ),
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (

@@ -32,12 +32,15 @@ class PhimoeFamily(RotaryDecoderFamily):
     other_names = (("block_sparse_moe.gate.", "mlp.router."),)
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the RoPE fields; reject scaling, which transformers combines with factors of its own."""
+        """Return the RoPE fields; reject scaling, which transformers computes differently for this architecture."""
         scaling = rope_object(settings)
         kind = "default" if scaling is None else scaling.text("rope_type", scaling.text("type", "default"))
         if scaling is None or kind == "default":
             return super().read_rope(settings, positions)
-        scaling.refuse(f"rope_type {kind!r} is not supported for this architecture; only default is")
+        scaling.refuse(
+            f"rope_type {kind!r} is not supported for this architecture; only default is: transformers computes "
+            "longrope with the short factors at every length"
+        )
         return {}
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_unsupported_settings_of_a_supported_architecture_are_those_that_reading
         "  differs: partial_rotary_factor is 0.5, but only 1.0 is supported: partial rotary embeddings are not "
         "supported",
         "  differs: rope_scaling: rope_type 'dynamic' is not supported; supported types are default, linear, llama3, "
-        "yarn",
+        "yarn, longrope",
         "  unknown to LlamaForCausalLM: mixing 3",
     ]
 

@@ -52,6 +52,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     KIMI_LINEAR,
     LLAMA,
     LLAMA31_SCALING,
+    LONGROPE,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
@@ -192,6 +193,7 @@ def test_a_null_stands_for_what_the_other_sizes_give(tmp_path: Path) -> None:
     assert config_of(tmp_path, absent).num_query_groups == 8
 
 
+HALF_ROTATED = {"num_attention_heads": 3, "num_key_value_heads": 3, "partial_rotary_factor": 0.5}
 MODELS = [
     GPT2 | {"n_inner": 100, "tie_word_embeddings": False, "activation_function": "relu2"},
     LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING, "head_dim": 16},
@@ -222,6 +224,9 @@ MODELS = [
     GEMMA2 | {"attn_logit_softcapping": None, "attention_bias": True},
     GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    PHI3 | HALF_ROTATED | {"rope_scaling": LONGROPE | {"type": "su"}, "original_max_position_embeddings": 128},
+    PHI3 | HALF_ROTATED | {"rope_scaling": LONGROPE | {"attention_factor": 1.25}, "sliding_window": 100},
+    LLAMA | {"rope_scaling": LONGROPE | {"factor": 4.0, "original_max_position_embeddings": 64}},
     NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
     GPTJ,
     GPTJ | {"n_embd": 88, "n_head": 2, "rotary_dim": 30, "n_inner": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
@@ -644,9 +649,14 @@ REFUSED = [
     (PERSIMMON, {"hidden_dropout": 0.1}, "hidden_dropout is 0.1"),
     (
         PHI3,
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-        "rope_type 'longrope' is not supported in phi3",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type 'linear' is not supported in phi3",
     ),
+    (PHI3, {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "long_factor is missing"),
+    (PHI3, {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 3}}, "a list of 4 numbers greater than 0 is expected"),
+    (PHI3, {"rope_scaling": LONGROPE | {"short_factor": [1.0, 0, 1, 1]}}, "a list of 4 numbers greater than 0"),
+    (PHI3, {"rope_scaling": LONGROPE | {"attention_factor": 0}}, "attention_factor is 0"),
+    (OLMO3, {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
     (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, but only 0.0 is supported"),
     (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
     (GEMMA2, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),

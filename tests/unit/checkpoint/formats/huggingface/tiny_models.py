@@ -205,6 +205,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "tie_word_embeddings": False,
     },
+    "phi3_longrope": {
+        "class": "Phi3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 80,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3],
+            "long_factor": [1.0, 2.0, 11.0],
+        },
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
     "gemma2": {
         "class": "Gemma2",
         **_DECODER,
