@@ -49,6 +49,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     HELIUM,
     HUNYUAN,
     HUNYUAN_MOE,
+    JAIS2,
     KIMI_LINEAR,
     LLAMA,
     LLAMA31_SCALING,
@@ -319,6 +320,8 @@ MODELS = [
     DOTS1 | {"n_group": 4, "topk_group": 2, "sliding_window": None, "attention_bias": True},
     NEMOTRON | {"attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
     NEMOTRON | {"attention_bias": True, "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    JAIS2,
+    JAIS2 | {"attention_bias": False, "rope_scaling": LLAMA31_SCALING, "tie_word_embeddings": True},
     QWEN3_5 | {"mtp_num_hidden_layers": 0, "tie_word_embeddings": True},
     QWEN3_5 | {"full_attention_interval": 2, "partial_rotary_factor": 0.5},
     KIMI_LINEAR | {"rms_norm_eps": 1e-6, "mlp_layer_types": ["dense", "sparse"] * 2 + ["dense"]},
@@ -431,6 +434,7 @@ FAMILY_SETTINGS = [
     QWEN3_5,
     QWEN3_5_MOE,
     KIMI_LINEAR,
+    JAIS2,
 ]
 
 
@@ -784,6 +788,7 @@ REFUSED = [
     (DOTS1, {"n_routed_experts": None}, "n_routed_experts is missing"),
     (DOTS1, {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
     (NEMOTRON, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
+    (JAIS2, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
     (APERTUS, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
     (APERTUS, {"rope_scaling": None}, "rope_scaling is null, which releases of transformers interpret differently"),
     (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; MLA needs one per attention head (6"),

@@ -1112,6 +1112,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
         "tie_word_embeddings": False,
     },
+    "jais2": {
+        "class": "Jais2",
+        **_DECODER,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
