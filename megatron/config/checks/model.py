@@ -762,7 +762,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is greater than --num-experts {experts}; values from 1 to {experts} work"
-    is_softmax = moe.moe_router_score_function == "softmax"
+    is_softmax = moe.moe_router_score_function == "softmax" and not moe.routes_by_sinkhorn
     if topk == 1 and is_softmax and not moe.moe_router_pre_softmax:
         yield (
             "--moe-router-topk 1: a softmax over one expert is always 1, so the router cannot learn; add "
@@ -808,12 +808,29 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
         )
 
 
+_NOT_WITH_SINKHORN = (
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor"),
+)
+
+
+def _check_sinkhorn(config: RunConfig) -> Iterator[str]:
+    flags = map(config.flag, _NOT_WITH_SINKHORN)
+    given = [spec.typed(value) for spec, value in filter(None, flags) if value != spec.default]
+    coefficients = config.model.moe.moe_aux_loss_coeff
+    if any(coefficients):
+        given.append(f"--moe-aux-loss-coeff {' '.join(map(str, coefficients))}")
+    for words in given:
+        yield f"--moe-router-load-balancing-type sinkhorn does not support {words}; omit it, or use aux_loss"
+
+
 def _check_balancing(config: RunConfig) -> Iterator[str]:
     model = config.model
     kinds, coefficients = model.moe.moe_router_load_balancing_type, model.moe.moe_aux_loss_coeff
     words, numbers = " ".join(kinds), " ".join(map(str, coefficients))
-    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
-        yield f"--moe-router-load-balancing-type {words}: use each type at most once, and none only by itself"
+    if len(set(kinds)) < len(kinds) or ({"none", "sinkhorn"} & set(kinds) and len(kinds) > 1):
+        alone = next((kind for kind in ("sinkhorn", "none") if kind in kinds), "none")
+        yield f"--moe-router-load-balancing-type {words}: use each type at most once, and {alone} only by itself"
     elif len(coefficients) not in (1, len(kinds)):
         yield (
             f"--moe-aux-loss-coeff {numbers}: {len(kinds)} numbers are expected, one per type of "
@@ -821,6 +838,8 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
         )
     if any(not 0 <= value < float("inf") for value in coefficients):
         yield f"--moe-aux-loss-coeff {numbers}: values of 0 or more are expected"
+    if model.moe.routes_by_sinkhorn:
+        yield from _check_sinkhorn(config)
     again = model.recompute_granularity == "full" or "moe" in model.recomputed_modules
     if model.moe.num_experts is not None and model.moe.moe_aux_losses.get("global_aux_loss") and again:
         yield (
@@ -946,10 +965,14 @@ MOE_CHECKS = (
         (
             *("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
             "moe_router_group_score_topk",
+            "moe_router_load_balancing_type",
         ),
         _check_choice,
     ),
-    Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
+    Check(
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity", *_NOT_WITH_SINKHORN),
+        _check_balancing,
+    ),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
     Check(
         (

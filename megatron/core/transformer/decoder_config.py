@@ -289,13 +289,12 @@ class MoEConfig(Config, in_args=False):
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
         nargs="+",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-        not_built=("sinkhorn",),
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
         role="recipe",
         needs="num_experts",
     )
     """Auxiliary load balancing loss: per micro-batch, per sequence, over the global batch so far, several of these, or
-    none."""
+    none. sinkhorn instead balances the choices of each micro-batch in training by Sinkhorn's algorithm."""
     moe_aux_loss_coeff: tuple[float, ...] = flag(
         (0.0,), nargs="+", role="recipe", bounds=None, needs="num_experts", metavar="X"
     )
@@ -321,6 +320,11 @@ class MoEConfig(Config, in_args=False):
     kernels."""
 
     @property
+    def routes_by_sinkhorn(self) -> bool:
+        """Return whether Sinkhorn's algorithm chooses the experts in training."""
+        return "sinkhorn" in self.moe_router_load_balancing_type
+
+    @property
     def group_score_topk(self) -> int | None:
         """Return the number of best experts whose scores rank a group; None without group-limited routing."""
         if self.moe_router_group_topk is None:
@@ -330,7 +334,7 @@ class MoEConfig(Config, in_args=False):
     @property
     def moe_aux_losses(self) -> dict[str, float]:
         """Return the coefficient of each load-balancing auxiliary loss."""
-        names = [name for name in self.moe_router_load_balancing_type if name != "none"]
+        names = [name for name in self.moe_router_load_balancing_type if name not in ("none", "sinkhorn")]
         coefficients = self.moe_aux_loss_coeff * (len(names) if len(self.moe_aux_loss_coeff) == 1 else 1)
         return {name: coefficient for name, coefficient in zip(names, coefficients) if coefficient}
 
