@@ -559,6 +559,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the hidden states."""
+    embedding_dropout: float | None = flag(None, role="recipe", bounds=BELOW_ONE, in_args=False)
+    """Dropout of the embeddings; by default --hidden-dropout."""
     attention_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the attention weights."""
     attention_backend: str = flag(
@@ -741,7 +743,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def has_dropout(self) -> bool:
         """Return whether training uses any dropout."""
-        return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0 or self.lora_dropout > 0.0
+        of_layers = self.hidden_dropout > 0.0 or self.attention_dropout > 0.0 or self.lora_dropout > 0.0
+        return of_layers or self.dropout_of_embeddings > 0.0
+
+    @property
+    def dropout_of_embeddings(self) -> float:
+        return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
 
     @property
     def draws_by_sample(self) -> bool:

@@ -468,9 +468,13 @@ class RotaryDecoderFamily:
         """Yield the links of a layer's QK norms."""
         across = config.qk_layernorm_across_heads
         for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
-            native = f"{ours}self_attention.{name}_layernorm.weight"
-            foreign = f"{theirs}self_attn.{self.head_norm_names[name]}.weight"
-            yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
+            native, foreign = (
+                f"{ours}self_attention.{name}_layernorm",
+                f"{theirs}self_attn.{self.head_norm_names[name]}",
+            )
+            for kind in config.norm_parameter_names:
+                shape = (rows_of_all if across else config.kv_channels,)
+                yield whole(f"{native}.{kind}", f"{foreign}.{kind}", shape)
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's router and experts."""

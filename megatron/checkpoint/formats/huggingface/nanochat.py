@@ -60,6 +60,3 @@ class NanoChatFamily(RotaryDecoderFamily):
                 for row in range(0, count, half):
                     other = row + half if row // half % 2 == 0 else row - half
                     yield rows(native, start + row, foreign, their_start + other, half, trailing)
-
-    def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        return iter(())

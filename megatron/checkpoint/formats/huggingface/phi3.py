@@ -10,7 +10,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     window_fields,
     window_of_all_layers,
 )
-from megatron.checkpoint.formats.huggingface.family import TensorLink, query_key_value_rows, rows, whole
+from megatron.checkpoint.formats.huggingface.family import TensorLink, dropout_fields, query_key_value_rows, rows, whole
 from megatron.checkpoint.formats.huggingface.rope import long_rope_growth, read_partial_rope, rope_object
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
@@ -31,10 +31,8 @@ class Phi3Family(RotaryDecoderFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of the sliding window and hidden dropout."""
         has_window = settings.values.get("sliding_window") is not None
-        dropout = settings.number("resid_pdrop", 0.0)
-        settings.require("embd_pdrop", dropout, 0.0, "the embedding uses the dropout of the layers, resid_pdrop")
         windows = window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), None)
-        return windows | {"hidden_dropout": dropout}
+        return windows | dropout_fields(settings, "resid_pdrop", "embd_pdrop", 0.0)
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the RoPE fields, with LongRoPE under all of its names; reject other scaling."""
@@ -59,7 +57,7 @@ class Phi3Family(RotaryDecoderFamily):
                 scaling = {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
             settings["rope_scaling"] = scaling
         return settings | {
-            "embd_pdrop": config.hidden_dropout,
+            "embd_pdrop": config.dropout_of_embeddings,
             _ORIGINAL: config.max_position_embeddings if original is None else original,
             "pad_token_id": None,
             "partial_rotary_factor": config.rotary_percent,

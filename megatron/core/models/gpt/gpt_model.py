@@ -153,7 +153,7 @@ class GPTEmbedding(nn.Module):
         elif config.position_embedding_type == "sinusoidal":
             self.position_embeddings = SinusoidalEmbedding(config, tp)
         self.norm = make_norm(config, tp, device) if config.add_embedding_norm else None
-        self.dropout = HiddenDropout(config.hidden_dropout)
+        self.dropout = HiddenDropout(config.dropout_of_embeddings)
 
     def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the word embeddings, without positions and dropout."""

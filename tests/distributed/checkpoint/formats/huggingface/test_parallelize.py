@@ -60,6 +60,7 @@ LENGTHS = {
 } | dict.fromkeys(("gpt2_untied", "llama_tied", "qwen_tied"), 80)
 """Where other than 400, which is long enough for the slow rotary frequencies to turn far. At 400 positions the
 logits of transformers' ERNIE differ by 2.2e-5 from those in float64, and ours by 4e-6: it computes angles in float32.
+Those of Jais 2 differ by 1.9e-5, and ours by 2.1e-6.
 """
 
 

@@ -114,7 +114,6 @@ def test_gpt_neo_has_windows_unscaled_scores_and_no_biases_of_queries(tmp_path: 
     for values, problem in (
         ({"num_layers": 4}, "does not describe 4 layers of the kinds global"),
         ({"attention_types": [[["global", "axial"], 1], [["global"], 1]]}, "does not describe 3"),
-        ({"embed_dropout": 0.1}, "embed_dropout 0.1 and resid_dropout 0.0 differ"),
     ):
         with pytest.raises(ConfigurationError, match=problem):
             config_of(tmp_path, NEO | values)
@@ -266,6 +265,7 @@ MODELS = [
     COHERE2 | {"layer_types": ["full_attention"] * 5},
     OLMO | {"clip_qkv": 8.0},
     PHI | {"partial_rotary_factor": 0.34, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    PHI | {"qk_layernorm": True, "resid_pdrop": 0.1},
     FALCON,
     FALCON | {"bias": True, "new_decoder_architecture": True},
     FALCON | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
@@ -442,6 +442,30 @@ FAMILY_SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("values", "dropout", "of_embeddings"),
+    [
+        (PHI | {"resid_pdrop": 0.1}, 0.1, 0.0),
+        (PHI3 | {"embd_pdrop": 0.2}, 0.0, 0.2),
+        (GPT2 | {"embd_pdrop": 0.0}, 0.1, 0.0),
+        (GPTJ | {"embd_pdrop": 0.1}, 0.0, 0.1),
+        (GPT_BIGCODE | {"resid_pdrop": 0.0}, 0.0, 0.1),
+        (NEO | {"embed_dropout": 0.3}, 0.0, 0.3),
+        (STARCODER2 | {"residual_dropout": 0.1, "embedding_dropout": 0.1}, 0.1, 0.1),
+        (BLOOM | {"hidden_dropout": 0.1}, 0.1, 0.0),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_layers_and_embeddings_have_dropout_of_their_own(
+    tmp_path: Path, values: dict[str, Any], dropout: float, of_embeddings: float
+) -> None:
+    config = config_of(tmp_path, values)
+    assert (config.hidden_dropout, config.dropout_of_embeddings) == (dropout, of_embeddings)
+    (family,) = (family for family in FAMILIES if family.model_type == values["model_type"])
+    _, again = read_model(Settings(family.write_settings(config), "written"))
+    assert (again.hidden_dropout, again.dropout_of_embeddings) == (dropout, of_embeddings)
+
+
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])
 def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: dict[str, Any]) -> None:
     config = config_of(tmp_path, values)
@@ -606,6 +630,7 @@ def test_heads_of_neox_are_as_wide_as_they_are_said_to_be(tmp_path: Path) -> Non
 
 
 REFUSED = [
+    (PHI, {"embd_pdrop": 1.0}, "embd_pdrop is 1.0; a number below 1 is expected"),
     (DEEPSEEK, {"attention_bias": True}, "attention_bias is true"),
     (DEEPSEEK_V2, {"mlp_bias": True}, "mlp_bias is true"),
     (KIMI_LINEAR, {"attention_bias": True}, "attention_bias is true"),
@@ -647,10 +672,8 @@ REFUSED = [
     (GPTJ, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
     (GPTJ, {"rotary_dim": 5}, "rotary_dim is 5; an even number up to the head size, 8, is expected"),
     (GPTJ, {"rotary_dim": 10}, "rotary_dim is 10; an even number up to the head size, 8"),
-    (GPTJ, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, but only 0.0 is supported"),
     (CODEGEN, {"n_head": 6}, "n_head 6 is not divisible by 4"),
     (GPT_BIGCODE, {"add_cross_attention": True}, "add_cross_attention is true"),
-    (GPT_BIGCODE, {"resid_pdrop": 0.0}, "embd_pdrop is 0.1, but only 0.0 is supported"),
     (PERSIMMON, {"num_key_value_heads": 2}, "num_key_value_heads is 2, but only 6 is supported"),
     (PERSIMMON, {"head_dim": 16}, "head_dim is 16, but only 8 is supported"),
     (PERSIMMON, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
@@ -665,7 +688,6 @@ REFUSED = [
     (PHI3, {"rope_scaling": LONGROPE | {"short_factor": [1.0, 0, 1, 1]}}, "a list of 4 numbers greater than 0"),
     (PHI3, {"rope_scaling": LONGROPE | {"attention_factor": 0}}, "attention_factor is 0"),
     (OLMO3, {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
-    (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, but only 0.0 is supported"),
     (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
     (GEMMA2, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
     (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
@@ -742,7 +764,6 @@ REFUSED = [
     (GLM4, {"partial_rotary_factor": 0}, "partial_rotary_factor is 0.0"),
     (GLM4, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (ARCEE, {"hidden_act": "silu"}, 'hidden_act is "silu"'),
-    (STARCODER2, {"embedding_dropout": 0.1}, "embedding_dropout is 0.1, but only 0.0 is supported"),
     (STARCODER2, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (EXAONE4, {"layer_types": ["full_attention"] * 3}, "sliding_window is set, but no layer uses it"),
     (EXAONE4, {"sliding_window_pattern": "LLG"}, "sliding_window_pattern is 'LLG'"),
@@ -753,7 +774,6 @@ REFUSED = [
     (COHERE2, {"sliding_window": None}, "sliding_window is None"),
     (OLMO, {"clip_qkv": 0}, "clip_qkv is 0"),
     (PHI, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
-    (PHI, {"qk_layernorm": True}, "qk_layernorm is true"),
     (FALCON, {"alibi": True}, "alibi is true"),
     (FALCON, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; with this architecture use 1"),
     (FALCON, {"parallel_attn": False, "attention_dropout": 0.1}, "attention_dropout is 0.1"),
@@ -820,7 +840,6 @@ REFUSED = [
     (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
     (BLOOM, {"slow_but_exact": True}, "slow_but_exact is true"),
-    (BLOOM, {"hidden_dropout": 0.1}, "hidden_dropout is 0.1, but only 0 is supported"),
     (BLOOM, {"n_embed": 64}, "hidden_size is 48, but n_embed, another name of it, is 64"),
     (BLOOM, {"n_head": 7}, "hidden size 48 is not divisible by 7 attention heads"),
     (MPT, {"expansion_ratio": 3}, "expansion_ratio is 3"),

@@ -610,6 +610,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi": {
         "class": "Phi",
         **_DECODER,
+        "qk_layernorm": True,
+        "resid_pdrop": 0.1,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
