@@ -53,6 +53,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--use-parallel-residual", "--shared-parallel-norm", "--norm-parameters", "weight"),
         *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
         *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
+        *("--qk-layernorm", "--qk-layernorm-per-head"),
     ),
     "apertus": (
         *("--xielu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),

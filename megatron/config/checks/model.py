@@ -184,6 +184,13 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         )
     if model.norm_parameters == "none" and model.apply_layernorm_1p:
         yield "--apply-layernorm-1p changes the weight of norms, but --norm-parameters is none; omit one of them"
+    if model.qk_layernorm_per_head and is_registered("normalization", model.normalization):
+        yield (
+            f"--qk-layernorm-per-head is not supported with --normalization {model.normalization}, which a script "
+            "registered; omit it"
+        )
+    if model.norm_parameters == "none" and model.qk_layernorm_per_head:
+        yield "--qk-layernorm-per-head has weights, but --norm-parameters is none; omit one of them"
     if model.norm_parameters == "none" and model.qk_layernorm_across_heads:
         yield "--qk-layernorm-across-heads has a weight, but --norm-parameters is none; omit one of them"
     if model.shared_parallel_norm and model.norm_placement == "post":

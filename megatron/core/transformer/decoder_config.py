@@ -447,6 +447,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Normalize queries and keys after their rotary embedding, instead of before."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
+    qk_layernorm_per_head: bool = flag(
+        False,
+        role="shape",
+        needs="qk_layernorm",
+        excludes=("qk_layernorm_across_heads", "multi_latent_attention"),
+        in_args=False,
+    )
+    """Normalize queries and keys with weights of their own per head, without biases."""
     attention_output_gate: bool = flag(
         False, role="shape", excludes=("multi_latent_attention", "lora_rank", "attention")
     )

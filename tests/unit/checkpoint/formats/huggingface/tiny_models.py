@@ -509,6 +509,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stablelm": {
         "class": "StableLm",
         **_DECODER,
+        "qk_layernorm": True,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "use_qkv_bias": True,
@@ -578,6 +579,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cohere": {
         "class": "Cohere",
         **_DECODER,
+        "use_qk_norm": True,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
