@@ -50,6 +50,7 @@ def inference_config(config: GPTConfig, sizes: ParallelSizes, params_dtype: str 
         sequence_parallel=False,
         **EVEN_PIPELINE,
         hidden_dropout=0.0,
+        embedding_dropout=None,
         attention_dropout=0.0,
         fp16=config.fp16 and params_dtype is None,
         bf16=config.bf16 and params_dtype is None,

@@ -36,6 +36,7 @@ from megatron.core.inference import (
     StopRule,
     check_request,
     context_length,
+    new_tokens_that_fit,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.tokenizers import Tokenizer
@@ -145,8 +146,7 @@ class Generation:
         ids = tuple(tuple(self._tokenizer.tokenize(prompt)) for prompt in prompts)
         count = self._max_new_tokens
         if count is None:
-            longest = max(map(len, ids))
-            count = max(context_length(self._config, longest + _DEFAULT_LENGTH) - longest, 1)
+            count = new_tokens_that_fit(self._config, [*map(len, ids)], _DEFAULT_LENGTH)
         end = self._tokenizer.eod_id
         request = GenerationRequest(
             prompts=ids,

@@ -37,7 +37,7 @@ from megatron.core.inference import (
     SamplingConfig,
     StopRule,
     check_request,
-    context_length,
+    new_tokens_that_fit,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path
@@ -361,8 +361,7 @@ class GPT:
         _check_count(num_beams, "GPT.generate: num_beams")
         prompts, is_text, is_one = self._prompts(prompt)
         if max_new_tokens is None:
-            longest = max(map(len, prompts))
-            max_new_tokens = max(context_length(self.config.model, longest + _DEFAULT_NEW_TOKENS) - longest, 1)
+            max_new_tokens = new_tokens_that_fit(self.config.model, [*map(len, prompts)], _DEFAULT_NEW_TOKENS)
         end = self.tokenizer.eod_id if stops_at_end else None
         request = GenerationRequest(
             prompts=prompts,

@@ -28,6 +28,7 @@ from megatron.core.inference import (
     TokenPairs,
     check_request,
     context_length,
+    new_tokens_that_fit,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.tensor_parallel import stream_seed
@@ -189,7 +190,7 @@ class ApiTranslator:
                 prompts = tuple(self._tokenize(prompt, request.add_BOS) for prompt in request.prompts)
                 prompt, count = max(map(len, prompts)), request.tokens_to_generate
                 if count is None:
-                    count = max(context_length(self.config, prompt + _DEFAULT_LENGTH) - prompt, 1)
+                    count = new_tokens_that_fit(self.config, [*map(len, prompts)], _DEFAULT_LENGTH)
                 result = self._assemble(request, prompts, count, default_seed)
                 check_request(self.config, result)
             except InputError as error:

@@ -60,6 +60,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--use-parallel-residual", "--shared-parallel-norm", "--norm-parameters", "weight"),
         *("--group-query-attention", "--num-query-groups", "2", "--clip-qkv", "0.6", "--softmax-scale", "0.7"),
         *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--logit-scale", "0.4"),
+        *("--qk-layernorm", "--qk-layernorm-per-head"),
     ),
     "apertus": (
         *("--xielu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
@@ -82,6 +83,12 @@ POSITION_PARTS = (
     *("--activation-func", "relu"),
 )
 """Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
+LONGROPE = (
+    *("--position-embedding-type", "rope", "--longrope-original-max-position-embeddings", "12"),
+    *("--longrope-short-factor", "1", "1.1", "1.5", "--longrope-long-factor", "1", "3", "9"),
+    *("--longrope-attention-factor", "1.2"),
+)
+"""LongRoPE with the long factors: only the part of a sequence that a context-parallel rank has is short."""
 FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "gemma4", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
@@ -393,6 +400,8 @@ def _families() -> Iterator[Cell]:
     for parts in (POSITION_PARTS, POSITION_PARTS[2:4]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=parts)
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=parts)
+    yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=LONGROPE)
+    yield make_cell("gpt2", Layout(cp=2), extra=LONGROPE)
 
 
 def _dropout() -> Iterator[Cell]:

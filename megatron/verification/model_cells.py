@@ -49,6 +49,7 @@ SPARSEMIXER = (
     *("--add-qkv-bias", "--add-proj-bias"),
 )
 """SparseMixer routing in which several experts are within reach, and attention biases, as in Phi-MoE."""
+SINKHORN = ("--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0")
 
 EXPERT_NORMS = ("--moe-expert-norms", "--moe-router-norm", "--moe-router-expert-scale", "--norm-placement", "sandwich")
 """Norms of experts and of the shared expert, and the router's, as in Gemma 4."""
@@ -91,7 +92,7 @@ def expert_matrix() -> list[Cell]:
     """Return the test cases of MoE models that every release must pass, without duplicates."""
     cells = [
         cell
-        for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _normalized, _at_random)
+        for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _sinkhorn, _normalized, _at_random)
         for cell in family()
     ]
     return list({cell.name: cell for cell in cells}.values())
@@ -199,6 +200,17 @@ def _sparsemixer() -> Iterator[Cell]:
         ExpertLayout(dp=2, ep=2, recompute=("selective", "core_attn", "moe"), dispatcher="allgather"),
     ):
         yield make_expert_cell("mixtral", layout, extra=SPARSEMIXER)
+
+
+def _sinkhorn() -> Iterator[Cell]:
+    """Yield Sinkhorn routing, which balances the tokens of all tensor- and context-parallel ranks together."""
+    for layout, topk in (
+        (ExpertLayout(tp=2, pp=2, dp=2, ep=2, sequence_parallel=True), "2"),
+        (ExpertLayout(tp=2, cp=2, dp=2, ep=4, etp=1, sequence_parallel=True), "2"),
+        (ExpertLayout(tp=2, cp=2), "1"),
+        (ExpertLayout(dp=2, ep=2, recompute=("selective", "core_attn", "moe"), dispatcher="allgather"), "2"),
+    ):
+        yield make_expert_cell("mixtral", layout, extra=(*SINKHORN, "--moe-router-topk", topk))
 
 
 def _at_random() -> Iterator[Cell]:

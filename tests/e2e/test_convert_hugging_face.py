@@ -258,7 +258,7 @@ FLAGS = """
 TRAINED = ("gemma3",)
 """Norms on both sides and windows; experts are in other default tests."""
 OTHERS = (
-    *("gpt2", "neo", "llama31", "qwen_untied"),
+    *("gpt2", "neo", "llama31", "llama_mlp_bias", "qwen_untied", "phi3_longrope"),
     *("mixtral", "neox", "phi3", "qwen3", "mistral", "olmo2", "gemma2", "qwen3_moe", "olmoe", "deepseek"),
     *("gpt_oss", "olmo3", "smollm3", "gemma", "qwen2_moe", "seed_oss", "glm4", "arcee", "starcoder2", "exaone4"),
     *("helium", "ernie4_5", "stablelm", "stablelm_parallel", "glm4_moe", "flex_olmo", "granite", "granite_moe"),
@@ -267,7 +267,7 @@ OTHERS = (
     *("gptj", "codegen", "gpt_bigcode", "persimmon", "bloomz", "mpt_1b", "opt_125m", "xglm_7b", "qwen3_next"),
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm", "apertus"),
     *("hunyuan_dense", "hunyuan_moe", "minimax_m2", "phimoe", "dots1", "nemotron", "ernie4_5_moe"),
-    *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
+    *("qwen3_5", "qwen3_5_moe", "kimi_linear", "jais2"),
     *("gemma4", "gemma4_values", "gemma4_moe"),
     *("deepseek_v32", "glm_moe_dsa"),
 )

@@ -122,7 +122,21 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
                 "--qk-layernorm-after-rope has no effect with --position-embedding-type "
                 f"{model.position_embedding_type}; add --position-embedding-type rope, or omit it"
             )
+        if model.longrope_long_factor:
+            yield (
+                "--longrope-long-factor has no effect with --position-embedding-type "
+                f"{model.position_embedding_type}; add --position-embedding-type rope, or omit it"
+            )
         return
+    for name, factors in (
+        ("--longrope-short-factor", model.longrope_short_factor),
+        ("--longrope-long-factor", model.longrope_long_factor),
+    ):
+        if factors and (len(factors) != model.rotary_dim // 2 or min(factors) <= 0):
+            yield (
+                f"{name} {' '.join(map(str, factors[:8]))}: {model.rotary_dim // 2} numbers greater than 0 are "
+                "expected, one per two rotated channels of a head"
+            )
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
     elif not model.mla.multi_latent_attention:
@@ -199,6 +213,13 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         )
     if model.norm_parameters == "none" and model.apply_layernorm_1p:
         yield "--apply-layernorm-1p changes the weight of norms, but --norm-parameters is none; omit one of them"
+    if model.qk_layernorm_per_head and is_registered("normalization", model.normalization):
+        yield (
+            f"--qk-layernorm-per-head is not supported with --normalization {model.normalization}, which a script "
+            "registered; omit it"
+        )
+    if model.norm_parameters == "none" and model.qk_layernorm_per_head:
+        yield "--qk-layernorm-per-head has weights, but --norm-parameters is none; omit one of them"
     if model.norm_parameters == "none" and model.qk_layernorm_across_heads:
         yield "--qk-layernorm-across-heads has a weight, but --norm-parameters is none; omit one of them"
     if model.shared_parallel_norm and model.norm_placement == "post":
@@ -427,6 +448,7 @@ MODEL_CHECKS = (
         (
             *("hidden_size", "num_attention_heads", "rotary_percent", "position_embedding_type"),
             *("rotary_ntk_alpha", "qk_layernorm_after_rope", *ATTENTION_SHAPE),
+            *("longrope_short_factor", "longrope_long_factor"),
         ),
         _check_rotary,
     ),
@@ -798,7 +820,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is greater than --num-experts {experts}; values from 1 to {experts} work"
-    is_softmax = moe.moe_router_score_function == "softmax"
+    is_softmax = moe.moe_router_score_function == "softmax" and not moe.routes_by_sinkhorn
     if topk == 1 and is_softmax and not moe.moe_router_pre_softmax:
         yield (
             "--moe-router-topk 1: a softmax over one expert is always 1, so the router cannot learn; add "
@@ -840,12 +862,29 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
         )
 
 
+_NOT_WITH_SINKHORN = (
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor"),
+)
+
+
+def _check_sinkhorn(config: RunConfig) -> Iterator[str]:
+    flags = map(config.flag, _NOT_WITH_SINKHORN)
+    given = [spec.typed(value) for spec, value in filter(None, flags) if value != spec.default]
+    coefficients = config.model.moe.moe_aux_loss_coeff
+    if any(coefficients):
+        given.append(f"--moe-aux-loss-coeff {' '.join(map(str, coefficients))}")
+    for words in given:
+        yield f"--moe-router-load-balancing-type sinkhorn does not support {words}; omit it, or use aux_loss"
+
+
 def _check_balancing(config: RunConfig) -> Iterator[str]:
     model = config.model
     kinds, coefficients = model.moe.moe_router_load_balancing_type, model.moe.moe_aux_loss_coeff
     words, numbers = " ".join(kinds), " ".join(map(str, coefficients))
-    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
-        yield f"--moe-router-load-balancing-type {words}: use each type at most once, and none only by itself"
+    if len(set(kinds)) < len(kinds) or ({"none", "sinkhorn"} & set(kinds) and len(kinds) > 1):
+        alone = next((kind for kind in ("sinkhorn", "none") if kind in kinds), "none")
+        yield f"--moe-router-load-balancing-type {words}: use each type at most once, and {alone} only by itself"
     elif len(coefficients) not in (1, len(kinds)):
         yield (
             f"--moe-aux-loss-coeff {numbers}: {len(kinds)} numbers are expected, one per type of "
@@ -853,6 +892,8 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
         )
     if any(not 0 <= value < float("inf") for value in coefficients):
         yield f"--moe-aux-loss-coeff {numbers}: values of 0 or more are expected"
+    if model.moe.routes_by_sinkhorn:
+        yield from _check_sinkhorn(config)
     again = model.recompute_granularity == "full" or "moe" in model.recomputed_modules
     if model.moe.num_experts is not None and model.moe.moe_aux_losses.get("global_aux_loss") and again:
         yield (
@@ -978,10 +1019,14 @@ MOE_CHECKS = (
         (
             *("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
             "moe_router_group_score_topk",
+            "moe_router_load_balancing_type",
         ),
         _check_choice,
     ),
-    Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
+    Check(
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity", *_NOT_WITH_SINKHORN),
+        _check_balancing,
+    ),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
     Check(
         (

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TokenValue,
         check_request,
         context_length,
+        new_tokens_that_fit,
     )
     from megatron.core.inference.prompt_batch import Score, ScoredRow, batches_of_like_length
     from megatron.core.inference.running_batch import News
@@ -47,7 +48,8 @@ __getattr__ = lazy_exports(
         "engine": "InferenceEngine",
         "inference_request": (
             "Continuation GatheredAnswer GenerationCancelled GenerationRequest NewToken Progress PromptEnded "
-            "PromptFailed PromptSearched PromptSeen StopRule TokenPairs TokenValue check_request context_length"
+            "PromptFailed PromptSearched PromptSeen StopRule TokenPairs TokenValue check_request context_length "
+            "new_tokens_that_fit"
         ),
         "prompt_batch": "Score ScoredRow batches_of_like_length",
         "running_batch": "News",

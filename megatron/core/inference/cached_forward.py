@@ -62,6 +62,7 @@ class CachedForward:
             pattern=_pattern(attention_mask.to(device), start),
             cache=self._cache if keeps_cache else None,
             last_position_only=num_last == 1,
+            sequence_lengths=int(position_ids.max()) + 1,
         )
         self._stored = rows if keeps_cache else self._stored
         whole: torch.Tensor = all_gather_last_dim(output[-num_last:], self.model.tp)
@@ -82,7 +83,7 @@ class CachedForward:
     def _resume(self, rows: torch.Tensor) -> int:
         """Arrange the cache for the rows ``[b, s, 3]``, and return the number of columns that it holds."""
         length, known = rows.shape[1], self._stored.shape[1]
-        if self._cache is None or not 0 < known < length:
+        if self._cache is None or not 0 < known < length or self._is_long(rows) != self._is_long(self._stored):
             return self._restart(rows)
         equal = (rows[:, None, :known] == self._stored[None]).flatten(2).all(dim=-1)
         if not bool(equal.any(dim=1).all()):
@@ -93,6 +94,11 @@ class CachedForward:
         if not torch.equal(chosen, torch.arange(len(self._stored))):
             self._cache.select_rows(chosen.to(next(self.model.parameters()).device))
         return known
+
+    def _is_long(self, rows: torch.Tensor) -> bool:
+        """Return whether LongRoPE rotates the rows with its long factors, as in transformers all of them or none."""
+        limit = self.model.config.longrope_length
+        return limit is not None and int(rows[..., 2].max()) >= limit
 
     def _restart(self, rows: torch.Tensor) -> int:
         self._cache = KeyValueCache(rows.shape[1] + _FIRST_ROOM)

@@ -6,6 +6,7 @@ All classes can be pickled and sent to other processes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,13 +93,27 @@ def context_length(config: GPTConfig, max_tokens: int) -> int:
     return min(max_tokens, config.max_position_embeddings or max_tokens)
 
 
+def new_tokens_that_fit(config: GPTConfig, lengths: Collection[int], wanted: int) -> int:
+    """Return how many of ``wanted`` new tokens, but at least 1, fit the context of prompts of these lengths.
+
+    With LongRoPE, short texts remain short.
+    """
+    longest = max(lengths)
+    room = context_length(config, longest + wanted) - longest
+    limit = config.longrope_length
+    short = [] if limit is None else [length for length in lengths if length <= limit]
+    if limit is not None and short:
+        room = min(room, limit + 1 - max(short))
+    return max(room, 1)
+
+
 def check_request(config: GPTConfig, request: GenerationRequest) -> None:
     """Validate a request for the model.
 
     Raises:
         ConfigurationError: the sampling or beam search parameters are invalid.
-        InputError: a prompt is empty, holds a token outside the vocabulary or leaves too few learned positions; or
-            the request asks for no output.
+        InputError: a prompt is empty, holds a token outside the vocabulary, leaves too few learned positions or crosses
+            LongRoPE's original length; or the request asks for no output.
     """
     if problems := [*request.sampling.problems(), *_beam_problems(config, request)]:
         raise ConfigurationError(problems)
@@ -147,6 +162,13 @@ def _check_prompt(config: GPTConfig, prompt: tuple[int, ...], count: int, place:
         raise InputError(
             f"{place} has {len(prompt)} tokens; with {count} tokens to generate the length is {length}, but the model "
             f"has {config.max_position_embeddings} learned positions; shorten it or generate fewer"
+        )
+    limit = config.longrope_length
+    if limit is not None and len(prompt) <= limit < length - 1:
+        raise InputError(
+            f"{place} has {len(prompt)} tokens; with {count} tokens to generate the length is {length}, but LongRoPE "
+            f"rotates all positions differently in texts of more than {limit} tokens; generate at most "
+            f"{limit + 1 - len(prompt)}, or use a prompt of more than {limit} tokens"
         )
 
 

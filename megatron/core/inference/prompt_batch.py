@@ -38,6 +38,11 @@ class PaddedPrompts:
     starts: torch.Tensor
     has_padding: bool
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Return the number of tokens of each prompt. Shapes: ``-> [b]``."""
+        return self.tokens.shape[1] - self.starts
+
     def positions(self, start: int, end: int) -> torch.Tensor:
         """Return each row's position ids in the columns ``[start, end)``; 0 for padding.
 
@@ -155,7 +160,12 @@ class PromptBatch:
         self._stop_if_cancelled()
         end = start + tokens.shape[1]
         positions, pattern = self.prompts.positions(start, end), self.prompts.pattern(start, end)
-        return self.staged.forward(tokens, positions, pattern, self.cache, last_position_only=not all_positions)
+        has_two_ropes = self.staged.model.config.longrope_length is not None
+        return self.staged.forward(
+            *(tokens, positions, pattern, self.cache),
+            last_position_only=not all_positions,
+            sequence_lengths=self.prompts.lengths if has_two_ropes else None,
+        )
 
     def _stop_if_cancelled(self) -> None:
         if self.is_cancelled is None:

@@ -391,12 +391,16 @@ class RunningBatch:
         device = self.staged.device
         places = torch.tensor(positions, device=device)
         self._cache.begin_pass(first_slot, torch.tensor(columns, device=device), end)
+        lengths = None
+        if self.staged.model.config.longrope_length is not None:
+            lengths = torch.tensor([row.prompt_length for row in rows], device=device)
         return self.staged.forward(
             torch.tensor(tokens, device=device),
             places,
             pattern_of_rows(places, end),
             self._cache,
             last_position_only=not all_positions,
+            sequence_lengths=lengths,
         )
 
     def _advance(self, rows: Sequence[Row], logits: torch.Tensor | None, news: list[News], ended: list[Row]) -> None:

@@ -101,10 +101,11 @@ class StagedModel:
         pattern: AttentionPattern,
         cache: KeyValueCache,
         last_position_only: bool,
+        sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Run the forward pass; return the logits on the last stage and None on the others.
 
-        Shapes: ``tokens, position_ids: [b, s] -> [s or 1, b, v/tp]``.
+        Shapes: ``tokens, position_ids: [b, s]``, ``sequence_lengths: [b] -> [s or 1, b, v/tp]``.
         """
         output: torch.Tensor | None = None
         for chunk in self.chunks:
@@ -118,6 +119,7 @@ class StagedModel:
                 hidden=None if chunk.pre_process else output,
                 cache=cache,
                 last_position_only=last_position_only,
+                sequence_lengths=sequence_lengths,
             )
             if not chunk.post_process and self._out is not None:
                 self._out.send(output.contiguous())

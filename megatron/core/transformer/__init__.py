@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         RotaryAngles,
         RotaryEmbedding,
         apply_rotary_to_both,
+        factor_frequencies,
         proportional_frequencies,
         split_and_rotate,
         yarn_frequencies,
@@ -125,8 +126,8 @@ __getattr__ = lazy_exports(
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch make_norm normalize",
         "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": (
-            "RotaryAngles RotaryEmbedding apply_rotary_to_both proportional_frequencies split_and_rotate "
-            "yarn_frequencies"
+            "RotaryAngles RotaryEmbedding apply_rotary_to_both factor_frequencies proportional_frequencies "
+            "split_and_rotate yarn_frequencies"
         ),
         "sparse_attention": "SparseLatentAttention",
         "spec_utils": "ModuleSpec build_module",

@@ -46,7 +46,7 @@ from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.linear_biases import LinearBiases
-from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
+from megatron.core.transformer.norm import AcrossHeadsNorm, Norm, PerHeadNorm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
     apply_rotary_to_both,
@@ -343,6 +343,8 @@ class SelfAttention(nn.Module):
     def _norm(config: DecoderConfig, num_heads: int, tp: Group, device: torch.device | str) -> nn.Module:
         if config.qk_layernorm_across_heads:
             return AcrossHeadsNorm(config, num_heads, tp, device)
+        if config.qk_layernorm_per_head:
+            return PerHeadNorm(config, num_heads, tp, device)
         return SelfAttention._head_norm(config, tp, device, config.norm_parameter_names)
 
     @staticmethod

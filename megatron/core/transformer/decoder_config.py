@@ -337,13 +337,12 @@ class MoEConfig(Config, in_args=False):
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
         nargs="+",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-        not_built=("sinkhorn",),
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
         role="recipe",
         needs="num_experts",
     )
     """Auxiliary load balancing loss: per micro-batch, per sequence, over the global batch so far, several of these, or
-    none."""
+    none. sinkhorn instead balances the choices of each micro-batch in training by Sinkhorn's algorithm."""
     moe_aux_loss_coeff: tuple[float, ...] = flag(
         (0.0,), nargs="+", role="recipe", bounds=None, needs="num_experts", metavar="X"
     )
@@ -369,6 +368,11 @@ class MoEConfig(Config, in_args=False):
     kernels."""
 
     @property
+    def routes_by_sinkhorn(self) -> bool:
+        """Return whether Sinkhorn's algorithm chooses the experts in training."""
+        return "sinkhorn" in self.moe_router_load_balancing_type
+
+    @property
     def group_score_topk(self) -> int | None:
         """Return the number of best experts whose scores rank a group; None without group-limited routing."""
         if self.moe_router_group_topk is None:
@@ -378,7 +382,7 @@ class MoEConfig(Config, in_args=False):
     @property
     def moe_aux_losses(self) -> dict[str, float]:
         """Return the coefficient of each load-balancing auxiliary loss."""
-        names = [name for name in self.moe_router_load_balancing_type if name != "none"]
+        names = [name for name in self.moe_router_load_balancing_type if name not in ("none", "sinkhorn")]
         coefficients = self.moe_aux_loss_coeff * (len(names) if len(self.moe_aux_loss_coeff) == 1 else 1)
         return {name: coefficient for name, coefficient in zip(names, coefficients) if coefficient}
 
@@ -524,6 +528,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Normalize queries and keys after their rotary embedding, instead of before."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads together, and all key heads."""
+    qk_layernorm_per_head: bool = flag(
+        False,
+        role="shape",
+        needs="qk_layernorm",
+        excludes=("qk_layernorm_across_heads", "multi_latent_attention"),
+        in_args=False,
+    )
+    """Normalize queries and keys with weights of their own per head, without biases."""
     attention_output_gate: bool = flag(
         False, role="shape", excludes=("multi_latent_attention", "lora_rank", "attention")
     )
@@ -638,6 +650,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the hidden states."""
+    embedding_dropout: float | None = flag(None, role="recipe", bounds=BELOW_ONE, in_args=False)
+    """Dropout of the embeddings; by default --hidden-dropout."""
     attention_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout of the attention weights."""
     attention_backend: str = flag(
@@ -896,7 +910,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def has_dropout(self) -> bool:
         """Return whether training uses any dropout."""
-        return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0 or self.lora_dropout > 0.0
+        of_layers = self.hidden_dropout > 0.0 or self.attention_dropout > 0.0 or self.lora_dropout > 0.0
+        return of_layers or self.dropout_of_embeddings > 0.0
+
+    @property
+    def dropout_of_embeddings(self) -> float:
+        return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
 
     @property
     def draws_by_sample(self) -> bool:

@@ -139,7 +139,7 @@ class MTPLayer(nn.Module):
             device=device,
             gather_output=not config.sequence_parallel,
         )
-        self.embedding_dropout = HiddenDropout(config.hidden_dropout)
+        self.embedding_dropout = HiddenDropout(config.dropout_of_embeddings)
         self.transformer_layer = TransformerLayer(config, config.num_layers + depth, tp, device, cp, experts)
         self.final_layernorm = make_norm(config, tp, device)
 

@@ -210,6 +210,23 @@ class AcrossHeadsNorm(nn.Module):
         return normalized * (self.weight + self.mean_weight).view(x.shape[-2:])
 
 
+class PerHeadNorm(AcrossHeadsNorm):
+    """Norm of each head by itself, with one weight per channel of each head and no bias.
+
+    The weights are sharded as those of `AcrossHeadsNorm`.
+
+    Shapes: ``[s, b, heads/tp, d] -> [s, b, heads/tp, d]``.
+    """
+
+    def __init__(self, config: DecoderConfig, num_heads: int, tp: Group, device: torch.device | str) -> None:
+        super().__init__(config, num_heads, tp, device)
+        self.kind = config.normalization
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normalized = normalize(x.to(arithmetic_dtype(x.dtype)), None, None, self.kind, self.epsilon)
+        return (normalized * (self.weight + self.mean_weight).view(x.shape[-2:])).to(x.dtype)
+
+
 def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | None, probability: float) -> torch.Tensor:
     """Add a branch to the residual stream ``x``, after dropout if there are ``keys``.
 

@@ -1,13 +1,14 @@
-"""Rotary position embeddings (RoPE), with the frequency scaling of Llama 3.1 and YaRN.
+"""Rotary position embeddings (RoPE), with the frequency scaling of Llama 3.1, YaRN and LongRoPE.
 
 RoPE rotates pairs of channels by angles that grow with the position: Su et al. 2021, https://arxiv.org/abs/2104.09864.
 Llama 3.1: https://arxiv.org/abs/2407.21783. YaRN extends the context length: Peng et al. 2023,
-https://arxiv.org/abs/2309.00071.
+https://arxiv.org/abs/2309.00071. LongRoPE: Ding et al. 2024, https://arxiv.org/abs/2402.13753.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,8 @@ class RotaryEmbedding:
     ``original_length / low_frequency_factor`` are divided by the factor, wavelengths shorter than ``original_length /
     high_frequency_factor`` are kept, and those between are interpolated.
 
-    ``frequencies`` overrides the computed frequencies. Cosine and sine are multiplied by ``amplitude``. With
+    ``frequencies`` overrides the computed frequencies, and ``long_frequencies`` replaces them in sequences of more than
+    ``original_length`` positions. Cosine and sine are multiplied by ``amplitude``. With
     ``temperature``, the pair of a number ``beta`` and of a length, queries at position ``p`` are multiplied by
     ``1 + beta * ln(1 + floor(p / length))``, so that attention to long contexts stays sharp (Nakanishi 2025,
     https://arxiv.org/abs/2501.19399).
@@ -62,6 +64,7 @@ class RotaryEmbedding:
         high_frequency_factor: float = 4.0,
         original_length: int = 8192,
         frequencies: torch.Tensor | None = None,
+        long_frequencies: torch.Tensor | None = None,
         amplitude: float = 1.0,
         temperature: tuple[float, int] | None = None,
     ) -> None:
@@ -78,31 +81,40 @@ class RotaryEmbedding:
             )
             blend = blend.clamp(0.0, 1.0)
             frequencies = frequencies * blend + frequencies / scaling_factor * (1 - blend)
-        self.frequencies = frequencies
+        self.frequencies, self.long_frequencies = frequencies, long_frequencies
+        self.original_length = original_length
         self._last: _Computed | None = None
 
-    def angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
+    def angles(
+        self, position_ids: torch.Tensor, dtype: torch.dtype, lengths: int | torch.Tensor | None = None
+    ) -> RotaryAngles:
         """Return the angles of the positions, computed in float64 and stored in at least float32.
 
-        Rows that share their memory (stride 0) share one row of angles.
+        Rows that share their memory (stride 0) share one row of angles. ``lengths`` are those of the sequences, for
+        ``long_frequencies``: one number for all, which must be the same for the same ``position_ids``, or in inference
+        one per row.
 
-        Shapes: ``position_ids: [b or 1, s] -> cos, sin: [s, b or 1, 1, rotary_dim]``.
+        Shapes: ``position_ids: [b or 1, s]``, ``lengths: [b] -> cos, sin: [s, b or 1, 1, rotary_dim]``.
         """
         # An inference tensor has no version and cannot be saved for a backward pass.
         if torch.is_inference_mode_enabled() or position_ids.is_inference():
-            return self._compute(position_ids, dtype)
+            return self._compute(position_ids, dtype, lengths)
         last = self._last
         if last is None or not last.is_of(position_ids, dtype):
-            last = _Computed(position_ids, position_ids._version, dtype, self._compute(position_ids, dtype))
+            last = _Computed(position_ids, position_ids._version, dtype, self._compute(position_ids, dtype, lengths))
             self._last = last
         return last.angles
 
-    def _compute(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
-        if position_ids.stride(0) == 0:
+    def _compute(
+        self, position_ids: torch.Tensor, dtype: torch.dtype, lengths: int | torch.Tensor | None
+    ) -> RotaryAngles:
+        if position_ids.stride(0) == 0 and not isinstance(lengths, torch.Tensor):
             position_ids = position_ids[:1]
         if self.frequencies.device != position_ids.device:
             # Only once, because a copy from the host synchronizes with the device.
             self.frequencies = self.frequencies.to(position_ids.device)
+            if self.long_frequencies is not None:
+                self.long_frequencies = self.long_frequencies.to(position_ids.device)
         positions = position_ids.t().to(torch.float64)
         wide = arithmetic_dtype(dtype)
         query_scale = None
@@ -111,13 +123,22 @@ class RotaryEmbedding:
             query_scale = (1 + beta * (positions / length).floor().log1p())[..., None, None].to(wide)
         if self.interpolation_factor is not None:
             positions = positions / self.interpolation_factor
-        half = positions[..., None] * self.frequencies
+        half = positions[..., None] * self._frequencies_of(lengths)
         full = half.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((half, half), dim=-1)
         full = full.unsqueeze(2)
         cos, sin = full.cos(), full.sin()
         if self.amplitude != 1.0:
             cos, sin = cos * self.amplitude, sin * self.amplitude
         return RotaryAngles(cos.to(wide), sin.to(wide), self.interleaved, query_scale=query_scale)
+
+    def _frequencies_of(self, lengths: int | torch.Tensor | None) -> torch.Tensor:
+        """Return the frequencies in sequences of these lengths. Shapes: ``[b] -> [b, rotary_dim / 2]``."""
+        if self.long_frequencies is None:
+            return self.frequencies
+        assert lengths is not None, "LongRoPE chooses its frequencies by the length of the sequence"
+        if isinstance(lengths, int):
+            return self.long_frequencies if lengths > self.original_length else self.frequencies
+        return torch.where(lengths[:, None] > self.original_length, self.long_frequencies, self.frequencies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +225,15 @@ def proportional_frequencies(base: float, width: int, rotary_dim: int) -> torch.
     frequencies = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
     frequencies[rotary_dim // 2 :] = 0.0
     return frequencies
+
+
+def factor_frequencies(base: float, factors: Sequence[float]) -> torch.Tensor:
+    """Return the frequencies of RoPE divided by LongRoPE's factors, one each.
+
+    Shapes: ``-> [len(factors)]`` float64.
+    """
+    exponents = torch.arange(len(factors), dtype=torch.float64) / len(factors)
+    return 1.0 / (torch.tensor(factors, dtype=torch.float64) * base**exponents)
 
 
 def yarn_frequencies(config: RotaryConfig, base: float, width: int) -> torch.Tensor:

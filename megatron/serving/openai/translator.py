@@ -16,6 +16,7 @@ from megatron.core.inference import (
     StopRule,
     check_request,
     context_length,
+    new_tokens_that_fit,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.tokenizers import Tokenizer
@@ -130,7 +131,8 @@ class Translator:
         limit = self.max_model_len
         max_new = fields.max_tokens
         if max_new is None:
-            max_new = max(min(self._default_new_tokens or self.default_length(fields), limit - longest), 1)
+            wanted = min(self._default_new_tokens or self.default_length(fields), limit - longest)
+            max_new = new_tokens_that_fit(self.config, (longest,), max(wanted, 1))
         if longest + max_new > limit:
             is_servers = limit != self.config.max_position_embeddings
             restart = ", or restart the server with a larger --max-tokens-to-oom" if is_servers else ""

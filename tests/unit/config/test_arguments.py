@@ -224,9 +224,9 @@ def test_whose_layers_is_a_field_and_makes_no_line_of_its_own(impl: str) -> None
 
 
 def test_values_that_would_change_the_result_are_refused() -> None:
-    assert problems_of("--moe-router-load-balancing-type sinkhorn --num-experts 4") == (
-        "--moe-router-load-balancing-type sinkhorn is not supported yet; possible: aux_loss, seq_aux_loss, "
-        "global_aux_loss, none",
+    assert problems_of("--position-embedding-type mrope") == (
+        "--position-embedding-type mrope is not supported yet; possible: learned_absolute, rope, alibi, sinusoidal, "
+        "none",
     )
 
 

@@ -50,7 +50,19 @@ WRONG = [
     (f"{EIGHT} --moe-layer-freq [0]*4", "gives experts to none of the 4 layers"),
     (f"{EIGHT} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__('os'): a number or a list"),
     (f"{EIGHT} --moe-router-load-balancing-type aux_loss none", "use each type at most once, and none only by itself"),
-    (f"{EIGHT} --moe-router-load-balancing-type sinkhorn", "sinkhorn is not supported yet; possible: aux_loss"),
+    (f"{EIGHT} --moe-router-load-balancing-type sinkhorn aux_loss", "at most once, and sinkhorn only by itself"),
+    (
+        f"{EIGHT} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "sinkhorn does not support --moe-aux-loss-coeff 0.1; omit it, or use aux_loss",
+    ),
+    (
+        f"{EIGHT} --moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax",
+        "sinkhorn does not support --moe-router-pre-softmax; omit it, or use aux_loss",
+    ),
+    (
+        f"{EIGHT} --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1",
+        "sinkhorn does not support --moe-expert-capacity-factor 1.0; omit it, or use aux_loss",
+    ),
     (f"{EIGHT} --moe-aux-loss-coeff 1 2", "1 numbers are expected"),
     (f"{EIGHT} --moe-aux-loss-coeff -1", "values of 0 or more are expected"),
     (

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, attention_bias_fields
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
+    RotaryDecoderFamily,
+)
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.rope import read_rope, with_default_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
@@ -33,6 +37,7 @@ class ApertusFamily(RotaryDecoderFamily):
     default_rotary_base = 12000000.0
     activation = ("hidden_act", "xielu", "xielu")
     mlp_names = ("up_proj", "down_proj")
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     norm_names = (("input_layernorm", "attention_layernorm"), ("pre_mlp_layernorm", "feedforward_layernorm"))
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
@@ -40,14 +45,14 @@ class ApertusFamily(RotaryDecoderFamily):
         return read_rope(with_default_rope(settings, _UNSAID_ROPE), positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QK norms and attention biases."""
-        return {"qk_layernorm": True, **attention_bias_fields(settings)}
+        """Return the fields of QK norms."""
+        return {"qk_layernorm": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model, with an explicit type of unscaled RoPE."""
         settings = super().write_settings(config)
         scaling = settings["rope_scaling"] or {"rope_type": "default"}
-        return settings | {"attention_bias": config.has_proj_bias, "pad_token_id": None, "rope_scaling": scaling}
+        return settings | {"pad_token_id": None, "rope_scaling": scaling}
 
     def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of the up projection, and of xIELU's slopes and constants."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
+from megatron.checkpoint.formats.huggingface.decoder_layers import ATTENTION_BIAS, MLP_BIAS
 from megatron.checkpoint.formats.huggingface.mamba_layers import MambaDecoderFamily
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
@@ -23,6 +25,7 @@ class BambaFamily(MambaDecoderFamily):
     default_epsilon = 1e-5
     final_norm = "final_layernorm"
     mlp_name = "feed_forward"
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False, MLP_BIAS: False})
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the RoPE fields, with the fraction of rotated channels, which only ``rope_parameters`` changes."""
@@ -30,17 +33,14 @@ class BambaFamily(MambaDecoderFamily):
         return read_partial_rope(settings, positions, "rope_theta", "partial_rotary_factor", _ROTATED)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of layers, biases and z-loss."""
+        """Return the fields of layers and z-loss."""
         layers, chosen = settings.integer("num_hidden_layers"), settings.values.get("attn_layer_indices") or []
         if not isinstance(chosen, list) or any(type(layer) is not int for layer in chosen):
             settings.refuse(f"attn_layer_indices is {chosen!r:.40}; a list of layer numbers is expected")
             chosen = []
         mixers = "".join("*" if layer in chosen else "M" for layer in range(min(layers, 100_000)))
-        has_biases = settings.switch("attention_bias", False)
-        settings.require("mlp_bias", has_biases, False, "it must be equal to attention_bias")
         return {
             **self.layers_of(settings, mixers, "-"),
-            "add_bias_linear": has_biases,
             "z_loss_coeff": settings.number("z_loss_coefficient", 0.0) or None,
         }
 
@@ -53,8 +53,6 @@ class BambaFamily(MambaDecoderFamily):
             settings["rope_parameters"] = scaling | rope
         mixers = [parts.mixer for parts in config.layer_parts[::2]]
         return settings | {
-            "attention_bias": config.add_bias_linear,
             "attn_layer_indices": [layer for layer, mixer in enumerate(mixers) if mixer == ATTENTION],
-            "mlp_bias": config.add_bias_linear,
             "z_loss_coefficient": config.z_loss_coeff or 0.0,
         }

@@ -23,14 +23,14 @@ class BloomFamily(NamedDecoderFamily):
         SettingField("layer_norm_epsilon", "norm_epsilon", 1e-5),
         SettingField("initializer_range", "init_method_std", 0.02),
         SettingField("attention_dropout", "attention_dropout", 0.0),
+        SettingField("hidden_dropout", "hidden_dropout", 0.0),
         SettingField(*("apply_residual_connection_post_layernorm",) * 2, False),
     )
     fixed_fields: ClassVar[Mapping[str, Any]] = {
         "position_embedding_type": "alibi",
         "add_embedding_norm": True,
-        "hidden_dropout": 0.0,
+        "embedding_dropout": 0.0,
     }
-    fixed_settings: ClassVar[Mapping[str, Any]] = {"hidden_dropout": 0.0}
     embeddings = (("word_embeddings", "word_embeddings"), ("norm", "word_embeddings_layernorm"))
     layers = "h"
     layer_names = (
@@ -44,7 +44,6 @@ class BloomFamily(NamedDecoderFamily):
     final_norm = "ln_f"
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return no fields; reject ``slow_but_exact``, which leaves biases out, and dropout."""
+        """Return no fields; reject ``slow_but_exact``, which leaves biases out."""
         settings.require("slow_but_exact", False, False, "it leaves biases out")
-        settings.require_zero("hidden_dropout", "the embeddings would have dropout too")
         return {}

@@ -5,17 +5,22 @@ Cohere 2 has sliding windows in three of four layers, and RoPE in these layers o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     RotaryDecoderFamily,
     no_rope_pattern,
     read_layer_types,
     window_fields,
     written_layer_types,
 )
+from megatron.checkpoint.formats.huggingface.family import TensorLink
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.sharding import Box
 
 
 class CohereFamily(RotaryDecoderFamily):
@@ -27,14 +32,15 @@ class CohereFamily(RotaryDecoderFamily):
     default_epsilon = 1e-5
     default_rotary_base = 500000.0
     is_tied_by_default = True
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     epsilon_name = "layer_norm_eps"
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of the layers and of the logits; reject biases and QK norms."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
-        if self.model_type == "cohere":
-            settings.require("use_qk_norm", False, False, "QK norms with a weight per head are not supported")
+        """Return the fields of the layers and of the logits."""
+        has_head_norms = self.model_type == "cohere" and settings.switch("use_qk_norm", False)
         return {
+            "qk_layernorm": has_head_norms,
+            "qk_layernorm_per_head": has_head_norms,
             "normalization": "LayerNorm",
             "norm_parameters": "weight",
             "use_parallel_residual": True,
@@ -45,11 +51,19 @@ class CohereFamily(RotaryDecoderFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         return super().write_settings(config) | {
-            "attention_bias": False,
             "logit_scale": config.logit_scale,
             "pad_token_id": None,
-            "use_qk_norm": False,
+            "use_qk_norm": config.qk_layernorm,
         }
+
+    def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of the QK norms, whose weights in the files have a row per head."""
+        width = config.kv_channels
+        for name, heads in (("q", config.num_attention_heads), ("k", config.num_query_groups)):
+            for head in range(heads):
+                native, box = f"{ours}self_attention.{name}_layernorm.weight", Box((head * width,), (width,))
+                row = Box((head, 0), (1, width))
+                yield TensorLink(native, box, f"{theirs}self_attn.{name}_norm.weight", row, foreign_ones=(1, 0))
 
 
 class Cohere2Family(CohereFamily):

@@ -119,10 +119,18 @@ def expert_fields(settings: Settings, num_experts: int, width: int, default_choi
     return {"num_experts": num_experts, "moe_ffn_hidden_size": width, "moe_router_topk": chosen}
 
 
-def attention_bias_fields(settings: Settings) -> dict[str, Any]:
-    """Convert ``attention_bias``, the biases of all four projections of attention, to fields of a GPTConfig."""
-    has_biases = settings.switch("attention_bias", False)
-    return {"add_qkv_bias": has_biases, "add_proj_bias": has_biases}
+ATTENTION_BIAS, MLP_BIAS = "attention_bias", "mlp_bias"
+
+
+def bias_fields(*, of_queries: bool, of_output: bool, of_mlp: bool) -> dict[str, bool]:
+    """Return the fields of the biases of QKV projections, attention's output projection, and the feed-forward."""
+    return {
+        "add_bias_linear": of_mlp,
+        "add_qkv_bias": of_queries and not of_mlp,
+        "add_proj_bias": of_output and not of_mlp,
+        "disable_qkv_bias": of_mlp and not of_queries,
+        "disable_proj_bias": of_mlp and not of_output,
+    }
 
 
 def is_unnormalized(settings: Settings) -> bool:
@@ -229,6 +237,11 @@ def named_layer_links(
             yield from norm_links(config, f"{ours}{native}", f"{theirs}{foreign}")
 
 
+def qkv_parameters(config: GPTConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the kinds of parameters of the QKV projections with the shapes of one row: weight, and bias if any."""
+    return (("weight", (config.hidden_size,)), *((("bias", ()),) if config.has_qkv_bias else ()))
+
+
 def projection_links(config: GPTConfig, native: str, foreign: str) -> Iterator[TensorLink]:
     """Yield the links of query, key and value projections.
 
@@ -240,7 +253,7 @@ def projection_links(config: GPTConfig, native: str, foreign: str) -> Iterator[T
     if "{}" not in foreign:
         starts = {"q": 0, "k": keys, "v": keys + config.kv_projection_size}
     for name in ("q", "k", "v"):
-        for kind, trailing in (("weight", (config.hidden_size,)), ("bias", ()))[: 2 if config.has_qkv_bias else 1]:
+        for kind, trailing in qkv_parameters(config):
             for part, native_start, foreign_start, count in fused:
                 if part == name:
                     their_name, start = f"{foreign.format(name)}.{kind}", starts[name] + foreign_start
@@ -291,6 +304,8 @@ class RotaryDecoderFamily:
     ``multimodal_architecture`` names folders whose ``text_config`` describes the model; their ``other_parts``, for
     images and audio, are left out.
     ``setting_names`` maps names of settings to the names that are read here, the one that is written first.
+    ``bias_settings`` are ``attention_bias``, the biases of all four projections of attention, and ``mlp_bias`` with
+    their defaults, if the architecture has them.
     """
 
     model_type: str
@@ -325,6 +340,7 @@ class RotaryDecoderFamily:
         ("pre_mlp_layernorm", "post_attention_layernorm"),
     )
     default_ffn_size: int | None = None
+    bias_settings: Mapping[str, bool] = MappingProxyType({})
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration that the settings describe."""
@@ -368,7 +384,15 @@ class RotaryDecoderFamily:
             **self.read_rope(settings, positions),
             **dtype_fields(settings),
         )
-        return with_fields(config, **self.own_fields(settings))
+        return with_fields(config, **(self.bias_fields_of(settings) | self.own_fields(settings)))
+
+    def bias_fields_of(self, settings: Settings) -> dict[str, bool]:
+        """Return the fields of ``bias_settings``."""
+        has = {name: settings.switch(name, default) for name, default in self.bias_settings.items()}
+        if not has:
+            return {}
+        of_attention = has.get(ATTENTION_BIAS, False)
+        return bias_fields(of_queries=of_attention, of_output=of_attention, of_mlp=has.get(MLP_BIAS, False))
 
     def _with_usual_names(self, settings: Settings) -> Settings:
         given, usual_values = settings.values, dict[str, Any]()
@@ -413,6 +437,8 @@ class RotaryDecoderFamily:
         }
         if self.default_head_dim or config.kv_channels * config.num_attention_heads != config.hidden_size:
             settings["head_dim"] = config.kv_channels
+        biases = {ATTENTION_BIAS: config.has_proj_bias, MLP_BIAS: config.add_bias_linear}
+        settings |= {name: biases[name] for name in self.bias_settings}
         return settings | write_rope(config)
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
@@ -462,9 +488,13 @@ class RotaryDecoderFamily:
         """Yield the links of a layer's QK norms."""
         across = config.qk_layernorm_across_heads
         for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
-            native = f"{ours}self_attention.{name}_layernorm.weight"
-            foreign = f"{theirs}self_attn.{self.head_norm_names[name]}.weight"
-            yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
+            native, foreign = (
+                f"{ours}self_attention.{name}_layernorm",
+                f"{theirs}self_attn.{self.head_norm_names[name]}",
+            )
+            for kind in config.norm_parameter_names:
+                shape = (rows_of_all if across else config.kv_channels,)
+                yield whole(f"{native}.{kind}", f"{foreign}.{kind}", shape)
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's router and experts."""

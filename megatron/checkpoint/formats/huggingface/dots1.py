@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
-    attention_bias_fields,
+    ATTENTION_BIAS,
     read_layer_types,
     window_fields,
     written_layer_types,
@@ -25,6 +25,7 @@ class Dots1Family(SharedExpertFamily):
     default_positions = 2048
     default_groups = 32
     has_mtp = False
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     expert_defaults: Mapping[str, Any] = MappingProxyType(
         {
             "moe_intermediate_size": 1408,
@@ -40,7 +41,7 @@ class Dots1Family(SharedExpertFamily):
     )
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of attention biases, QK norms, MoE and the sliding windows of the later layers."""
+        """Return the fields of QK norms, MoE and the sliding windows of the later layers."""
         layers, num_full = settings.integer("num_hidden_layers"), count_of(settings, "max_window_layers", 62)
         has_windows = settings.values.get("sliding_window", 4096) is not None
         by_default = [has_windows and layer >= num_full for layer in range(min(layers, 100_000))]
@@ -48,10 +49,8 @@ class Dots1Family(SharedExpertFamily):
             **self.experts_of(settings),
             **window_fields(settings, read_layer_types(settings, by_default), 4096),
             "qk_layernorm": True,
-            **attention_bias_fields(settings),
         }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        settings = super().write_settings(config) | written_layer_types(config)
-        return settings | {"attention_bias": config.has_proj_bias}
+        return super().write_settings(config) | written_layer_types(config)

@@ -34,6 +34,7 @@ from megatron.checkpoint.formats.huggingface.granite import GraniteFamily, Grani
 from megatron.checkpoint.formats.huggingface.granite_hybrid import GraniteMoeHybridFamily
 from megatron.checkpoint.formats.huggingface.helium import HeliumFamily
 from megatron.checkpoint.formats.huggingface.hunyuan import HunYuanDenseV1Family, HunYuanMoEV1Family
+from megatron.checkpoint.formats.huggingface.jais2 import Jais2Family
 from megatron.checkpoint.formats.huggingface.kimi_linear import KimiLinearFamily
 from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.huggingface.minimax_m2 import MiniMaxM2Family
@@ -145,6 +146,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3_5MoEFamily(),
     KimiLinearFamily(),
     Gemma4Family(),
+    Jais2Family(),
 )
 
 HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"

@@ -284,6 +284,15 @@ def _unused_features(config: GPTConfig) -> set[str]:
     return unused
 
 
+def dropout_fields(settings: Settings, of_layers: str, of_embeddings: str, default: float) -> dict[str, Any]:
+    """Return the fields of the dropout of layers and embeddings, given the names of their settings."""
+    dropout, embedding = settings.number(of_layers, default), settings.number(of_embeddings, default)
+    for name, value in ((of_layers, dropout), (of_embeddings, embedding)):
+        if value >= 1:
+            settings.refuse(f"{name} is {value}; a number below 1 is expected")
+    return {"hidden_dropout": dropout, "embedding_dropout": None if embedding == dropout else embedding}
+
+
 def dtype_fields(settings: Settings) -> dict[str, Any]:
     """Return the dtype fields of a GPTConfig, float32 by default."""
     dtype = settings.dtype() or "float32"

@@ -7,9 +7,11 @@ layer, and a RoPE base for each kind of layer.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     FULL,
     SLIDING,
     RotaryDecoderFamily,
@@ -32,6 +34,7 @@ class GemmaFamily(RotaryDecoderFamily):
     default_head_dim = 256
     is_tied_by_default = True
     activation = ("hidden_act", "gelu_pytorch_tanh", "geglu")
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model configuration; transformers uses the tanh approximation for ``gelu`` too."""
@@ -40,15 +43,14 @@ class GemmaFamily(RotaryDecoderFamily):
         return super().read_config(settings)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of norms and embedding; reject biases and attention in both directions."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of norms and embedding; reject attention in both directions."""
         settings.require("use_bidirectional_attention", False, False, "attention is causal")
         tanh = "gelu_pytorch_tanh"
         settings.require("hidden_activation", tanh, tanh, "transformers 4 uses it instead of hidden_act")
         return {"apply_layernorm_1p": True, "scale_embeddings": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_settings(config) | {"attention_bias": False, "head_dim": config.kv_channels}
+        return super().write_settings(config) | {"head_dim": config.kv_channels}
 
 
 class Gemma2Family(RotaryDecoderFamily):
@@ -61,6 +63,7 @@ class Gemma2Family(RotaryDecoderFamily):
     default_head_dim = 256
     is_tied_by_default = True
     activation = ("hidden_activation", "gelu_pytorch_tanh", "geglu")
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     norm_names = (
         ("input_layernorm", "input_layernorm"),
         ("post_self_attn_layernorm", "post_attention_layernorm"),
@@ -73,7 +76,6 @@ class Gemma2Family(RotaryDecoderFamily):
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of norms, soft caps, score scale and sliding windows."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
         settings.require("use_bidirectional_attention", False, False, "attention is causal")
         period = settings.integer("sliding_window_pattern", self.window_period)
         by_default = [(layer + 1) % period != 0 for layer in range(settings.integer("num_hidden_layers"))]
@@ -90,7 +92,6 @@ class Gemma2Family(RotaryDecoderFamily):
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return super().write_settings(config) | {
-            "attention_bias": False,
             "attn_logit_softcapping": config.attn_logit_softcapping,
             "final_logit_softcapping": config.final_logit_softcapping,
             "query_pre_attn_scalar": config.score_scalar,

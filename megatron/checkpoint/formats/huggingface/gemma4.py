@@ -8,12 +8,13 @@ norms.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.attention_shapes import read_shapes, written_shapes
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     RotaryDecoderFamily,
-    attention_bias_fields,
     expert_fields,
     norm_links,
     shared_expert_links,
@@ -54,6 +55,7 @@ class Gemma4Family(RotaryDecoderFamily):
     default_head_dim = 256
     default_ffn_size = 9216
     is_tied_by_default = True
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     expert_names = None
     activation = ("hidden_activation", "gelu_pytorch_tanh", "geglu")
     norm_names = Gemma2Family.norm_names
@@ -76,7 +78,6 @@ class Gemma4Family(RotaryDecoderFamily):
             "softmax_scale": 1.0,
             "attention_k_eq_v": settings.switch("attention_k_eq_v", False),
             "final_logit_softcapping": settings.positive_or_none("final_logit_softcapping", None),
-            **attention_bias_fields(settings),
             **window_fields(settings, has_window, 512),
             **read_kinds_of_rope(settings, DEFAULT_ROPE, has_window, width, positions),
             **shapes,
@@ -105,7 +106,6 @@ class Gemma4Family(RotaryDecoderFamily):
         for name in ("rope_theta", "rope_scaling", *(() if any(config.layer_windows) else ("sliding_window",))):
             del settings[name]
         return settings | {
-            "attention_bias": config.has_qkv_bias,
             "attention_k_eq_v": config.attention_k_eq_v,
             "final_logit_softcapping": config.final_logit_softcapping,
             "hidden_size_per_layer_input": 0,

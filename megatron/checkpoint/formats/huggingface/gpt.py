@@ -10,7 +10,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from megatron.checkpoint.formats.huggingface.family import TensorLink, dtype_fields, query_key_value_rows, rows, whole
+from megatron.checkpoint.formats.huggingface.family import (
+    TensorLink,
+    dropout_fields,
+    dtype_fields,
+    query_key_value_rows,
+    rows,
+    whole,
+)
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import from_fields, with_fields
@@ -86,12 +93,12 @@ class GPT2Family:
             num_attention_heads=heads,
             ffn_hidden_size=settings.integer("n_inner", 4 * width),
             norm_epsilon=settings.number("layer_norm_epsilon", 1e-5),
-            hidden_dropout=settings.number("resid_pdrop", self.default_dropout),
             attention_dropout=settings.number("attn_pdrop", self.default_dropout),
             init_method_std=settings.number("initializer_range", 0.02),
             vocab_size=sizes["vocab_size"],
             max_position_embeddings=sizes["n_positions"],
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", self.is_tied_by_default),
+            **dropout_fields(settings, "resid_pdrop", "embd_pdrop", self.default_dropout),
             **read_activation(settings, "activation_function", self.default_activation),
             **dtype_fields(settings),
         )
@@ -115,7 +122,7 @@ class GPT2Family:
             "architectures": [self.architecture],
             "activation_function": written_activation(config, self.default_activation),
             "attn_pdrop": config.attention_dropout,
-            "embd_pdrop": config.hidden_dropout,
+            "embd_pdrop": config.dropout_of_embeddings,
             "initializer_range": config.init_method_std,
             "layer_norm_epsilon": config.norm_epsilon,
             "n_embd": config.hidden_size,
@@ -207,13 +214,6 @@ class GPTNeoFamily:
         if width % heads:
             settings.refuse(f"hidden_size {width} is not divisible by num_heads {heads}")
         num_layers = settings.integer("num_layers", 24)
-        dropout = settings.number("resid_dropout", 0.0)
-        embed_dropout = settings.number("embed_dropout", 0.0)
-        if embed_dropout != dropout:
-            settings.refuse(
-                f"embed_dropout {embed_dropout} and resid_dropout {dropout} differ; they must be equal "
-                "(--hidden-dropout sets both)"
-            )
         return from_fields(
             GPTConfig,
             num_layers=num_layers,
@@ -223,7 +223,7 @@ class GPTNeoFamily:
             norm_epsilon=settings.number("layer_norm_epsilon", 1e-5),
             disable_qkv_bias=True,
             query_pre_attn_scalar=1,
-            hidden_dropout=dropout,
+            **dropout_fields(settings, "resid_dropout", "embed_dropout", 0.0),
             attention_dropout=settings.number("attention_dropout", 0.0),
             init_method_std=settings.number("initializer_range", 0.02),
             vocab_size=settings.integer("vocab_size", 50257),
@@ -243,7 +243,7 @@ class GPTNeoFamily:
             "activation_function": written_activation(config),
             "attention_dropout": config.attention_dropout,
             "attention_types": [[[_FULL if window is None else _WINDOW], 1] for window in windows],
-            "embed_dropout": config.hidden_dropout,
+            "embed_dropout": config.dropout_of_embeddings,
             "hidden_size": config.hidden_size,
             "initializer_range": config.init_method_std,
             "intermediate_size": config.ffn_hidden_size,

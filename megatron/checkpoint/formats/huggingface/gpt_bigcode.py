@@ -22,7 +22,6 @@ class GPTBigCodeFamily(GPT2Family):
     def own_fields(self, settings: Settings, config: GPTConfig) -> dict[str, Any]:
         """Return the fields of attention; reject what the layers do not have here."""
         settings.require("add_cross_attention", False, False, "cross-attention is not supported")
-        settings.require("embd_pdrop", config.hidden_dropout, 0.1, "the embedding uses the dropout of the layers")
         is_shared = settings.switch("multi_query", True)
         return {
             "group_query_attention": is_shared,

@@ -32,7 +32,6 @@ class GPTJFamily(GPT2Family):
     def own_fields(self, settings: Settings, config: GPTConfig) -> dict[str, Any]:
         """Return the fields of the layers, RoPE and biases; reject a tied output layer."""
         settings.require("tie_word_embeddings", False, False, "an output layer with a bias must have its own weight")
-        settings.require("embd_pdrop", config.hidden_dropout, 0.0, "the embedding uses the dropout of the layers")
         return {
             "add_output_bias": True,
             "disable_proj_bias": True,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
     RotaryDecoderFamily,
     expert_fields,
     stacked_expert_links,
@@ -21,12 +24,11 @@ class GraniteFamily(RotaryDecoderFamily):
     model_type = "granite"
     architecture = "GraniteForCausalLM"
     default_positions = 2048
+    bias_settings: Mapping[str, bool] = MappingProxyType({ATTENTION_BIAS: False, MLP_BIAS: False})
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of multipliers and biases."""
-        has_biases = settings.switch("attention_bias", False)
-        settings.require("mlp_bias", has_biases, False, "it must be equal to attention_bias")
-        return {"add_bias_linear": has_biases, **self.multipliers(settings)}
+        """Return the fields of multipliers."""
+        return self.multipliers(settings)
 
     def multipliers(self, settings: Settings) -> dict[str, Any]:
         return {
@@ -41,11 +43,9 @@ class GraniteFamily(RotaryDecoderFamily):
         # Of 49 the reciprocal of the reciprocal is not 49 again, but rounded it is.
         exact, rounded = 1 / config.logit_scale, round(1 / config.logit_scale, 12)
         return super().write_settings(config) | {
-            "attention_bias": config.add_bias_linear,
             "attention_multiplier": config.score_scale,
             "embedding_multiplier": config.embedding_multiplier,
             "logits_scaling": rounded if rounded and 1 / rounded == config.logit_scale else exact,
-            "mlp_bias": config.add_bias_linear,
             "residual_multiplier": config.residual_multiplier,
         }
 
@@ -58,6 +58,7 @@ class GraniteMoeFamily(GraniteFamily):
 
     model_type = "granitemoe"
     architecture = "GraniteMoeForCausalLM"
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     expert_names = None
     other_names = (
         (f"{_EXPERTS}input_linear.weight", f"{_EXPERTS}experts.gate_up_proj"),
@@ -66,17 +67,13 @@ class GraniteMoeFamily(GraniteFamily):
     )
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of multipliers and MoE; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of multipliers and MoE."""
         experts, width = settings.integer("num_local_experts", 8), settings.integer("intermediate_size")
         return self.multipliers(settings) | expert_fields(settings, experts, width, 2)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        settings = super().write_settings(config)
-        del settings["mlp_bias"]
-        return settings | {
-            "attention_bias": False,
+        return super().write_settings(config) | {
             "intermediate_size": config.moe.moe_ffn_hidden_size,
             "num_experts_per_tok": config.moe.moe_router_topk,
             "num_local_experts": config.moe.num_experts,

@@ -22,10 +22,10 @@ class GraniteMoeHybridFamily(MambaDecoderFamily, GraniteMoeFamily):
     mlp_name = "shared_mlp"
     mlp_names = ("input_linear", "output_linear")
     norm_names = GraniteMoeFamily.norm_names
+    bias_settings = GraniteMoeFamily.bias_settings
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of multipliers, layers, positions and MoE; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of multipliers, layers, positions and MoE."""
         experts, shared = count_of(settings, "num_local_experts", 8), settings.integer("shared_intermediate_size", 1024)
         fields = self.multipliers(settings) | self.layers_of(settings, read_mixers(settings), "E" if experts else "-")
         if settings.text("position_embedding_type", "") != "rope":

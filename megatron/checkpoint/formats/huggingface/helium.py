@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, bias_fields
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -21,9 +21,9 @@ class HeliumFamily(RotaryDecoderFamily):
     default_rotary_base = 100000.0
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QKV biases and interleaved RoPE; reject biases of the MLP."""
-        settings.require("mlp_bias", False, False, "biases of the feed-forward layer are not supported")
-        return {"add_qkv_bias": settings.switch("attention_bias", False), "rotary_interleaved": True}
+        """Return the fields of interleaved RoPE and of biases, which attention's output projection does not have."""
+        of_queries, of_mlp = settings.switch("attention_bias", False), settings.switch("mlp_bias", False)
+        return {"rotary_interleaved": True, **bias_fields(of_queries=of_queries, of_output=False, of_mlp=of_mlp)}
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
         """Reject heads that together are not as wide as the hidden states, which the output projection assumes."""
@@ -32,4 +32,7 @@ class HeliumFamily(RotaryDecoderFamily):
             settings.refuse(f"hidden_size {width} must be num_attention_heads {heads} times head_dim {head_dim}")
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_settings(config) | {"attention_bias": config.has_qkv_bias, "mlp_bias": False}
+        return super().write_settings(config) | {
+            "attention_bias": config.has_qkv_bias,
+            "mlp_bias": config.add_bias_linear,
+        }

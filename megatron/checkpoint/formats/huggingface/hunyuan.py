@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     ExpertNames,
     RotaryDecoderFamily,
-    attention_bias_fields,
     expert_fields,
     shared_expert_links,
 )
@@ -26,22 +26,22 @@ class HunYuanDenseV1Family(RotaryDecoderFamily):
     architecture = "HunYuanDenseV1ForCausalLM"
     default_positions = 2048
     default_epsilon = 1e-5
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     head_norm_names = MappingProxyType({"q": "query_layernorm", "k": "key_layernorm"})
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         return read_ntk_rope(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QK norms and attention biases."""
-        return {"qk_layernorm": True, "qk_layernorm_after_rope": True, **attention_bias_fields(settings)}
+        """Return the fields of QK norms."""
+        return {"qk_layernorm": True, "qk_layernorm_after_rope": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         settings = super().write_settings(config)
         if config.rotary_ntk_alpha != 1.0:
             settings["rope_scaling"] = {"rope_type": "dynamic", "factor": 1.0, "alpha": config.rotary_ntk_alpha}
-        biases = {"attention_bias": config.has_proj_bias}
-        return settings | biases | {"head_dim": config.kv_channels, "pad_token_id": None}
+        return settings | {"head_dim": config.kv_channels, "pad_token_id": None}
 
 
 class HunYuanMoEV1Family(HunYuanDenseV1Family):

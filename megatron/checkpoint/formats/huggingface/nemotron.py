@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    RotaryDecoderFamily,
+)
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
@@ -19,6 +24,7 @@ class NemotronFamily(RotaryDecoderFamily):
     default_epsilon = 1e-5
     activation = ("hidden_act", "relu2", "squared_relu")
     epsilon_name = "norm_eps"
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False, MLP_BIAS: False})
     mlp_names = ("up_proj", "down_proj")
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
@@ -26,24 +32,16 @@ class NemotronFamily(RotaryDecoderFamily):
         return read_partial_rope(settings, positions, "rope_theta", "partial_rotary_factor", 0.5)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of norms, biases and initialization; reject biases of the MLP alone."""
-        of_attention, of_mlp = settings.switch("attention_bias", False), settings.switch("mlp_bias", False)
-        if of_mlp:
-            settings.require("attention_bias", True, False, "mlp_bias is true, and the MLP cannot have biases alone")
+        """Return the fields of norms and initialization."""
         return {
             "normalization": "LayerNorm",
             "apply_layernorm_1p": True,
-            "add_bias_linear": of_mlp,
-            "add_qkv_bias": of_attention and not of_mlp,
-            "add_proj_bias": of_attention and not of_mlp,
             "init_method_std": settings.number("initializer_range", 0.0134),
         }
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return super().write_settings(config) | {
-            "attention_bias": config.has_proj_bias,
             "head_dim": config.kv_channels,
-            "mlp_bias": config.add_bias_linear,
             "partial_rotary_factor": config.rotary_percent,
         }

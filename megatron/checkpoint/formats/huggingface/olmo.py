@@ -7,9 +7,11 @@ windows in three of four layers, which do not use RoPE scaling. OLMoE has expert
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     FULL,
     SLIDING,
     RotaryDecoderFamily,
@@ -31,10 +33,10 @@ class OlmoFamily(RotaryDecoderFamily):
     architecture = "OlmoForCausalLM"
     default_positions = 2048
     norm_names = ()
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of norms and clipping; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of norms and clipping."""
         return {
             "normalization": "LayerNorm",
             "norm_parameters": "none",
@@ -46,7 +48,7 @@ class OlmoFamily(RotaryDecoderFamily):
         """Return the settings of a model."""
         settings = super().write_settings(config)
         del settings[self.epsilon_name]
-        return settings | {"attention_bias": False, "clip_qkv": config.clip_qkv, "pad_token_id": None}
+        return settings | {"clip_qkv": config.clip_qkv, "pad_token_id": None}
 
 
 class Olmo2Family(RotaryDecoderFamily):
@@ -56,18 +58,15 @@ class Olmo2Family(RotaryDecoderFamily):
     architecture = "Olmo2ForCausalLM"
     default_positions = 2048
     default_epsilon = 1e-5
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     norm_names = (
         ("post_self_attn_layernorm", "post_attention_layernorm"),
         ("post_mlp_layernorm", "post_feedforward_layernorm"),
     )
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of the norms; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of the norms."""
         return {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}
-
-    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_settings(config) | {"attention_bias": False}
 
 
 class Olmo3Family(Olmo2Family):
@@ -151,7 +150,7 @@ class FlexOlmoFamily(Olmo2Family):
     default_rotary_base = 500000.0
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of norms and MoE; reject biases."""
+        """Return the fields of norms and MoE."""
         experts = settings.integer("num_experts", settings.integer("num_local_experts", 7))
         return super().own_fields(settings) | {
             "moe_router_pre_softmax": is_unnormalized(settings),
@@ -170,10 +169,10 @@ class OlmoeFamily(RotaryDecoderFamily):
     architecture = "OlmoeForCausalLM"
     default_positions = 4096
     default_epsilon = 1e-5
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QK norms and MoE; reject biases and clipped QKV projections."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of QK norms and MoE; reject clipped QKV projections."""
         settings.require("clip_qkv", None, None, "clipping of queries, keys and values is not supported")
         experts = settings.integer("num_experts", settings.integer("num_local_experts", 64))
         return {
@@ -186,7 +185,6 @@ class OlmoeFamily(RotaryDecoderFamily):
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return super().write_settings(config) | {
-            "attention_bias": False,
             "clip_qkv": None,
             **_written_experts(config),
         }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, linear_links
-from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
+from megatron.checkpoint.formats.huggingface.family import TensorLink
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
@@ -24,6 +25,7 @@ class PersimmonFamily(RotaryDecoderFamily):
     attention_output = "dense"
     final_norm = "final_layernorm"
     mlp_names = ("dense_h_to_4h", "dense_4h_to_h")
+    head_norm_names = MappingProxyType({"q": "q_layernorm", "k": "k_layernorm"})
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the RoPE fields, with the fraction of rotated channels."""
@@ -58,10 +60,3 @@ class PersimmonFamily(RotaryDecoderFamily):
         yield from linear_links(
             *names, (3 * config.query_projection_size, config.hidden_size), has_bias=config.add_bias_linear
         )
-
-    def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Yield the links of a layer's QK norms, which have biases."""
-        for name in ("q_layernorm", "k_layernorm"):
-            for kind in config.norm_parameter_names:
-                names = f"{ours}self_attention.{name}.{kind}", f"{theirs}self_attn.{name}.{kind}"
-                yield whole(*names, (config.kv_channels,))

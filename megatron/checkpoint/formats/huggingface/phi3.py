@@ -1,4 +1,4 @@
-"""Phi-3: Llama's layers with fused projections, partial RoPE, and a sliding window in all layers or none."""
+"""Phi-3: Llama's layers with fused projections, partial RoPE, LongRoPE, and a sliding window in all layers or none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     window_fields,
     window_of_all_layers,
 )
-from megatron.checkpoint.formats.huggingface.family import TensorLink, query_key_value_rows, rows, whole
-from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, rope_object
+from megatron.checkpoint.formats.huggingface.family import TensorLink, dropout_fields, query_key_value_rows, rows, whole
+from megatron.checkpoint.formats.huggingface.rope import long_rope_growth, read_partial_rope, rope_object
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
+
+_LONG_ROPE = ("longrope", "su", "yarn")
+"""Names of LongRoPE in published folders, also of its first release."""
+_ORIGINAL = "original_max_position_embeddings"
 
 
 class Phi3Family(RotaryDecoderFamily):
@@ -27,25 +31,34 @@ class Phi3Family(RotaryDecoderFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of the sliding window and hidden dropout."""
         has_window = settings.values.get("sliding_window") is not None
-        dropout = settings.number("resid_pdrop", 0.0)
-        settings.require("embd_pdrop", dropout, 0.0, "the embedding uses the dropout of the layers, resid_pdrop")
         windows = window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), None)
-        return windows | {"hidden_dropout": dropout}
+        return windows | dropout_fields(settings, "resid_pdrop", "embd_pdrop", 0.0)
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the RoPE fields; reject longrope and other scaling."""
+        """Return the RoPE fields, with LongRoPE under all of its names; reject other scaling."""
         scaling = rope_object(settings)
         kind = None if scaling is None else scaling.values.get("rope_type", scaling.values.get("type", "default"))
-        if kind not in (None, "default"):
-            settings.refuse(f"rope_type {kind!r} is not supported in {self.model_type}; use default")
+        if scaling is not None and kind in _LONG_ROPE:
+            original = settings.integer(_ORIGINAL, self.default_positions)
+            longer = {**scaling.values, "rope_type": "longrope"}
+            settings = settings.replaced({"rope_scaling": longer, _ORIGINAL: original})
+        elif kind not in (None, "default"):
+            settings.refuse(f"rope_type {kind!r} is not supported in {self.model_type}; use default or longrope")
             return {}
         return read_partial_rope(settings, positions, "rope_theta", "partial_rotary_factor", 1.0)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        return super().write_settings(config) | {
-            "embd_pdrop": config.hidden_dropout,
-            "original_max_position_embeddings": config.max_position_embeddings,
+        settings, original = super().write_settings(config), config.longrope_length
+        if original is not None:
+            scaling, growth = settings["rope_scaling"], config.max_position_embeddings / original
+            # transformers 4 accepts these three keys only.
+            if config.longrope_attention_factor == long_rope_growth(growth, original):
+                scaling = {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
+            settings["rope_scaling"] = scaling
+        return settings | {
+            "embd_pdrop": config.dropout_of_embeddings,
+            _ORIGINAL: config.max_position_embeddings if original is None else original,
             "pad_token_id": None,
             "partial_rotary_factor": config.rotary_percent,
             "resid_pdrop": config.hidden_dropout,

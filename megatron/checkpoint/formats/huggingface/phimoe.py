@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     ExpertNames,
     RotaryDecoderFamily,
-    attention_bias_fields,
     expert_fields,
     window_fields,
     window_of_all_layers,
@@ -26,20 +27,24 @@ class PhimoeFamily(RotaryDecoderFamily):
     default_groups = 8
     default_epsilon = 1e-5
     default_rotary_base = 1e6
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
     expert_names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
     other_names = (("block_sparse_moe.gate.", "mlp.router."),)
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the RoPE fields; reject scaling, which transformers combines with factors of its own."""
+        """Return the RoPE fields; reject scaling, which transformers computes differently for this architecture."""
         scaling = rope_object(settings)
         kind = "default" if scaling is None else scaling.text("rope_type", scaling.text("type", "default"))
         if scaling is None or kind == "default":
             return super().read_rope(settings, positions)
-        scaling.refuse(f"rope_type {kind!r} is not supported for this architecture; only default is")
+        scaling.refuse(
+            f"rope_type {kind!r} is not supported for this architecture; only default is: transformers computes "
+            "longrope with the short factors at every length"
+        )
         return {}
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of norms, biases, the sliding window and MoE; reject what has no equivalent."""
+        """Return the fields of norms, the output bias, the sliding window and MoE; reject what has no equivalent."""
         settings.require("num_experts_per_tok", 2, 2, "transformers chooses two experts per token")
         settings.require_zero("input_jitter_noise", "noise in the input of experts is not supported")
         has_output_bias = settings.switch("lm_head_bias", False)
@@ -51,7 +56,6 @@ class PhimoeFamily(RotaryDecoderFamily):
         has_window = settings.values.get("sliding_window") is not None
         return {
             "normalization": "LayerNorm",
-            **attention_bias_fields(settings),
             "add_output_bias": has_output_bias,
             "moe_router_score_function": "sparsemixer",
             "moe_router_sparsemixer_eps": settings.number("router_jitter_noise", 0.01),
@@ -62,7 +66,6 @@ class PhimoeFamily(RotaryDecoderFamily):
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return super().write_settings(config) | {
-            "attention_bias": config.has_proj_bias,
             "head_dim": config.kv_channels,
             "input_jitter_noise": 0.0,
             "intermediate_size": config.moe.moe_ffn_hidden_size,

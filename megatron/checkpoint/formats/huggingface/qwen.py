@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     RotaryDecoderFamily,
     expert_fields,
     is_unnormalized,
@@ -60,14 +61,11 @@ class Qwen3Family(Qwen2Family):
     architecture = "Qwen3ForCausalLM"
     has_qkv_bias = False
     default_head_dim = 128
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QK norms and sliding windows; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of QK norms and sliding windows."""
         return super().own_fields(settings) | {"qk_layernorm": True}
-
-    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_settings(config) | {"attention_bias": False}
 
 
 class Qwen3MoEFamily(RotaryDecoderFamily):
@@ -77,10 +75,10 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
     architecture = "Qwen3MoeForCausalLM"
     default_positions = 32768
     default_groups = 4
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QK norms, sliding window and MoE; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of QK norms, sliding window and MoE."""
         layers = settings.integer("num_hidden_layers")
         # transformers writes num_experts, publishers write num_local_experts.
         experts = settings.integer("num_experts", settings.integer("num_local_experts", 128))
@@ -99,7 +97,6 @@ class Qwen3MoEFamily(RotaryDecoderFamily):
         """Return the settings of a model."""
         window = window_of_all_layers(config)
         return super().write_settings(config) | {
-            "attention_bias": False,
             "head_dim": config.kv_channels,
             "sliding_window": window,
             "use_sliding_window": window is not None,

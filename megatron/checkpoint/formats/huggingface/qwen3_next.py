@@ -8,10 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
     LINEAR,
     RotaryDecoderFamily,
     linear_attention_fields,
     norm_links,
+    qkv_parameters,
     read_layer_types,
     written_linear_layers,
 )
@@ -39,14 +41,14 @@ class DeltaNetFamily(RotaryDecoderFamily):
     default_positions = 32768
     default_head_dim = 256
     mtp_setting = "num_nextn_predict_layers"
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False})
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the RoPE fields, with the fraction of rotated channels."""
         return read_partial_rope(settings, positions, "rope_theta", "partial_rotary_factor", 0.25)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of linear attention, gated attention, norms and MTP, and of MoE; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
+        """Return the fields of linear attention, gated attention, norms and MTP, and of MoE."""
         layers, interval = settings.integer("num_hidden_layers"), settings.integer("full_attention_interval", 4)
         usual = [(layer + 1) % interval != 0 for layer in range(min(layers, 100_000))]
         is_linear = read_layer_types(settings, usual, LINEAR)
@@ -75,7 +77,6 @@ class DeltaNetFamily(RotaryDecoderFamily):
             super().write_settings(config)
             | {name: getattr(config.hybrid, name) for name in _LINEAR_DEFAULTS}
             | {
-                "attention_bias": False,
                 "head_dim": config.kv_channels,
                 "layer_types": written_linear_layers(config),
                 self.mtp_setting: config.mtp.mtp_depth,
@@ -99,18 +100,19 @@ class DeltaNetFamily(RotaryDecoderFamily):
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of the fused projection: queries and gates alternate in their q_proj, head by head."""
         dim, heads = config.kv_channels, config.num_attention_heads // config.num_query_groups
-        native, theirs = f"{ours}self_attention.linear_qkv.weight", f"{theirs}self_attn."
-        for group in range(config.num_query_groups):
-            start, first = group * (2 * heads + 2) * dim, group * heads
-            for kind in range(2):
-                for head in range(heads):
-                    native_start, foreign_start = start + (kind * heads + head) * dim, (2 * (first + head) + kind) * dim
-                    yield rows(
-                        native, native_start, f"{theirs}q_proj.weight", foreign_start, dim, (config.hidden_size,)
-                    )
-            for kind, name in enumerate(("k_proj", "v_proj")):
-                native_start = start + (2 * heads + kind) * dim
-                yield rows(native, native_start, f"{theirs}{name}.weight", group * dim, dim, (config.hidden_size,))
+        theirs = f"{theirs}self_attn."
+        for parameter, trailing in qkv_parameters(config):
+            native = f"{ours}self_attention.linear_qkv.{parameter}"
+            for group in range(config.num_query_groups):
+                start, first = group * (2 * heads + 2) * dim, group * heads
+                for kind in range(2):
+                    for head in range(heads):
+                        native_start = start + (kind * heads + head) * dim
+                        foreign_start = (2 * (first + head) + kind) * dim
+                        yield rows(native, native_start, f"{theirs}q_proj.{parameter}", foreign_start, dim, trailing)
+                for kind, name in enumerate(("k_proj", "v_proj")):
+                    native_start = start + (2 * heads + kind) * dim
+                    yield rows(native, native_start, f"{theirs}{name}.{parameter}", group * dim, dim, trailing)
 
     def mixer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
         """Yield the links of a layer's attention or linear attention."""

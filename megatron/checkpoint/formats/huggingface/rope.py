@@ -23,7 +23,8 @@ def read_rope(settings: Settings, max_position_embeddings: int, default_base: fl
     for place in (settings, scaling):
         if place is not None:
             place.require("partial_rotary_factor", 1.0, 1.0, "partial rotary embeddings are not supported")
-    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", default_base))
+    base = settings.number("rope_theta", default_base)
+    return read_frequencies(settings, scaling, max_position_embeddings, base, share=1.0)
 
 
 def read_partial_rope(
@@ -46,7 +47,8 @@ def read_partial_rope(
         settings.refuse(f"{share_name} is {share}; a number above 0 and up to 1 is expected")
         share = 1.0
     base = settings.number(base_name, default_base)
-    return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
+    fields = read_frequencies(settings, newer, max_position_embeddings, base, share)
+    return fields | {"rotary_percent": share}
 
 
 def read_ntk_rope(settings: Settings, positions: int, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
@@ -94,9 +96,16 @@ def with_default_rope(settings: Settings, default: dict[str, Any]) -> Settings:
 
 
 def read_frequencies(
-    settings: Settings, scaling: Settings | None, max_position_embeddings: int, base: float
+    settings: Settings,
+    scaling: Settings | None,
+    max_position_embeddings: int,
+    base: float,
+    share: float | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of the base, which ``scaling`` may override, and of the frequency scaling."""
+    """Return the fields of the base, which ``scaling`` may override, and of the frequency scaling.
+
+    LongRoPE is supported only with ``share``, the fraction of rotated channels per head.
+    """
     if scaling is None:
         return _base(settings, base)
     fields = _base(settings, scaling.number("rope_theta", base))
@@ -107,8 +116,11 @@ def read_frequencies(
         fields |= _read_llama3(scaling, max_position_embeddings)
     elif kind == "yarn":
         fields |= _read_stretching(scaling, max_position_embeddings) | _read_attention_factor(scaling)
+    elif kind == "longrope" and share is not None:
+        fields |= _read_long_rope(settings, scaling, max_position_embeddings, share)
     elif kind != "default":
-        scaling.refuse(f"rope_type {kind!r} is not supported; supported types are {', '.join(_TYPES)}")
+        types = (*_TYPES, *(() if share is None else ("longrope",)))
+        scaling.refuse(f"rope_type {kind!r} is not supported; supported types are {', '.join(types)}")
     return fields
 
 
@@ -125,6 +137,15 @@ def write_rope(config: GPTConfig) -> dict[str, Any]:
         }
     elif config.stretches_positions:
         scaling = _written_stretching(config)
+    elif config.longrope_length is not None:
+        short, long = config.longrope_factors
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": list(short),
+            "long_factor": list(long),
+            "attention_factor": config.longrope_attention_factor,
+            "original_max_position_embeddings": config.longrope_length,
+        }
     elif config.rotary_seq_len_interpolation_factor is not None:
         scaling = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return {"rope_theta": float(config.rotary_base), "rope_scaling": scaling}
@@ -208,6 +229,34 @@ def _read_llama3(scaling: Settings, max_position_embeddings: int) -> dict[str, A
             "original_max_position_embeddings", max_position_embeddings
         ),
     }
+
+
+def long_rope_growth(factor: float, original: int) -> float:
+    """Return LongRoPE's factor of the rotated part of queries and keys for ``factor`` times the original positions."""
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _read_long_rope(settings: Settings, scaling: Settings, positions: int, share: float) -> dict[str, Any]:
+    """Return the fields of LongRoPE."""
+    width, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    rotary_dim = int(settings.integer("head_dim", max(width // heads, 1)) * share)
+    # In transformers a value outside of the object takes precedence.
+    name = "original_max_position_embeddings"
+    original = settings.integer(name, scaling.integer(name, positions))
+    if original < 2:
+        settings.refuse(f"{name} is {original}; 2 or more is expected")
+        original = 2
+    given = scaling.values.get("factor")
+    growth = long_rope_growth(positions / original if given is None else scaling.number("factor"), original)
+    fields: dict[str, Any] = {
+        "longrope_original_max_position_embeddings": original,
+        "longrope_attention_factor": scaling.positive("attention_factor", growth),
+    }
+    for name in ("short_factor", "long_factor"):
+        if scaling.values.get(name) is None:
+            scaling.refuse(f"{name} is missing")
+        fields[f"longrope_{name}"] = scaling.positive_numbers(name, (1.0,) * (rotary_dim // 2))
+    return fields
 
 
 def _at_least_one(scaling: Settings) -> float:

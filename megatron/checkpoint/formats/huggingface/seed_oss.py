@@ -1,10 +1,10 @@
-"""Seed-OSS: Qwen2's layers with optional QKV biases and a head dimension of its own."""
+"""Seed-OSS: Qwen2's layers with optional biases and a head dimension of its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, bias_fields
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -19,11 +19,13 @@ class SeedOssFamily(RotaryDecoderFamily):
     default_head_dim = 128
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of QKV biases and dropout; reject other biases."""
-        settings.require("attention_out_bias", False, False, "a bias in the output of attention is not supported")
-        settings.require("mlp_bias", False, False, "biases in the feed-forward layer are not supported")
+        """Return the fields of biases and dropout."""
         return {
-            "add_qkv_bias": settings.switch("attention_bias", True),
+            **bias_fields(
+                of_queries=settings.switch("attention_bias", True),
+                of_output=settings.switch("attention_out_bias", False),
+                of_mlp=settings.switch("mlp_bias", False),
+            ),
             "hidden_dropout": settings.number("residual_dropout", 0.1),
             "attention_dropout": settings.number("attention_dropout", 0.1),
         }
@@ -32,7 +34,7 @@ class SeedOssFamily(RotaryDecoderFamily):
         """Return the settings of a model."""
         return super().write_settings(config) | {
             "attention_bias": config.has_qkv_bias,
-            "attention_out_bias": False,
-            "mlp_bias": False,
+            "attention_out_bias": config.has_proj_bias,
+            "mlp_bias": config.add_bias_linear,
             "residual_dropout": config.hidden_dropout,
         }

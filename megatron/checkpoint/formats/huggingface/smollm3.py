@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
     RotaryDecoderFamily,
     no_rope_pattern,
     read_layer_types,
@@ -24,11 +27,10 @@ class SmolLM3Family(RotaryDecoderFamily):
     default_groups = 4
     default_rotary_base = 2e6
     is_tied_by_default = True
+    bias_settings = MappingProxyType({ATTENTION_BIAS: False, MLP_BIAS: False})
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of layers without RoPE and of sliding windows; reject biases."""
-        settings.require("attention_bias", False, False, "attention biases are not supported")
-        settings.require("mlp_bias", False, False, "biases in the feed-forward layer are not supported")
+        """Return the fields of layers without RoPE and of sliding windows."""
         layers = min(settings.integer("num_hidden_layers"), 100_000)
         has_rotary = _have_rotary(settings, layers)
         is_used = settings.switch("use_sliding_window", False) and settings.values.get("sliding_window") is not None
@@ -43,8 +45,6 @@ class SmolLM3Family(RotaryDecoderFamily):
             super().write_settings(config)
             | written_layer_types(config)
             | {
-                "attention_bias": False,
-                "mlp_bias": False,
                 "no_rope_layers": [int(not is_without) for is_without in config.layers_without_rotary],
                 "pad_token_id": None,
                 "use_sliding_window": any(config.layer_windows),

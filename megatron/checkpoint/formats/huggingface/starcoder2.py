@@ -9,6 +9,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     window_fields,
     window_of_all_layers,
 )
+from megatron.checkpoint.formats.huggingface.family import dropout_fields
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -29,12 +30,10 @@ class Starcoder2Family(RotaryDecoderFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of norms, biases, dropout, initialization and the sliding window."""
         has_window = settings.values.get("sliding_window") is not None
-        dropout = settings.number("residual_dropout", 0.0)
-        settings.require("embedding_dropout", dropout, 0.0, "the embedding uses the dropout of the layers")
         return {
             "normalization": "LayerNorm",
             "add_bias_linear": settings.switch("use_bias", True),
-            "hidden_dropout": dropout,
+            **dropout_fields(settings, "residual_dropout", "embedding_dropout", 0.0),
             "init_method_std": settings.number("initializer_range", 0.018042),
             **window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), None),
         }
@@ -42,7 +41,7 @@ class Starcoder2Family(RotaryDecoderFamily):
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         return super().write_settings(config) | {
-            "embedding_dropout": config.hidden_dropout,
+            "embedding_dropout": config.dropout_of_embeddings,
             "residual_dropout": config.hidden_dropout,
             "sliding_window": window_of_all_layers(config),
             "use_bias": config.add_bias_linear,

@@ -399,7 +399,7 @@ def stored_random_states(content: Mapping[str, Any], rng: Mapping[str, torch.Ten
     if not rng:
         return None
     model = content["config"]["model"]
-    draws = bool(model["hidden_dropout"] or model["attention_dropout"])
+    draws = any(model.get(f"{part}_dropout") for part in ("hidden", "attention", "embedding"))
     everybody = all_gather_objects(dict(rng), state.dp_cp)
     seed = content["config"]["initialization"]["seed"] + _SEED_STEP_OF_STAGE * state.pp.rank
     return [_rng_entry(streams[DEFAULT], seed, state.tp.rank) for streams in (everybody if draws else everybody[:1])]

@@ -89,6 +89,39 @@ class GPTConfig(DecoderConfig, in_args=True):
         8192, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True)
     )
     """Llama 3.1 scaling: number of positions in the original training."""
+    longrope_long_factor: tuple[float, ...] = flag(
+        (),
+        nargs="+",
+        metavar="X",
+        role="meaning",
+        where=("position_embedding_type", "rope"),
+        excludes=(
+            *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_base_local"),
+            *("multi_latent_attention", "rotary_ntk_alpha", "rope_type", "reset_position_ids"),
+        ),
+        seen_as="longrope_factors",
+        in_args=False,
+    )
+    """LongRoPE: divide the rotary frequencies by these numbers, one per two rotated channels of a head, in sequences of
+    more than --longrope-original-max-position-embeddings."""
+    longrope_short_factor: tuple[float, ...] = flag(
+        (),
+        nargs="+",
+        metavar="X",
+        role="meaning",
+        needs="longrope_long_factor",
+        seen_as="longrope_factors",
+        in_args=False,
+    )
+    """LongRoPE: divide the rotary frequencies by these numbers in shorter sequences; by default they are 1."""
+    longrope_original_max_position_embeddings: int = flag(
+        4096, role="meaning", bounds=POSITIVE, needs="longrope_long_factor", in_args=False
+    )
+    """LongRoPE: number of positions in the original training."""
+    longrope_attention_factor: float = flag(
+        1.0, role="meaning", bounds=POSITIVE, needs="longrope_long_factor", in_args=False
+    )
+    """LongRoPE: multiply the rotated part of queries and keys by this number."""
     rotary_base_local: float | None = flag(
         None,
         role="meaning",
@@ -163,6 +196,16 @@ class GPTConfig(DecoderConfig, in_args=True):
         if self.rotary_ntk_alpha == 1.0:
             return self.rotary_base
         return float(self.rotary_base * self.rotary_ntk_alpha ** (self.rotary_dim / (self.rotary_dim - 2)))
+
+    @property
+    def longrope_length(self) -> int | None:
+        """Return the longest sequence in which LongRoPE uses its short factors, or None without LongRoPE."""
+        return self.longrope_original_max_position_embeddings if self.longrope_long_factor else None
+
+    @property
+    def longrope_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return LongRoPE's factors in short and in long sequences, both empty without LongRoPE."""
+        return self.longrope_short_factor or (1.0,) * len(self.longrope_long_factor), self.longrope_long_factor
 
     @property
     def num_position_embeddings(self) -> int:

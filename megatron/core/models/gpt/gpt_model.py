@@ -52,6 +52,7 @@ from megatron.core.transformer import (
     RotaryEmbedding,
     TransformerBlock,
     add_adapters,
+    factor_frequencies,
     further_layer_numbers,
     further_loss_names,
     further_losses,
@@ -154,7 +155,7 @@ class GPTEmbedding(nn.Module):
         elif config.position_embedding_type == "sinusoidal":
             self.position_embeddings = SinusoidalEmbedding(config, tp)
         self.norm = make_norm(config, tp, device) if config.add_embedding_norm else None
-        self.dropout = HiddenDropout(config.hidden_dropout)
+        self.dropout = HiddenDropout(config.dropout_of_embeddings)
 
     def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the word embeddings, without positions and dropout."""
@@ -342,6 +343,7 @@ class GPTModel(Model):
         losses: list[AuxiliaryLoss] | None = None,
         loss_mask: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
+        sequence_lengths: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the loss of every token, the logits if there are no labels, or a stage's hidden states.
 
@@ -356,10 +358,14 @@ class GPTModel(Model):
         MoE layers ignore the positions at which ``padding_mask`` is True. The mask covers whole sequences, also under
         context parallelism. Pass it to every stage with experts.
 
+        LongRoPE chooses its factors by ``sequence_lengths``, one for all rows or one each. Without them it is the
+        length of the given sequence, which only with ``cache`` is not the whole one.
+
         ``tokens`` are for the chunk with the embedding, ``labels`` for the chunk with the output layer, and
         ``position_ids`` for the embedding and, with RoPE, for all chunks.
 
-        Shapes: ``tokens, position_ids, labels, loss_mask, padding_mask: [b, s]``; loss ``-> [b, s]`` float32; logits
+        Shapes: ``tokens, position_ids, labels, loss_mask, padding_mask: [b, s]``; ``sequence_lengths: [b]``; loss
+        ``-> [b, s]`` float32; logits
         ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
         """
         if self.pre_process:
@@ -370,7 +376,7 @@ class GPTModel(Model):
         else:
             assert hidden is not None, "a later stage is given the previous stage's output"
             dropout = self._dropout(dropout_samples, hidden)
-        angles = self.angles(position_ids, hidden.dtype)
+        angles = self.angles(position_ids, hidden.dtype, sequence_lengths)
         hidden, found = self.decoder(hidden, pattern, angles, cache, dropout, padding_mask)
         if losses is not None:
             losses += found
@@ -470,12 +476,16 @@ class GPTModel(Model):
         numbers = (*self.layer_numbers, *(further_layer_numbers(self.config) if self.has_further_tokens else ()))
         return keys_of_rank(samples, numbers, length, self.tp, self.cp, self.config.sequence_parallel)
 
-    def angles(self, position_ids: torch.Tensor | None, dtype: torch.dtype) -> RotaryAngles | None:
+    def angles(
+        self, position_ids: torch.Tensor | None, dtype: torch.dtype, lengths: int | torch.Tensor | None = None
+    ) -> RotaryAngles | None:
         """Return the rotary angles of positions, None if the model has none. Shapes: ``position_ids: [b or 1, s]``."""
         if self.rotary is None:
             return None
         assert position_ids is not None, "rotary positions are needed on every stage"
-        angles = self.rotary.angles(position_ids, dtype)
+        if self.config.longrope_length is not None and lengths is None:
+            lengths = position_ids.shape[1] * self.cp.size
+        angles = self.rotary.angles(position_ids, dtype, lengths)
         if self.local_rotary is None:
             return angles
         return replace(angles, local=self.local_rotary.angles(position_ids, dtype))
@@ -517,6 +527,17 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
             interleaved=True,
             frequencies=stretched,
             amplitude=config.rotary_amplitude,
+        )
+    if config.longrope_length is not None:
+        short, long = (factor_frequencies(base, factors) for factors in config.longrope_factors)
+        return RotaryEmbedding(
+            width,
+            base,
+            interleaved=config.rotary_interleaved,
+            frequencies=short,
+            long_frequencies=long,
+            original_length=config.longrope_length,
+            amplitude=config.longrope_attention_factor,
         )
     return RotaryEmbedding(
         width,

@@ -23,6 +23,8 @@ from megatron.core.transformer.moe.routing import (
     choose_experts,
     expert_capacity,
     kept_choices,
+    sinkhorn,
+    sinkhorn_experts,
 )
 
 
@@ -116,10 +118,14 @@ class ExpertRouter(BiasedRouter):
             tokens = slice(rows.first, rows.first + rows.num_real)
             drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
             logits = drawn + (logits - logits.detach())
-        indices, weights = choose_experts(logits, self.config.moe, self.expert_bias)
+        local_padding_mask = rows.local_padding_mask(self.groups.cp, x.device)
+        if self.config.moe.routes_by_sinkhorn:
+            balanced = self._balanced(logits, rows, local_padding_mask) if self.training else None
+            indices, weights = sinkhorn_experts(logits, self.config.moe.moe_router_topk, balanced)
+        else:
+            indices, weights = choose_experts(logits, self.config.moe, self.expert_bias)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale.to(weights.dtype)[indices]
-        local_padding_mask = rows.local_padding_mask(self.groups.cp, x.device)
         if local_padding_mask is not None:
             indices = indices.masked_fill(local_padding_mask.unsqueeze(1), self.num_experts)
             weights = weights.masked_fill(local_padding_mask.unsqueeze(1), 0.0)
@@ -140,6 +146,26 @@ class ExpertRouter(BiasedRouter):
         return Routing(indices, weights, losses, may_drop)
 
     @torch.no_grad()
+    def _balanced(self, logits: torch.Tensor, rows: TokenRows, local_padding_mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the scores of this rank's tokens, balanced over the whole micro-batch.
+
+        Shapes: ``[num_real, experts] -> [num_real, experts]``.
+        """
+        # A further column says which rows are tokens; empty rows have zeros.
+        is_counted = logits.new_ones(rows.num_real)
+        if local_padding_mask is not None:
+            is_counted = is_counted.masked_fill(local_padding_mask, 0.0)
+        padded = F.pad(torch.cat((logits, is_counted.unsqueeze(1)), dim=1), (0, 0, 0, rows.num_rows - rows.num_real))
+        for group in (self.groups.tp, self.groups.cp):
+            padded = all_gather_first_dim(padded, group)
+        first = self._first_row(rows)
+        return sinkhorn(padded[:, :-1], is_counted=padded[:, -1] > 0)[first : first + rows.num_real]
+
+    def _first_row(self, rows: TokenRows) -> int:
+        """Return where this rank's rows start among those gathered over tensor- and context-parallel ranks."""
+        return (self.groups.cp.rank * self.groups.tp.size + self.groups.tp.rank) * rows.num_rows
+
+    @torch.no_grad()
     def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:
         """Return which choices of this rank fit the capacity, which applies to the whole micro-batch."""
         positions = F.pad(rows.positions(self.groups.cp, indices.device), (0, rows.num_rows - rows.num_real), value=-1)
@@ -149,5 +175,5 @@ class ExpertRouter(BiasedRouter):
             )
         policy = self.config.moe.moe_token_drop_policy
         is_kept = kept_choices(indices, weights, positions, self.num_experts + 1, capacity, policy)
-        first = (self.groups.cp.rank * self.groups.tp.size + self.groups.tp.rank) * rows.num_rows
+        first = self._first_row(rows)
         return is_kept[first : first + rows.num_rows]

@@ -21,6 +21,7 @@ from megatron.core.process_state import resolve_group
 from megatron.core.transformer import INDEPENDENT_SCORES
 from megatron.core.transformer.moe.load_balancing import counted_scores, mean_product
 from megatron.core.transformer.moe.routing import best_experts, topk_experts
+from megatron.core.transformer.moe.routing import sinkhorn as sinkhorn
 
 
 def get_default_pg_collection() -> ProcessGroupCollection:
@@ -65,32 +66,6 @@ def z_loss_func(logits: torch.Tensor, z_loss_coeff: float, padding_mask: torch.T
         return squares.mean() * z_loss_coeff
     squares = squares.masked_fill(padding_mask, 0.0)
     return squares.sum() / (~padding_mask).sum().clamp(min=1) * z_loss_coeff
-
-
-_MAX_SINKHORN_ROUNDS = 200
-
-
-def sinkhorn(cost: torch.Tensor, tol: float = 0.0001) -> torch.Tensor:
-    """Scale the rows and columns of ``exp(cost)`` until tokens have equal sums and experts have equal sums.
-
-    The iteration ends when the mean change of the column factors is at most ``tol``, or after 200 rounds. Without this
-    limit, as in Megatron-LM, it does not end for widely spread costs.
-
-    Shapes: ``[n, experts] -> [n, experts]``.
-    """
-    # The largest cost of a row does not change the result, and without it exp does not overflow.
-    scores = (cost - cost.amax(dim=1, keepdim=True)).exp()
-    num_rows, num_columns = scores.shape
-    tiny = 1e-8
-    columns = scores.new_ones(num_columns)
-    for _ in range(_MAX_SINKHORN_ROUNDS):
-        rows = 1.0 / (num_rows * (scores @ columns + tiny))
-        updated = 1.0 / (num_columns * (rows @ scores + tiny))
-        change = (columns - updated).abs().mean().item()
-        columns = updated
-        if change <= tol:
-            break
-    return columns * scores * rows.unsqueeze(1)
 
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:

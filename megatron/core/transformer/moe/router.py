@@ -21,12 +21,11 @@ from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     router_gating_linear,
     save_to_aux_losses_tracker,
-    sinkhorn,
     switch_load_balancing_loss_func,
     topk_routing_with_score_function,
     z_loss_func,
 )
-from megatron.core.transformer.moe.routing import ROUTER_DTYPES
+from megatron.core.transformer.moe.routing import ROUTER_DTYPES, sinkhorn
 
 
 class Router(ABC, nn.Module):

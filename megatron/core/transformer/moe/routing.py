@@ -139,6 +139,54 @@ def topk_experts(
     return indices, weights if scaling_factor is None else weights * scaling_factor
 
 
+_SINKHORN_ROUNDS = 64
+
+
+def sinkhorn(cost: torch.Tensor, tol: float = 0.0001, is_counted: torch.Tensor | None = None) -> torch.Tensor:
+    """Scale the rows and columns of ``exp(cost)`` until tokens have equal sums and experts have equal sums.
+
+    Each round makes the sums of the rows equal, then those of the columns (Sinkhorn and Knopp 1967; for routing, Clark
+    et al. 2022, https://arxiv.org/abs/2202.01169). When the sum of every row is within ``tol`` of its share,
+    relatively, further rounds change nothing. There are 64 rounds at most, because widely spread costs converge slowly.
+    The number of rounds that run does not depend on the values, so that the host does not wait for the device.
+
+    Rows at which ``is_counted`` is False have no influence, and their result is 0.
+
+    Shapes: ``[n, experts] -> [n, experts]``, ``is_counted: [n]``.
+    """
+    # The largest cost of a row does not change the result, and without it exp does not overflow.
+    scores = (cost - cost.amax(dim=1, keepdim=True)).exp()
+    num_rows: int | torch.Tensor = scores.shape[0]
+    if is_counted is not None:
+        scores, num_rows = scores * is_counted.unsqueeze(1), is_counted.sum()
+    num_columns, tiny = scores.shape[1], 1e-8
+    rows, columns = torch.zeros_like(scores[:, 0]), scores.new_ones(num_columns)
+    for _ in range(_SINKHORN_ROUNDS):
+        sums = scores @ columns
+        is_near = (rows * sums * num_rows - 1.0).abs() <= tol
+        if is_counted is not None:
+            is_near = is_near | ~is_counted
+        is_balanced = is_near.all()
+        rows = torch.where(is_balanced, rows, 1.0 / (num_rows * (sums + tiny)))
+        columns = torch.where(is_balanced, columns, 1.0 / (num_columns * (rows @ scores + tiny)))
+    return columns * scores * rows.unsqueeze(1)
+
+
+def sinkhorn_experts(
+    logits: torch.Tensor, topk: int, balanced: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each token, the best first, and their scores as weights, as Megatron-LM's Sinkhorn routing.
+
+    The scores are a softmax over all experts, or with one expert per token sigmoids. ``balanced``, the result of
+    `sinkhorn`, chooses the experts in training. In evaluation it is None, and the scores choose.
+
+    Shapes: ``logits, balanced: [n, experts] -> [n, k]`` int64 and ``[n, k]``.
+    """
+    scores = expert_scores(logits, "sigmoid" if topk == 1 else "softmax")
+    indices = (scores if balanced is None else balanced).topk(topk, dim=1).indices
+    return indices, scores.gather(1, indices)
+
+
 def sparsemixer_weights(logits: torch.Tensor, indices: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the weights of chosen experts, the best first, as SparseMixer-v2 computes them in evaluation.
 

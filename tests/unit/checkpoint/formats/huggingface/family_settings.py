@@ -77,6 +77,8 @@ DEEPSEEK = LLAMA | {
     "rms_norm_eps": 1e-6,
 }
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+JAIS2 = LLAMA | {"architectures": ["Jais2ForCausalLM"], "model_type": "jais2", "hidden_act": "relu2"}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 5.0, 11.0]}
 OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 16}
 OLMO3 = LLAMA | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 5}
 GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8}

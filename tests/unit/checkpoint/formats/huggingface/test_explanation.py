@@ -69,14 +69,15 @@ def test_a_setting_that_the_most_similar_architecture_needs_is_missing(tmp_path:
 
 
 def test_unsupported_settings_of_a_supported_architecture_are_those_that_reading_rejects(tmp_path: Path) -> None:
-    changes = {"attention_bias": True, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "mixing": 3}
+    changes = {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "mixing": 3}
     first, same, *others = explain(tmp_path, LLAMA | changes)
     assert first == "LlamaForCausalLM is supported, but not with these settings"
-    assert "attention_bias" not in same
+    assert "partial_rotary_factor" not in same
     assert others == [
+        "  differs: partial_rotary_factor is 0.5, but only 1.0 is supported: partial rotary embeddings are not "
+        "supported",
         "  differs: rope_scaling: rope_type 'dynamic' is not supported; supported types are default, linear, llama3, "
-        "yarn",
-        "  differs: attention_bias is true, but only false is supported: attention biases are not supported",
+        "yarn, longrope",
         "  unknown to LlamaForCausalLM: mixing 3",
     ]
 

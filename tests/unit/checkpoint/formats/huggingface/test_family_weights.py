@@ -506,7 +506,6 @@ def test_only_layers_without_a_window_are_scaled(tmp_path: Path) -> None:
         ({"rope_theta": 10000.0}, "set rope_parameters with a rope_theta for sliding_attention"),
         ({"rope_parameters": PLAIN}, "it has neither full_attention nor sliding_attention"),
         ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": SCALED}}, 'rope_type is "yarn"'),
-        ({"attention_bias": True}, "attention biases are not supported"),
         ({"sliding_window": None}, "sliding_window is None"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 entries, but the model has 5 layers"),
     ],

@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[dict[str, Any], ParallelSizes]] = {
     "groups": ({}, ParallelSizes(tp=2)),
     "shared groups": ({"add_bias_linear": True}, ParallelSizes(tp=4)),
     "sequence parallel": ({"sequence_parallel": True, "mtp_num_layers": 1}, ParallelSizes(tp=4)),
+    "norms per head": ({"qk_layernorm": True, "qk_layernorm_per_head": True}, ParallelSizes(tp=4)),
     "norm across heads": ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, ParallelSizes(tp=4)),
     "latent": (LATENT, ParallelSizes(tp=4)),
     "sparse": (SPARSE | {"mtp_num_layers": 1}, ParallelSizes(tp=2)),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
@@ -25,7 +26,14 @@ from megatron.core.transformer.decoder_config import MoEConfig, moe_layers
 from megatron.core.transformer.moe import grouped_experts
 from megatron.core.transformer.moe.expert_layer import ExpertLayer, loads_of
 from megatron.core.transformer.moe.load_balancing import LoadReport
-from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
+from megatron.core.transformer.moe.routing import (
+    TokenRows,
+    choose_experts,
+    expert_capacity,
+    kept_choices,
+    sinkhorn,
+    sinkhorn_experts,
+)
 from tests.harness.toy_model import load_global_weights, make_model
 
 NUM_TOKENS, NUM_EXPERTS = 37, 12
@@ -173,6 +181,66 @@ def test_sparsemixer_weights_and_their_gradients_are_those_of_transformers_in_ev
     torch.testing.assert_close((weights, grad), expected[1:], rtol=1e-13, atol=1e-15)
     assert (weights < 1).any() == (eps > 0)
     assert torch.autograd.gradcheck(lambda x: choose_experts(x, config)[1], logits)
+
+
+def balanced_twin(logits: np.ndarray) -> np.ndarray:
+    """Scale rows and columns in turn, a sum at a time, far beyond convergence."""
+    values = [[math.exp(value) for value in row] for row in logits.tolist()]
+    for _ in range(400):
+        values = [[value / sum(row) / len(values) for value in row] for row in values]
+        sums = [sum(row[expert] for row in values) for expert in range(len(values[0]))]
+        values = [[value / total / len(sums) for value, total in zip(row, sums, strict=True)] for row in values]
+    return np.array(values)
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0])
+def test_sinkhorn_gives_tokens_and_experts_equal_sums_as_a_slow_twin(spread: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = spread * torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator, dtype=torch.float64)
+    logits += torch.linspace(0, 3 * spread, NUM_EXPERTS, dtype=torch.float64)
+    found = sinkhorn(logits)
+    np.testing.assert_allclose(found.numpy(), balanced_twin(logits.numpy()), rtol=3e-4)
+    np.testing.assert_allclose(found.sum(dim=1).numpy() * NUM_TOKENS, 1.0, rtol=1e-4)
+    np.testing.assert_allclose(found.sum(dim=0).numpy() * NUM_EXPERTS, 1.0, rtol=1e-4)
+    with_others = torch.cat((logits[:20], 9 * torch.randn(3, NUM_EXPERTS, dtype=torch.float64), logits[20:]))
+    is_counted = torch.ones(NUM_TOKENS + 3, dtype=torch.bool)
+    is_counted[20:23] = False
+    again = sinkhorn(with_others, is_counted=is_counted)
+    torch.testing.assert_close(again[is_counted], found, rtol=1e-10, atol=0.0)
+    assert not again[20:23].any()
+    assert sinkhorn(logits[:0]).shape == (0, NUM_EXPERTS)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_sinkhorn_routing_balances_in_training_and_weighs_with_plain_scores(topk: int) -> None:
+    model, layer = make_layer(moe_router_topk=topk, moe_router_load_balancing_type=("sinkhorn",))
+    router, rows = layer.router, TokenRows(20, 18, 2, 0)
+    x = torch.randn(20, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    logits = F.linear(x[:18], router.weight, router.bias).detach().requires_grad_()
+    scores = logits.sigmoid() if topk == 1 else logits.softmax(dim=-1)
+    for is_training in (True, False):
+        router.train(is_training)
+        found = router(x, rows)
+        ranked = balanced_twin(logits.detach().numpy()) if is_training else scores.detach().numpy()
+        chosen = np.argsort(-ranked, axis=1)[:, :topk]
+        np.testing.assert_array_equal(np.sort(found.indices[:18].numpy()), np.sort(chosen))
+        torch.testing.assert_close(found.weights[:18], scores.gather(1, found.indices[:18]))
+        assert found.indices[18:].eq(router.num_experts).all()
+        if is_training:
+            assert found.losses == ()
+            gradients = []
+            for weights, inputs in ((found.weights[:18], x), (scores.gather(1, found.indices[:18]), logits)):
+                (gradient,) = torch.autograd.grad(weights.sin().sum(), inputs, retain_graph=True)
+                gradients.append(gradient)
+            torch.testing.assert_close(gradients[0][:18], gradients[1] @ router.weight.detach())
+
+
+def test_sinkhorn_needs_no_value_on_the_host() -> None:
+    """The planner and the simulation run it on tensors without values."""
+    with FakeTensorMode():
+        logits = torch.empty(NUM_TOKENS, NUM_EXPERTS)
+        indices, weights = sinkhorn_experts(logits, 2, sinkhorn(logits, is_counted=torch.ones(NUM_TOKENS) > 0))
+    assert indices.shape == weights.shape == (NUM_TOKENS, 2)
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
