@@ -161,10 +161,6 @@ class StepRank:
         """Return the tokens of a micro-batch on the rank, before sequence parallelism shards them."""
         return self.config.data.seq_length // self.sizes.cp * self.config.training.micro_batch_size
 
-    @property
-    def hidden_bytes(self) -> int:
-        return self.tokens * self.config.model.hidden_size * self.element
-
     def replicas(self, *, of_experts: bool) -> tuple[tuple[str, ...], int, int]:
         """Return the axes of the ranks with the same parameters, the rank's index among them, and their number."""
         sizes, place = self.sizes, self.place
@@ -259,7 +255,7 @@ def _add_global_loss(total: TrafficSum, here: StepRank, chunk: StageContents) ->
 
 def add_sends(total: TrafficSum, here: StepRank) -> None:
     """Add activations for the next pipeline stage and gradients for the previous one."""
-    message = here.hidden_bytes // (here.sizes.tp if here.config.model.sequence_parallel else 1)
+    message = Plan.of(here.config).message_bytes
     stage, last_stage, chunks = here.place["pp"], here.sizes.pp - 1, here.chunks
     for index in range(len(chunks)):
         is_first = index == 0 and stage == 0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_config import ParallelSizes
+from megatron.core.parallel_config import ELEMENT_BYTES, ParallelSizes
 from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
 from megatron.core.transformer import INDEPENDENT_SCORES, MOE, LayerParts
 
@@ -36,7 +36,8 @@ class LayerKind(NamedTuple):
 
     ``in_float8`` says whether its matmuls are in FP8. ``window`` is the number of keys that a query attends to at most,
     including its own. ``has_rotary`` is false if --no-rope-freq removes the rotary embedding. ``exchange`` is the
-    context-parallel communication type. ``is_further`` is set for the layer of an MTP module.
+    context-parallel communication type. ``is_further`` is set for the layer of an MTP module, and ``borrows`` for a
+    layer that uses the keys and values of another layer.
     """
 
     in_float8: bool
@@ -45,6 +46,7 @@ class LayerKind(NamedTuple):
     has_rotary: bool
     exchange: str
     is_further: bool = False
+    borrows: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -56,7 +58,9 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
     float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
-    own = _kinds(float8_layers, model.layer_parts, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
+    borrows = tuple(source is not None for source in model.key_value_sources)
+    of_layers = model.layer_parts, model.layer_windows, without_rotary, borrows
+    own = _kinds(float8_layers, *of_layers, tuple(exchanges), seq_length)
     further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
     return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
@@ -74,6 +78,7 @@ def _kinds(
     layer_parts: tuple[LayerParts, ...],
     windows: tuple[int | None, ...],
     without_rotary: tuple[bool, ...],
+    borrows: tuple[bool, ...],
     exchanges: tuple[str, ...],
     seq_length: int,
 ) -> Sequence[LayerKind]:
@@ -84,8 +89,11 @@ def _kinds(
             window=min(window or seq_length, seq_length),
             has_rotary=not is_without,
             exchange=exchanges[0 if len(exchanges) == 1 else number],
+            borrows=is_borrowing,
         )
-        for number, (parts, window, is_without) in enumerate(zip(layer_parts, windows, without_rotary, strict=True))
+        for number, (parts, window, is_without, is_borrowing) in enumerate(
+            zip(layer_parts, windows, without_rotary, borrows, strict=True)
+        )
     ]
 
 
@@ -317,6 +325,11 @@ class Plan:
     def num_rows(self) -> int:
         """Return the rows of the residual stream of a micro-batch on a rank."""
         return self.num_tokens // self.parallel_sizes.tp if self.model.sequence_parallel else self.num_tokens
+
+    @property
+    def message_bytes(self) -> int:
+        """Return the bytes of a message between pipeline stages, for one micro-batch."""
+        return self.num_rows * sum(self.model.message_widths) * ELEMENT_BYTES[self.model.params_dtype]
 
     @property
     def num_logits(self) -> int:

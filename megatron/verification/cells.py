@@ -44,6 +44,13 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
         *("--window-attn-skip-freq", "3", "--rotary-base-local", "500"),
     ),
+    "gemma4-e2b": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "sandwich", "--scale-embeddings", "--qk-layernorm", "--rotary-base-local", "500"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
+        *("--window-attn-skip-freq", "2", "--num-kv-shared-layers", "2", "--use-double-wide-mlp"),
+        *("--hidden-size-per-layer-input", "6", "--final-logit-softcapping", "3"),
+    ),
     "neox": (
         *("--position-embedding-type", "rope", "--rotary-percent", "0.67", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
@@ -75,7 +82,7 @@ POSITION_PARTS = (
     *("--activation-func", "relu"),
 )
 """Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom", "apertus")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "gemma4-e2b", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {

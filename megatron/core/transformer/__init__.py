@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         mtp_targets,
     )
     from megatron.core.transformer.norm import Norm, ResidualNorm, ResidualSum, add_and_normalize, add_branch, normalize
+    from megatron.core.transformer.per_layer_input import PerLayerInputs
     from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
@@ -80,6 +81,13 @@ if TYPE_CHECKING:
         apply_rotary_to_both,
         split_and_rotate,
         yarn_frequencies,
+    )
+    from megatron.core.transformer.shared_attention import BorrowingAttention
+    from megatron.core.transformer.shared_tensors import (
+        SharedTensors,
+        read_message,
+        split_inputs,
+        write_message,
     )
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -110,8 +118,11 @@ __getattr__ = lazy_exports(
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
+        "per_layer_input": "PerLayerInputs",
         "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
+        "shared_attention": "BorrowingAttention",
+        "shared_tensors": "SharedTensors read_message split_inputs write_message",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (
