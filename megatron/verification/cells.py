@@ -265,6 +265,7 @@ def matrix() -> list[Cell]:
             _data,
             _mixed,
             _families,
+            _shared_tensors,
             _dropout,
             _kept,
         )
@@ -389,6 +390,20 @@ def _families() -> Iterator[Cell]:
     for parts in (POSITION_PARTS, POSITION_PARTS[2:4]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=parts)
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=parts)
+
+
+def _shared_tensors() -> Iterator[Cell]:
+    """Yield layouts at which layers share keys, values and inputs over stages, recomputation and offload."""
+    for layout in (
+        Layout(pp=2, virtual_stages=2),
+        Layout(pp=4, schedule="zero-bubble"),
+        Layout(tp=4, sequence_parallel=True, pp=2, recompute=("full", "uniform", "2")),
+        Layout(tp=2, sequence_parallel=True, pp=2, tp_overlap=TP_OVERLAP[0]),
+        Layout(tp=2, pp=2, recompute=IN_PARTS),
+        Layout(pp=2, offloaded_layers=1, offloads_weights=True),
+    ):
+        yield make_cell("gemma4-e2b", layout)
+    yield make_cell("gemma4-e2b", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=DROPOUT)
 
 
 def _dropout() -> Iterator[Cell]:
