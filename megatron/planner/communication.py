@@ -161,6 +161,10 @@ class StepRank:
         """Return the tokens of a micro-batch on the rank, before sequence parallelism shards them."""
         return self.config.data.seq_length // self.sizes.cp * self.config.training.micro_batch_size
 
+    @property
+    def hidden_bytes(self) -> int:
+        return self.tokens * self.config.model.hidden_size * self.element
+
     def replicas(self, *, of_experts: bool) -> tuple[tuple[str, ...], int, int]:
         """Return the axes of the ranks with the same parameters, the rank's index among them, and their number."""
         sizes, place = self.sizes, self.place
