@@ -14,6 +14,7 @@ SHAPE = """
     moe_router_enable_expert_bias
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     softmax_type attention activation_func attention_output_gate
+    num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input
     hybrid_override_pattern experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups mamba_conv_kernel_dim mamba_norm
