@@ -126,7 +126,8 @@ class _Layer:
             writes = 0
         if linear == "linear_kv_up_proj" and (self.pads_values or self.is_copied):
             writes = 0
-        if linear in ("linear_qkv", "linear_q") and self.extends_heads and not self.model.qk_layernorm and not self.model.clip_qkv:
+        copies_heads = self.extends_heads and not self.model.qk_layernorm and not self.model.clip_qkv
+        if linear in ("linear_qkv", "linear_q") and copies_heads:
             writes = 0
         if linear == "linear_proj":
             return self._of_attention_output(matrix) + writes

@@ -1,4 +1,4 @@
-"""Tensors that layers read in addition to the hidden states: per-layer inputs, and keys and values of earlier layers."""
+"""Tensors that layers read in addition to hidden states: per-layer inputs, and keys and values of earlier layers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 class SharedTensors:
     """Tensors of one micro-batch that the layers of a model share.
 
-    ``per_layer`` has the input of each layer by --hidden-size-per-layer-input, and is empty without it. ``new`` has the keys and values of new positions by the number of the layer that computed them, and ``all``
-    those of new and cached positions.
+    ``per_layer`` has the input of each layer by --hidden-size-per-layer-input, and is empty without it. ``new`` has the
+    keys and values of new positions by the number of the layer that computed them, and ``all`` those of new and cached
+    positions.
 
     Shapes: ``per_layer: [s, b, d]`` each (``[s/tp, b, d]`` under sequence parallelism); keys and values
     ``[s, b, groups/tp, d]``.
@@ -46,8 +47,7 @@ class SharedTensors:
 
 def split_inputs(per_layer: torch.Tensor, config: DecoderConfig) -> tuple[torch.Tensor, ...]:
     """Return the input of each layer, given all of them side by side. Shapes: ``[s, b, layers * d] -> [s, b, d]``."""
-    width = config.hidden_size_per_layer_input
-    return per_layer.split(width, dim=-1) if width else ()
+    return per_layer.chunk(config.num_layers, dim=-1) if config.hidden_size_per_layer_input else ()
 
 
 def write_message(hidden: torch.Tensor, shared: SharedTensors, config: DecoderConfig) -> torch.Tensor:
@@ -64,7 +64,7 @@ def write_message(hidden: torch.Tensor, shared: SharedTensors, config: DecoderCo
     for source, width in zip(config.shared_key_values, widths, strict=True):
         if source in shared.new:
             both = torch.cat([each.flatten(2) for each in shared.new[source]], dim=-1)
-            parts.append(both.unflatten(0, (rows, -1)).transpose(1, 2).reshape(rows, batch, width))
+            parts.append(both.view(rows, -1, *both.shape[1:]).transpose(1, 2).reshape(rows, batch, width))
         else:
             parts.append(hidden.new_zeros((rows, batch, width)))
     return torch.cat(parts, dim=-1)
@@ -78,14 +78,16 @@ def read_message(
     A cache receives the keys and values of the new positions, as those of the first layer that uses them.
     """
     rows, batch, _ = message.shape
-    hidden, per_layer, *key_values = (each.contiguous() for each in message.split(config.message_widths, dim=-1))
+    parts = message.split_with_sizes(config.message_widths, dim=-1)
+    hidden, per_layer, *key_values = (part.contiguous() for part in parts)
     shared = SharedTensors(split_inputs(per_layer, config))
     first, positions = min(layer_numbers, default=config.num_layers), config.positions_per_message_row
     for source, both in zip(config.shared_key_values, key_values, strict=True):
         if source >= first:
             continue
-        in_order = both.unflatten(-1, (positions, -1)).transpose(1, 2).reshape(rows * positions, batch, -1)
-        key, value = (each.contiguous().unflatten(-1, (-1, config.kv_channels)) for each in in_order.chunk(2, dim=-1))
+        in_order = both.view(rows, batch, positions, -1).transpose(1, 2)
+        heads = in_order.reshape(rows * positions, batch, 2, -1, config.kv_channels)
+        key, value = (half.contiguous() for half in heads.unbind(2))
         shared.new[source] = shared.all[source] = key, value
         users = [number for number in layer_numbers if config.key_value_sources[number] == source]
         if cache is not None and users:

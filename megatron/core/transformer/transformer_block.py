@@ -75,7 +75,8 @@ class TransformerBlock(nn.Module):
     ) -> LayerOutput:
         """Return the hidden states after the last of these layers, and the auxiliary losses of all layers.
 
-        Keys and values that later layers use are added to ``shared``. MoE layers ignore the positions of the whole sequences at which ``padding_mask: [b, s]`` is True.
+        Keys and values that later layers use are added to ``shared``. MoE layers ignore the positions of the whole
+        sequences at which ``padding_mask: [b, s]`` is True.
 
         Raises:
             ConfigurationError: layers use dropout in training, and ``dropout`` is None.
@@ -132,7 +133,8 @@ class TransformerBlock(nn.Module):
         else:
             if self.graphs is not None and self.training:
                 self.graphs.warm_up(self.layers.values())
-            x, found = self._run(units(), x, (*_tensors_of(angles), *(() if shared is None else shared.tensors())), dropout)
+            of_layers = () if shared is None else shared.tensors()
+            x, found = self._run(units(), x, (*_tensors_of(angles), *of_layers), dropout)
             losses += found
         return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
 

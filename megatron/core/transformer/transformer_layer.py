@@ -136,7 +136,8 @@ def make_feed_forward(
     if config.moe_layers[config.kind_of(layer_number)]:
         return ExpertLayer(config, experts or ExpertGroups.like_dense(tp, None), device)
     width = config.ffn_size_of(layer_number)
-    return FeedForward(config if width == config.ffn_hidden_size else replace(config, ffn_hidden_size=width), tp, device)
+    own = config if width == config.ffn_hidden_size else replace(config, ffn_hidden_size=width)
+    return FeedForward(own, tp, device)
 
 
 class TransformerLayer(nn.Module):

@@ -354,7 +354,7 @@ class GPTModel(Model):
         """Return the loss of every token, the logits if there are no labels, or a stage's message.
 
         ``pattern`` determines which positions each position attends to. ``hidden`` is the previous stage's output. If
-        the tensors that layers share are passed as ``shared``, ``hidden`` and the output are hidden states without them.
+        tensors that layers share are passed as ``shared``, ``hidden`` and a stage's output are hidden states only.
         ``last_position_only`` computes only the logits of the last position (``s`` is then 1 in their shape), for
         generation. The layers' auxiliary losses are appended to ``losses`` if it is given. In training so are the MTP
         losses, in which tokens masked by ``loss_mask`` do not count as labels.
