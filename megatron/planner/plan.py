@@ -36,8 +36,9 @@ class LayerKind(NamedTuple):
 
     ``in_float8`` says whether its matmuls are in FP8. ``window`` is the number of keys that a query attends to at most,
     including its own. ``has_rotary`` is false if --no-rope-freq removes the rotary embedding. ``exchange`` is the
-    context-parallel communication type. ``is_further`` is set for the layer of an MTP module, and ``borrows`` for a
-    layer that uses the keys and values of another layer.
+    context-parallel communication type. ``is_global`` is set for a layer without a window if layers without a window
+    have another shape of attention. ``is_further`` is set for the layer of an MTP module, and ``borrows`` for a layer
+    that uses the keys and values of another layer.
     """
 
     in_float8: bool
@@ -45,12 +46,17 @@ class LayerKind(NamedTuple):
     window: int
     has_rotary: bool
     exchange: str
+    is_global: bool = False
     is_further: bool = False
     borrows: bool = False
 
     @property
     def has_experts(self) -> bool:
         return self.parts.feed_forward == MOE
+
+    def shape(self, model: GPTConfig) -> GPTConfig:
+        """Return the model's configuration with the shape of this layer's attention."""
+        return model.of_global_layers if self.is_global else model.of_windowed_layers
 
 
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
@@ -60,7 +66,7 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     without_rotary = model.layers_without_rotary
     borrows = tuple(source is not None for source in model.key_value_sources)
     of_layers = model.layer_parts, model.layer_windows, without_rotary, borrows
-    own = _kinds(float8_layers, *of_layers, tuple(exchanges), seq_length)
+    own = _kinds(float8_layers, *of_layers, tuple(exchanges), seq_length, model.has_global_shape)
     further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
     return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
@@ -81,6 +87,7 @@ def _kinds(
     borrows: tuple[bool, ...],
     exchanges: tuple[str, ...],
     seq_length: int,
+    has_global: bool,
 ) -> Sequence[LayerKind]:
     return [
         LayerKind(
@@ -89,6 +96,7 @@ def _kinds(
             window=min(window or seq_length, seq_length),
             has_rotary=not is_without,
             exchange=exchanges[0 if len(exchanges) == 1 else number],
+            is_global=has_global and window is None,
             borrows=is_borrowing,
         )
         for number, (parts, window, is_without, is_borrowing) in enumerate(
@@ -375,9 +383,11 @@ def _forward_flops(model: GPTConfig, s: int) -> float:
 @functools.lru_cache(maxsize=64)
 def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
-    of_scores = 2 * model.query_projection_size
-    if model.mla.multi_latent_attention:
-        of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-    kinds = map(model.kind_of, range(model.num_layers + model.mtp.mtp_depth))
-    unused_half = 1.0 * s * s * of_scores * sum(model.layer_parts[kind].has_attention for kind in kinds)
+    unused_half = 0.0
+    for number in range(model.num_layers + model.mtp.mtp_depth):
+        own = model.of_layer(number)
+        of_scores = 2 * own.query_projection_size
+        if model.mla.multi_latent_attention:
+            of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
+        unused_half += 1.0 * s * s * of_scores * model.layer_parts[model.kind_of(number)].has_attention
     return 3.0 * (_forward_flops(causal, s) + unused_half)

@@ -48,7 +48,7 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
     ``recomputed`` are the modules of --recompute-modules that are recomputed. Layers from ``num_layers`` on belong to
     the MTP modules.
     """
-    layer, sizes = _Layer(model, number, frozenset(recomputed)), model.parallel_sizes
+    layer, sizes = _Layer(model.of_layer(number), number, frozenset(recomputed)), model.parallel_sizes
     # A balanced load gives each rank's experts their share of the routed tokens.
     choices = tokens * model.moe.moe_router_topk * sizes.expert_tp // sizes.tp
     saved = sum(
@@ -142,7 +142,7 @@ class _Layer:
         model, tp = self.model, self.model.tensor_model_parallel_size
         heads, groups = model.num_attention_heads // tp, key_value_heads_of_rank(model.num_query_groups, tp)
         exchange, query_width, key_width = self.cp_exchange, heads * model.kv_channels, groups * model.kv_channels
-        width = 0
+        width, borrows = 0, model.key_value_sources[model.kind_of(self.number)] is not None
         if model.mla.multi_latent_attention:
             # Keys are concatenated with their rotary part; values are padded to the width of the keys, or copied.
             key_width = heads * model.mla.latent_head_width
@@ -153,8 +153,9 @@ class _Layer:
             width += query_width + 2 * key_width
         elif model.qk_layernorm:
             # The norms' outputs; a fused norm copies the queries if several of them share a key.
-            borrows = model.key_value_sources[model.kind_of(self.number)] is not None
             width += query_width + (0 if borrows else key_width + query_width * (heads > groups))
+        # The output of the norm of values.
+        width += key_width * (model.v_layernorm and not borrows)
         if self.saves_core and exchange == "all_gather":
             width += (model.context_parallel_size - 1) * 2 * key_width
         elif self.saves_core and exchange.startswith("a2a") and not model.mla.multi_latent_attention:

@@ -44,11 +44,19 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
         *("--window-attn-skip-freq", "3", "--rotary-base-local", "500"),
     ),
+    "gemma4": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "sandwich", "--scale-embeddings", "--qk-layernorm", "--v-layernorm", "--layer-scalar"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0", "--window-attn-skip-freq", "2"),
+        *("--global-kv-channels", "8", "--global-num-query-groups", "1", "--attention-k-eq-v", "--softmax-scale", "1"),
+        *("--rotary-base-local", "500", "--rope-type", "proportional", "--rotary-percent", "0.5"),
+    ),
     "gemma4-e2b": (
         *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
-        *("--norm-placement", "sandwich", "--scale-embeddings", "--qk-layernorm", "--rotary-base-local", "500"),
-        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
-        *("--window-attn-skip-freq", "2", "--num-kv-shared-layers", "2", "--use-double-wide-mlp"),
+        *("--norm-placement", "sandwich", "--scale-embeddings", "--qk-layernorm", "--v-layernorm", "--layer-scalar"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0", "--window-attn-skip-freq", "2"),
+        *("--global-kv-channels", "8", "--softmax-scale", "1", "--num-kv-shared-layers", "2", "--use-double-wide-mlp"),
+        *("--rotary-base-local", "500", "--rope-type", "proportional", "--rotary-percent", "0.5"),
         *("--hidden-size-per-layer-input", "6", "--final-logit-softcapping", "3"),
     ),
     "neox": (
@@ -82,7 +90,7 @@ POSITION_PARTS = (
     *("--activation-func", "relu"),
 )
 """Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "gemma4-e2b", "cohere", "bloom", "apertus")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "gemma4", "gemma4-e2b", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {

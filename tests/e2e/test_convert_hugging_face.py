@@ -268,6 +268,7 @@ OTHERS = (
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm", "apertus"),
     *("hunyuan_dense", "hunyuan_moe", "minimax_m2", "phimoe", "dots1", "nemotron"),
     *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
+    *("gemma4", "gemma4_values"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
@@ -286,12 +287,15 @@ def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", [*TRAINED, *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
 def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"num_hidden_layers": 4}
-    if kind in ("gemma2", "gemma3"):
+    if kind in ("gemma2", "gemma3", "gemma4"):
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
     if kind in ("olmo3", "exaone4", "cohere2", "ministral", "exaone_moe"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     if kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid", "granite_hybrid_dense"):
         changes |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+    if kind == "gemma4_values":
+        changes["layer_types"] = ["sliding_attention"] * 2 + ["full_attention"] * 2
+        changes["per_layer_config"] = {layer: {"head_dim": 10, "num_key_value_heads": 6} for layer in (2, 3)}
     if kind == "kimi_linear":
         changes["linear_attn_config"] = KINDS[kind]["linear_attn_config"] | {
             "kda_layers": [1, 3, 4],

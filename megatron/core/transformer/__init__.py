@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         RotaryAngles,
         RotaryEmbedding,
         apply_rotary_to_both,
+        proportional_frequencies,
         split_and_rotate,
         yarn_frequencies,
     )
@@ -120,7 +121,10 @@ __getattr__ = lazy_exports(
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
         "per_layer_input": "PerLayerInputs",
         "qk_clip": "QueryKeyClip largest_logits",
-        "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
+        "rotary_pos_embedding": (
+            "RotaryAngles RotaryEmbedding apply_rotary_to_both proportional_frequencies split_and_rotate "
+            "yarn_frequencies"
+        ),
         "shared_attention": "BorrowingAttention",
         "shared_tensors": "SharedTensors read_message split_inputs write_message",
         "spec_utils": "ModuleSpec build_module",

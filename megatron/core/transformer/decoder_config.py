@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 from megatron.core.config_base import (
     BELOW_ONE,
@@ -34,6 +35,9 @@ from megatron.core.transformer.hybrid_config import (
 )
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts, linear_layers_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
@@ -110,9 +114,9 @@ class MLAConfig(Config):
 class RotaryConfig(Config):
     """Kind of rotary position embedding, and its YaRN scaling."""
 
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
+    rope_type: str | None = flag(None, choices=("rope", "yarn", "proportional"), role="meaning")
     """Type of rotary embedding: plain (rope), or scaled by --rotary-scaling-factor (yarn); by default yarn with MLA,
-    else rope."""
+    else rope. proportional: the channels of --rotary-percent have the highest frequencies of a whole head."""
     rotary_scaling_factor: float = flag(1.0, role="meaning", bounds=POSITIVE)
     """YaRN: factor of the number of positions."""
     original_max_position_embeddings: int = flag(4096, role="meaning", bounds=POSITIVE)
@@ -405,6 +409,31 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Use grouped-query attention (GQA)."""
     num_query_groups: int = flag(0, role="shape", bounds=POSITIVE)
     """Number of key/value heads with GQA (1 if only --group-query-attention is given)."""
+    global_kv_channels: int | None = flag(
+        None,
+        role="shape",
+        bounds=POSITIVE,
+        needs="window_size",
+        excludes=("multi_latent_attention", "qk_clip"),
+        in_args=False,
+    )
+    """Dimension of an attention head in layers without a window; by default --kv-channels."""
+    global_num_query_groups: int | None = flag(
+        None,
+        role="shape",
+        bounds=POSITIVE,
+        needs="window_size",
+        excludes=("multi_latent_attention", "qk_clip"),
+        in_args=False,
+    )
+    """Number of key/value heads in layers without a window; by default --num-query-groups."""
+    attention_k_eq_v: bool = flag(
+        False,
+        role="shape",
+        excludes=("multi_latent_attention", "qk_clip", "attention_output_gate", "attention"),
+        in_args=False,
+    )
+    """Use keys, before their norm and rotary embedding, as values too, in layers without a window."""
     attention_head_type: str = flag(
         "multihead", choices=("multihead", "multiquery"), role="meaning", in_args=False, seen_as="num_query_groups"
     )
@@ -434,6 +463,13 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
+    v_layernorm: bool = flag(
+        False,
+        role="meaning",
+        excludes=("multi_latent_attention", "attention_output_gate", "attention"),
+        in_args=False,
+    )
+    """Normalize values, per head, without learned parameters."""
     qk_layernorm_after_rope: bool = flag(
         False,
         role="meaning",
@@ -465,6 +501,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Use one norm for attention and feed-forward, instead of one each."""
     residual_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, in_args=False)
     """Multiplier of the outputs of attention and feed-forward before the residual sum."""
+    layer_scalar: bool = flag(False, role="weights", excludes=("hybrid_override_pattern",), in_args=False)
+    """Multiply the output of each layer by a learned number, initially 1."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
     """Soft-cap attention scores at this value with tanh; fused kernels: only flash-attn and FlexAttention on CUDA."""
     query_pre_attn_scalar: int | None = flag(
@@ -676,6 +714,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
         if self.num_query_groups == 0:
             groups = 1 if self.group_query_attention else self.num_attention_heads
             object.__setattr__(self, "num_query_groups", groups)
+        for name, own in (("global_kv_channels", "kv_channels"), ("global_num_query_groups", "num_query_groups")):
+            if getattr(self, name) == getattr(self, own):
+                object.__setattr__(self, name, None)
         if (self.recompute_activations or self.moe_layer_recompute) and self.recompute_granularity is None:
             object.__setattr__(self, "recompute_granularity", "selective")
         has_experts = self.moe.num_experts is not None
@@ -684,6 +725,54 @@ class DecoderConfig(ParallelConfig, in_args=True):
             object.__setattr__(self, "recompute_modules", (*self.recompute_modules, "moe"))
         if self.use_flash_attn and self.attention_backend == "auto":
             object.__setattr__(self, "attention_backend", "flash")
+
+    def of_layer(self, layer_number: int) -> Self:
+        """Return the configuration with the shape of one layer's attention: of its heads, query groups and values.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
+        """
+        if not self.has_global_shape:
+            return self
+        has_window = self.layer_windows[self.kind_of(layer_number)] is not None
+        return self.of_windowed_layers if has_window else self.of_global_layers
+
+    @property
+    def has_global_shape(self) -> bool:
+        """Return whether the attention of layers without a window has a shape of its own."""
+        return (self.global_kv_channels, self.global_num_query_groups, self.attention_k_eq_v) != (None, None, False)
+
+    @functools.cached_property
+    def of_windowed_layers(self) -> Self:
+        """Return the configuration with the shape of attention in layers with a window."""
+        if not self.has_global_shape:
+            return self
+        return dataclasses.replace(self, global_kv_channels=None, global_num_query_groups=None, attention_k_eq_v=False)
+
+    @functools.cached_property
+    def of_global_layers(self) -> Self:
+        """Return the configuration with the shape of attention in layers without a window."""
+        if self.global_kv_channels is None and self.global_num_query_groups is None:
+            return self
+        return dataclasses.replace(
+            self,
+            kv_channels=self.global_kv_channels or self.kv_channels,
+            num_query_groups=self.global_num_query_groups or self.num_query_groups,
+            global_kv_channels=None,
+            global_num_query_groups=None,
+        )
+
+    @property
+    def attention_shapes(self) -> tuple[Self, ...]:
+        """Return the configuration with each shape of attention that layers have.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
+        """
+        if not self.has_global_shape:
+            return (self,)
+        kinds = {window is not None for window in self.layer_windows}
+        return tuple(self.of_windowed_layers if has_window else self.of_global_layers for has_window in sorted(kinds))
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
@@ -939,6 +1028,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return float(self.init_method_std / (branches * self.num_layers) ** 0.5)
 
     @property
+    def value_projection_size(self) -> int:
+        """Return the width of the projection of all value heads together, 0 if keys are the values."""
+        return 0 if self.attention_k_eq_v else self.kv_projection_size
+
+    @property
     def attention_exchanges(self) -> frozenset[str]:
         """Return the context-parallel communication types of the layers with attention.
 
@@ -979,12 +1073,12 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: a pattern of layers is invalid, or a layer has no source of keys and values.
         """
-        groups = max(self.num_query_groups // self.tensor_model_parallel_size, 1)
-        width = 2 * self.kv_channels * groups * self.positions_per_message_row
+        tp, positions = self.tensor_model_parallel_size, self.positions_per_message_row
+        sources = [self.of_layer(number) for number in self.shared_key_values]
         return (
             self.hidden_size,
             self.num_layers * self.hidden_size_per_layer_input,
-            *(width for _ in self.shared_key_values),
+            *(2 * own.kv_channels * max(own.num_query_groups // tp, 1) * positions for own in sources),
         )
 
     @property
@@ -1011,11 +1105,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Layers from ``num_layers`` on belong to the MTP modules. For causal attention only the used half of the score
         matrix counts, and only the part inside the window if there is a window.
         """
-        hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        kind = self.kind_of(layer_number)
+        own, hidden, kind = self.of_layer(layer_number), self.hidden_size, self.kind_of(layer_number)
+        queries, keys_and_values = own.query_projection_size, own.kv_projection_size + own.value_projection_size
         if self.key_value_sources[kind] is not None:
-            keys = 0
-        gemms, of_scores = hidden * (2 * queries + self.gate_projection_size + 2 * keys), 2 * queries
+            keys_and_values = 0
+        gemms, of_scores = hidden * (2 * queries + own.gate_projection_size + keys_and_values), 2 * queries
         if self.mla.multi_latent_attention:
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
@@ -1024,7 +1118,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
-            gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
+            gemms += find_registered("attention", self.attention).properties["multiply_adds"](own)
         if not parts.has_attention:
             gemms, core = 0, 0.0
         if mixer is not None:

@@ -86,7 +86,7 @@ def read_message(
         if source >= first:
             continue
         in_order = both.view(rows, batch, positions, -1).transpose(1, 2)
-        heads = in_order.reshape(rows * positions, batch, 2, -1, config.kv_channels)
+        heads = in_order.reshape(rows * positions, batch, 2, -1, config.of_layer(source).kv_channels)
         key, value = (half.contiguous() for half in heads.unbind(2))
         shared.new[source] = shared.all[source] = key, value
         users = [number for number in layer_numbers if config.key_value_sources[number] == source]

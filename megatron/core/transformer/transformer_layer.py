@@ -16,7 +16,7 @@ from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.registry import find_registered
-from megatron.core.tensor_parallel import LowRankAdapter, saved_as_inputs
+from megatron.core.tensor_parallel import LowRankAdapter, make_parameter, replicated_spec, saved_as_inputs
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.attention_and_mamba import AttentionAndMamba
@@ -146,7 +146,8 @@ class TransformerLayer(nn.Module):
 
     With ``apply_residual_connection_post_layernorm`` the norm's output is the residual stream. ``norm_placement`` puts
     norms before, after, or both before and after attention and feed-forward. Norms before them and the feed-forward
-    layer are recomputed in the backward pass if configured.
+    layer are recomputed in the backward pass if configured. With ``layer_scalar`` the output of the layer is multiplied
+    by a learned number.
 
     ``layer_number`` counts from 0 over the whole model.
 
@@ -167,6 +168,10 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer_number = layer_number
         self._add_parts(config, tp, device, cp, experts)
+        self.layer_scalar: nn.Parameter | None = None
+        if config.layer_scalar:
+            spec = replicated_spec("layer_scalar", (1,), tp, config.sequence_parallel, mean=1.0)
+            self.layer_scalar = make_parameter((1,), spec, dtype_from_name(config.params_dtype), device)
         self.is_parallel = config.use_parallel_residual
         self.residual_multiplier = config.residual_multiplier
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
@@ -248,7 +253,9 @@ class TransformerLayer(nn.Module):
             assert shared is not None, "the model passes the inputs of all layers"
             x, fed_keys = self.add_branch(x, branch, fed_keys, probability), None
             branch = self.per_layer_input(x, shared.per_layer[self.layer_number])
-        if ahead is None or ahead.following is None:
+        if self.layer_scalar is not None:
+            x = self.add_branch(x, branch, fed_keys, probability) * self.layer_scalar
+        elif ahead is None or ahead.following is None:
             x = self.add_branch(x, branch, fed_keys, probability)
         else:
             x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)

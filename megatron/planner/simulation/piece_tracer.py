@@ -255,10 +255,11 @@ class _Tracer:
 
         numbers, width = contents.layer_numbers, model.hidden_size_per_layer_input
         shared = SharedTensors(tuple(enter(rows, batch, width) for _ in range(model.num_layers) if numbers and width))
-        groups = max(model.num_query_groups // model.tensor_model_parallel_size, 1)
-        shape = rows * model.positions_per_message_row, batch, groups, model.kv_channels
         for source in {model.key_value_sources[number] for number in numbers} - {None}:
             assert source is not None
+            own = model.of_layer(source)
+            groups = max(own.num_query_groups // model.tensor_model_parallel_size, 1)
+            shape = rows * model.positions_per_message_row, batch, groups, own.kv_channels
             shared.new[source] = shared.all[source] = enter(*shape), enter(*shape)
         return shared, entrances
 

@@ -86,6 +86,7 @@ REPRESENTATIVE = (
     make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
     make_cell("bloom", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",)), "packed"),
     make_cell("apertus", Layout(tp=2, sequence_parallel=True, pp=2, cp=2)),
+    make_cell("gemma4", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",))),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.

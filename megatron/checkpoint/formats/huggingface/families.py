@@ -21,6 +21,7 @@ from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
 from megatron.checkpoint.formats.huggingface.falcon_h1 import FalconH1Family
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
+from megatron.checkpoint.formats.huggingface.gemma4 import Gemma4Family
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
 from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily, Glm4MoeLiteFamily, SolarOpenFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
@@ -138,6 +139,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3_5Family(),
     Qwen3_5MoEFamily(),
     KimiLinearFamily(),
+    Gemma4Family(),
 )
 
 HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"

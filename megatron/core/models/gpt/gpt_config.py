@@ -172,7 +172,14 @@ class GPTConfig(DecoderConfig, in_args=True):
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.kv_channels * self.rotary_percent)
+        """Return the number of rotated channels per head, in layers without a window if their heads are different."""
+        channels = int(self.of_global_layers.kv_channels * self.rotary_percent)
+        return channels // 2 * 2 if self.rope.rope_type == "proportional" else channels
+
+    @property
+    def rotary_width(self) -> int:
+        """Return the number of channels per head that have a rotary angle, which may be 0."""
+        return self.kv_channels if self.rope.rope_type == "proportional" else self.rotary_dim
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
         """Return the FLOPs of one forward pass over one sequence, including the output layer."""

@@ -119,6 +119,14 @@ KIMI_LINEAR = LLAMA | {
     "num_experts": 12,
     "linear_num_heads": 4,
 }
+GEMMA4 = LLAMA | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 7,
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+}
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}

@@ -36,6 +36,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
@@ -307,6 +308,15 @@ MODELS = [
     KIMI_LINEAR | {"first_k_dense_replace": 2, "q_lora_rank": 24, "qk_rope_head_dim": 3, "num_shared_experts": 2},
     KIMI_LINEAR
     | {"num_expert_group": 4, "topk_group": 4, "moe_renormalize": True, "layer_types": ["full_attention"] * 5},
+    GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
+    GEMMA4
+    | {
+        "per_layer_config": {
+            "5": {"head_dim": 16, "num_key_value_heads": 1},
+            "6": {"head_dim": 16, "num_key_value_heads": 1},
+        }
+    },
+    GEMMA4 | {"layer_types": ["full_attention"] * 7, "attention_k_eq_v": True, "attention_bias": True},
     KIMI_LINEAR
     | {"linear_attn_config": {"head_dim": 16, "num_heads": 3, "kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}},
 ]
@@ -413,6 +423,7 @@ FAMILY_SETTINGS = [
     QWEN3_5,
     QWEN3_5_MOE,
     KIMI_LINEAR,
+    GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
 ]
 
 
@@ -639,6 +650,23 @@ REFUSED = [
     (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
     (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
     (GEMMA3, {"rope_local_base_freq": 10.5}, "it is the rope_theta of sliding-window layers"),
+    (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2, but only 0 is supported"),
+    (GEMMA4, {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256, but only 0 is supported"),
+    (GEMMA4, {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all"'),
+    (GEMMA4, {"global_head_dim": 15}, "attention with 6 heads of 15 channels in 2 groups"),
+    (GEMMA4, {"per_layer_config": {"1": {"head_dim": 8}}}, "different shapes of attention in layers with a window"),
+    (GEMMA4, {"per_layer_config": {"1": {"intermediate_size": 8}}}, "intermediate_size: only head_dim and num_key_va"),
+    (GEMMA4, {"rope_parameters": {"full_attention": {}}}, "rope_parameters must have the objects full_attention and"),
+    (
+        GEMMA4,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.1},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+        "2 to all of the 16 channels of a head must rotate",
+    ),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
     (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),

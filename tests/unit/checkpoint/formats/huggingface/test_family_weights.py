@@ -131,16 +131,28 @@ VISION = {
     "temporal_patch_size": 1,
     "num_position_embeddings": 4,
 }
+VISION_OF_GEMMA4 = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 2,
+    "position_embedding_size": 4,
+}
 
 
-@pytest.mark.parametrize(("kind", "is_stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
-def test_the_language_model_of_a_published_qwen3_5_is_read(kind: str, is_stacked: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True), ("gemma4", False)]
+)
+def test_the_language_model_of_a_model_with_a_vision_part_is_read(kind: str, is_stacked: bool, tmp_path: Path) -> None:
     """Published folders have a vision part, and their experts are stacked; what is written is the language model."""
     transformers = import_transformers()
     text, family = make_model(kind), KINDS[kind]["class"]
     config = getattr(transformers, f"{family}Config")(
         text_config=text.config.to_dict(),
-        vision_config=VISION,
+        vision_config=VISION_OF_GEMMA4 if kind == "gemma4" else VISION,
         tie_word_embeddings=text.config.tie_word_embeddings,
     )
     whole = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
@@ -160,7 +172,7 @@ def test_the_language_model_of_a_published_qwen3_5_is_read(kind: str, is_stacked
     if is_stacked:
         rewrite(tmp_path / "model", stack)
     stored = load_file(tmp_path / "model" / "model.safetensors")
-    assert any(name.startswith("model.visual.") for name in stored)
+    assert any(name.startswith(("model.visual.", "model.vision_tower.")) for name in stored)
     assert any(name.endswith("experts.gate_up_proj") for name in stored) == is_stacked
     source = HuggingFaceSource(tmp_path / "model")
     tokens = tokens_of(kind, 2, 40)
