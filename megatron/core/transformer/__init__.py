@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RotaryConfig,
         default_ffn_hidden_size,
         further_loss_names,
+        key_value_sources,
         moe_layers,
         without_rotary,
     )
@@ -131,7 +132,7 @@ __getattr__ = lazy_exports(
         "transformer_block": "TransformerBlock",
         "decoder_config": (
             "GATED_ACTIVATIONS INDEPENDENT_SCORES MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
-            "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
+            "default_ffn_hidden_size further_loss_names key_value_sources moe_layers without_rotary"
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer make_norm",
