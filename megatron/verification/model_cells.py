@@ -50,6 +50,8 @@ SPARSEMIXER = (
 )
 """SparseMixer routing in which several experts are within reach, and attention biases, as in Phi-MoE."""
 
+EXPERT_NORMS = ("--moe-expert-norms", "--moe-router-norm", "--moe-router-expert-scale", "--norm-placement", "sandwich")
+"""Norms of experts and of the shared expert, and the router's, as in Gemma 4."""
 SQRTSOFTPLUS = ("--moe-router-score-function", "sqrtsoftplus")
 
 
@@ -88,7 +90,9 @@ DISPATCHERS = ("alltoall", "allgather")
 def expert_matrix() -> list[Cell]:
     """Return the test cases of MoE models that every release must pass, without duplicates."""
     cells = [
-        cell for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _at_random) for cell in family()
+        cell
+        for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _normalized, _at_random)
+        for cell in family()
     ]
     return list({cell.name: cell for cell in cells}.values())
 
@@ -173,6 +177,18 @@ def _global() -> Iterator[Cell]:
     for layout in (ExpertLayout(dp=2, ep=2), ExpertLayout(dp=4, ep=2), ExpertLayout(tp=2, cp=2, dp=2, ep=2)):
         flags = ("--micro-batch-size", str(8 // layout.dp))
         yield make_expert_cell("mixtral", replace(layout, expert_flags=flags), extra=extra)
+
+
+def _normalized() -> Iterator[Cell]:
+    """Yield experts whose inputs and outputs are normalized apart from the shared expert's."""
+    whole = ExpertLayout(tp=2, cp=2, ep=4, etp=1, sequence_parallel=True)
+    for layout in (
+        ExpertLayout(tp=2, etp=1, dispatcher="allgather"),
+        ExpertLayout(tp=2, pp=2, dp=2, ep=2, sharding="optim_grads", overlap=True),
+        replace(whole, recompute=("selective", "core_attn", "layernorm", "moe")),
+        replace(whole, recompute=("full", "uniform", "1"), expert_flags=("--moe-shared-expert-overlap",)),
+    ):
+        yield make_expert_cell("deepseek-experts", layout, extra=EXPERT_NORMS)
 
 
 def _sparsemixer() -> Iterator[Cell]:

@@ -176,11 +176,13 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
             f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
             "registered; omit it"
         )
-    if model.v_layernorm and is_registered("normalization", model.normalization):
-        yield (
-            f"--v-layernorm is not supported with --normalization {model.normalization}, which a script registered; "
-            "omit it"
-        )
+    without_weight = {"--v-layernorm": model.v_layernorm, "--moe-router-norm": model.moe.moe_router_norm}
+    for flag in (flag for flag, is_given in without_weight.items() if is_given):
+        if is_registered("normalization", model.normalization):
+            yield (
+                f"{flag} is not supported with --normalization {model.normalization}, which a script registered; "
+                "omit it"
+            )
     if model.norm_parameters != "all" and is_registered("normalization", model.normalization):
         yield (
             f"--norm-parameters {model.norm_parameters} is not supported with --normalization {model.normalization}, "
@@ -848,15 +850,11 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     others = {
         "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
         "--moe-router-num-groups": moe.moe_router_num_groups is not None,
+        "--moe-router-enable-expert-bias": moe.moe_router_enable_expert_bias,
     }
     for name, is_given in others.items():
         if is_given and is_sparsemixer:
             yield f"--moe-router-score-function sparsemixer is not supported with {name}; omit {name}"
-    if moe.moe_router_enable_expert_bias and (is_softmax or is_sparsemixer):
-        yield (
-            "--moe-router-enable-expert-bias requires sigmoid or sqrtsoftplus scores; add --moe-router-score-function "
-            "sigmoid, or omit it"
-        )
     groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return

@@ -73,7 +73,15 @@ if TYPE_CHECKING:
         further_losses,
         mtp_targets,
     )
-    from megatron.core.transformer.norm import Norm, ResidualNorm, ResidualSum, add_and_normalize, add_branch, normalize
+    from megatron.core.transformer.norm import (
+        Norm,
+        ResidualNorm,
+        ResidualSum,
+        add_and_normalize,
+        add_branch,
+        make_norm,
+        normalize,
+    )
     from megatron.core.transformer.per_layer_input import PerLayerInputs
     from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
     from megatron.core.transformer.rotary_pos_embedding import (
@@ -94,7 +102,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+    from megatron.core.transformer.transformer_layer import TransformerLayer
     from megatron.core.transformer.xielu import XIELU
 
 __getattr__ = lazy_exports(
@@ -119,7 +127,7 @@ __getattr__ = lazy_exports(
         "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation with_scaled_gate",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
-        "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
+        "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch make_norm normalize",
         "per_layer_input": "PerLayerInputs",
         "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": (
@@ -135,7 +143,7 @@ __getattr__ = lazy_exports(
             "default_ffn_hidden_size further_loss_names key_value_sources moe_layers without_rotary"
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
-        "transformer_layer": "TransformerLayer make_norm",
+        "transformer_layer": "TransformerLayer",
         "xielu": "XIELU",
     },
 )

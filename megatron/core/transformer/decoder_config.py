@@ -245,6 +245,14 @@ class MoEConfig(Config, in_args=False):
     """FFN hidden size of the shared expert, which processes every token; by default there is no shared expert."""
     moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
     """Gate the shared expert's output by one number per token."""
+    moe_expert_norms: bool = flag(
+        False,
+        role="weights",
+        needs="moe_shared_expert_intermediate_size",
+        excludes=("hybrid_override_pattern", "apply_residual_connection_post_layernorm"),
+    )
+    """Normalize the routed experts' input apart from the shared expert's, and both outputs before their sum. The router
+    reads the residual stream."""
     moe_shared_expert_overlap: bool = flag(False, role="run", needs="moe_shared_expert_intermediate_size")
     """Compute the shared expert during token dispatch."""
 
@@ -280,6 +288,11 @@ class MoEConfig(Config, in_args=False):
     """Best experts whose scores rank a group; by default --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
     """Multiply the weights of the selected experts by this factor."""
+    moe_router_norm: bool = flag(False, role="weights", needs="num_experts")
+    """Normalize the router's input without parameters, and multiply it by a learned vector / square root of the hidden
+    size."""
+    moe_router_expert_scale: bool = flag(False, role="weights", needs="num_experts")
+    """Multiply the weight of a selected expert by a learned number per expert, initially 1."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
     """Type of the router's GEMM and of expert weights until outputs are summed; by default the model's. Scores use
     float32 at least."""
@@ -732,10 +745,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Raises:
             ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
         """
-        if not self.has_global_shape:
-            return self
-        has_window = self.layer_windows[self.kind_of(layer_number)] is not None
-        return self.of_windowed_layers if has_window else self.of_global_layers
+        return self.of_global_layers if self.is_global(layer_number) else self.of_windowed_layers
+
+    def is_global(self, layer_number: int) -> bool:
+        """Return whether a layer has the shape of attention of layers without a window, if theirs is another one.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
+        """
+        return self.has_global_shape and self.layer_windows[self.kind_of(layer_number)] is None
 
     @property
     def has_global_shape(self) -> bool:

@@ -5,6 +5,8 @@ Gemma 3n has them first: https://ai.google.dev/gemma/docs/gemma-3n (2025).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -14,22 +16,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import VocabShardedEmbedding
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
-from megatron.core.transformer.norm import Norm
-
-
-def _make_norm(config: DecoderConfig, width: int, tp: Group, device: torch.device | str) -> Norm:
-    return Norm(
-        config.normalization,
-        width,
-        config.norm_epsilon,
-        tp,
-        partial_gradient=config.sequence_parallel,
-        centered_weight=config.apply_layernorm_1p,
-        dtype=dtype_from_name(config.params_dtype),
-        device=device,
-        transformer_impl=config.transformer_impl,
-        parameters=config.norm_parameter_names,
-    )
+from megatron.core.transformer.norm import make_norm
 
 
 class PerLayerInputs(nn.Module):
@@ -66,7 +53,7 @@ class PerLayerInputs(nn.Module):
         # Rounded like the scale of the word embeddings.
         self.scale = torch.tensor(width**0.5, dtype=dtype, device="cpu").item()
         self.projection = ReplicatedLinear(config, config.hidden_size, config.num_layers * width, tp, device)
-        self.norm = _make_norm(config, width, tp, device)
+        self.norm = make_norm(replace(config, hidden_size=width), tp, device)
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the inputs of all layers, side by side."""
@@ -90,7 +77,7 @@ class PerLayerBranch(nn.Module):
         self.kind = config.activation
         self.gate = ReplicatedLinear(config, hidden, width, tp, device)
         self.projection = ReplicatedLinear(config, width, hidden, tp, device)
-        self.norm = _make_norm(config, hidden, tp, device)
+        self.norm = make_norm(config, tp, device)
 
     def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return the branch, for the residual stream ``x`` and the layer's input."""

@@ -21,11 +21,11 @@ from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.cuda_graphs import GraphedLayers, GraphUnit
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.norm import NormAhead
+from megatron.core.transformer.norm import NormAhead, make_norm
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.shared_tensors import SharedTensors
 from megatron.core.transformer.single_branch_layer import make_layer
-from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.weight_prefetch import WeightPrefetch
 
 

@@ -36,7 +36,14 @@ from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
-from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
+from megatron.core.transformer.norm import (
+    NormAhead,
+    PostNormResidual,
+    ResidualNorm,
+    ResidualSum,
+    add_branch,
+    make_norm,
+)
 from megatron.core.transformer.per_layer_input import PerLayerBranch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.shared_attention import BorrowingAttention, SourceAttention
@@ -47,22 +54,6 @@ _RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
     KIMI_DELTA_ATTENTION: KimiDeltaAttention,
     MAMBA: MambaMixer,
 }
-
-
-def make_norm(config: DecoderConfig, tp: Group, device: torch.device | str, kind: type[Norm] = Norm) -> Norm:
-    """Return the configured normalization of hidden states."""
-    return kind(
-        config.normalization,
-        config.hidden_size,
-        config.norm_epsilon,
-        tp,
-        partial_gradient=config.sequence_parallel,
-        centered_weight=config.apply_layernorm_1p,
-        dtype=dtype_from_name(config.params_dtype),
-        device=device,
-        transformer_impl=config.transformer_impl,
-        parameters=config.norm_parameter_names,
-    )
 
 
 def make_stream_norm(config: DecoderConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
@@ -245,9 +236,9 @@ class TransformerLayer(nn.Module):
         norm = self.input_layernorm if self.shares_norm else self.pre_mlp_layernorm
         with self._recomputed(norm, stream, normalized):
             if self.recomputes_mlp and self.training:
-                fed, more_losses = recompute(self._feed, normalized, dropout, padding_mask)
+                fed, more_losses = recompute(self._feed, normalized, dropout, padding_mask, stream)
             else:
-                fed, more_losses = self._feed(normalized, dropout, padding_mask)
+                fed, more_losses = self._feed(normalized, dropout, padding_mask, stream)
         branch = self._scaled(self.post_mlp_layernorm(fed))
         if self.per_layer_input is not None:
             assert shared is not None, "the model passes the inputs of all layers"
@@ -265,12 +256,19 @@ class TransformerLayer(nn.Module):
         return branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier
 
     def _feed(
-        self, normalized: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
+        self,
+        normalized: torch.Tensor,
+        dropout: DropoutKeys | None,
+        padding_mask: torch.Tensor | None,
+        stream: torch.Tensor,
     ) -> LayerOutput:
         """Run the feed-forward layer; recomputation uses the same dropout keys."""
         self.hand_keys(dropout)
-        takes_mask = isinstance(self.mlp, ExpertLayer) and padding_mask is not None
-        output: LayerOutput = self.mlp(normalized, padding_mask) if takes_mask else self.mlp(normalized)
+        output: LayerOutput
+        if isinstance(self.mlp, ExpertLayer):
+            output = self.mlp(normalized, padding_mask, stream if self.mlp.has_norms else None)
+        else:
+            output = self.mlp(normalized)
         return output
 
     def hand_keys(self, dropout: DropoutKeys | None) -> None:

@@ -24,6 +24,7 @@ WEIGHTS = """
     num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights
     mtp_num_layers shared_parallel_norm norm_parameters add_output_bias add_embedding_norm disable_proj_bias
     mamba_conv_bias mamba_proj_bias xielu add_proj_bias layer_scalar
+    moe_expert_norms moe_router_norm moe_router_expert_scale
 """
 
 

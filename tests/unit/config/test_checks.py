@@ -139,8 +139,8 @@ WRONG = [
     (
         "--num-experts 4 --moe-router-score-function sparsemixer --moe-router-enable-expert-bias",
         1,
-        "--moe-router-enable-expert-bias",
-        ("sigmoid",),
+        "--moe-router-score-function",
+        ("omit --moe-router-enable-expert-bias",),
     ),
     ("--num-kv-shared-layers 2", 1, "--num-kv-shared-layers", ("use at most 1",)),
     (

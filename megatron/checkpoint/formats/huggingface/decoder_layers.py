@@ -138,6 +138,12 @@ def layer_frequency(has_experts: Sequence[bool]) -> str:
     return "1" if all(has_experts) else str([int(has) for has in has_experts])
 
 
+def windows_before_full_layers(settings: Settings, period: int) -> list[bool]:
+    """Return whether each layer has a window: by default not every ``period``-th, and never the last layer."""
+    by_default = [(layer + 1) % period != 0 for layer in range(settings.integer("num_hidden_layers"))]
+    return [*read_layer_types(settings, by_default)[:-1], False]
+
+
 def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Yield the links of a layer's router and experts; each expert's projections are separate tensors in files."""
     assert config.moe.num_experts is not None
@@ -149,6 +155,18 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
             first = f"{ours}mlp.experts.linear_fc1.weight"
             yield one_of(first, expert, number * ffn, f"{of_expert}{name}.weight", (ffn, width))
         yield one_of(f"{ours}mlp.experts.linear_fc2.weight", expert, 0, f"{of_expert}{names.down}.weight", (width, ffn))
+
+
+def stacked_expert_links(
+    config: GPTConfig, ours: str, theirs: str, router: str, first: str, second: str
+) -> Iterator[TensorLink]:
+    """Yield the links of a layer's router and experts, whose files stack all experts under these names."""
+    assert config.moe.num_experts is not None
+    count, width, ffn = config.moe.num_experts, config.hidden_size, config.moe.moe_ffn_hidden_size
+    ours = f"{ours}mlp."
+    yield whole(f"{ours}experts.linear_fc1.weight", f"{theirs}{first}", (count, 2 * ffn, width))
+    yield whole(f"{ours}experts.linear_fc2.weight", f"{theirs}{second}", (count, width, ffn))
+    yield whole(f"{ours}router.weight", f"{theirs}{router}", (count, width))
 
 
 def shared_expert_links(

@@ -1,7 +1,8 @@
 """Gemma 4 (text only): Gemma 3's windows and norms, with heads of another shape in layers without a window.
 
 These layers use keys as values, and rotate the channels of highest frequency only. Values are normalized, scores are
-not scaled, and a number per layer multiplies its output.
+not scaled, and a number per layer multiplies its output. Experts are next to the dense feed-forward, each with its own
+norms.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from megatron.checkpoint.formats.huggingface.attention_shapes import read_shapes
 from megatron.checkpoint.formats.huggingface.decoder_layers import (
     RotaryDecoderFamily,
     attention_bias_fields,
-    read_layer_types,
+    expert_fields,
+    norm_links,
+    shared_expert_links,
+    stacked_expert_links,
     window_fields,
+    windows_before_full_layers,
     written_layer_types,
 )
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
@@ -37,6 +42,12 @@ DEFAULT_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+EXPERT_NORMS = (
+    ("post_shared_experts_layernorm", "post_feedforward_layernorm_1"),
+    ("post_experts_layernorm", "post_feedforward_layernorm_2"),
+    ("pre_experts_layernorm", "pre_feedforward_layernorm_2"),
+)
+
 
 class Gemma4Family(RotaryDecoderFamily):
     """Language model of Gemma 4 (``Gemma4ForCausalLM``)."""
@@ -51,15 +62,15 @@ class Gemma4Family(RotaryDecoderFamily):
     default_head_dim = 256
     default_ffn_size = 9216
     is_tied_by_default = True
+    expert_names = None
     activation = ("hidden_activation", "gelu_pytorch_tanh", "geglu")
     norm_names = Gemma2Family.norm_names
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of windows, the shapes of attention, norms, and what layers share."""
-        settings.require("enable_moe_block", False, False, "experts are not supported")
+        """Return the fields of windows, the shapes of attention, norms, experts, and what layers share."""
         if settings.values.get("use_bidirectional_attention") not in (None, "vision"):
             settings.require("use_bidirectional_attention", "vision", None, "attention of text is causal")
-        has_window = windowed_layers(settings)
+        has_window = windows_before_full_layers(settings, 6)
         shapes = read_shapes(settings, has_window, (self.default_head_dim, self.default_groups), 512)
         width, positions = shapes["global_kv_channels"], settings.integer("max_position_embeddings", 131072)
         return {
@@ -77,6 +88,20 @@ class Gemma4Family(RotaryDecoderFamily):
             **read_sharing(settings, has_window),
             **read_inputs(settings, 256, 262144),
             **shapes,
+            **self.experts_of(settings),
+        }
+
+    def experts_of(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of the experts, next to which the dense feed-forward is the shared expert."""
+        if not settings.switch("enable_moe_block", False):
+            return {}
+        renamed = settings.replaced({"num_experts_per_tok": settings.values.get("top_k_experts")})
+        count, width = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
+        return expert_fields(renamed, count, width, None) | {
+            "moe_shared_expert_intermediate_size": settings.integer("intermediate_size", self.default_ffn_size),
+            "moe_expert_norms": True,
+            "moe_router_norm": True,
+            "moe_router_expert_scale": True,
         }
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
@@ -91,9 +116,19 @@ class Gemma4Family(RotaryDecoderFamily):
             "attention_bias": config.has_qkv_bias,
             "attention_k_eq_v": config.attention_k_eq_v,
             "final_logit_softcapping": config.final_logit_softcapping,
+            "enable_moe_block": config.moe.num_experts is not None,
             **written_sharing(config),
             **written_shapes(config),
             **write_kinds_of_rope(config),
+            **(self.written_experts(config) if config.moe.num_experts is not None else {}),
+        }
+
+    def written_experts(self, config: GPTConfig) -> dict[str, Any]:
+        return {
+            "intermediate_size": config.moe.moe_shared_expert_intermediate_size,
+            "moe_intermediate_size": config.moe.moe_ffn_hidden_size,
+            "num_experts": config.moe.num_experts,
+            "top_k_experts": config.moe.moe_router_topk,
         }
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
@@ -111,8 +146,13 @@ class Gemma4Family(RotaryDecoderFamily):
         yield from super().layer_links(config, ours, theirs, parts)
         yield from branch_links(config, ours, theirs)
 
-
-def windowed_layers(settings: Settings) -> list[bool]:
-    """Return whether each layer has a window; the last one has none, whatever the settings."""
-    by_default = [(layer + 1) % 6 != 0 for layer in range(settings.integer("num_hidden_layers"))]
-    return [*read_layer_types(settings, by_default)[:-1], False]
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of a layer's dense feed-forward, router, experts and their norms."""
+        yield from shared_expert_links(config, ours, theirs, "mlp")
+        names = ("router.proj.weight", "experts.gate_up_proj", "experts.down_proj")
+        yield from stacked_expert_links(config, ours, theirs, *names)
+        count, width = config.moe.num_experts or 0, config.hidden_size
+        yield whole(f"{ours}mlp.router.input_scale", f"{theirs}router.scale", (width,))
+        yield whole(f"{ours}mlp.router.expert_scale", f"{theirs}router.per_expert_scale", (count,))
+        for native, foreign in EXPERT_NORMS:
+            yield from norm_links(config, f"{ours}mlp.{native}", f"{theirs}{foreign}")

@@ -25,6 +25,8 @@ def read_sharing(settings: Settings, has_window: Sequence[bool]) -> dict[str, An
             settings.refuse(f"{_SHARED} is {shared}: {error}")
             shared = 0
     is_wide = settings.switch("use_double_wide_mlp", False)
+    if is_wide and shared and settings.switch("enable_moe_block", False):
+        settings.refuse("use_double_wide_mlp is true, but layers with experts do not support it")
     return {_SHARED: shared, "use_double_wide_mlp": is_wide and shared > 0}
 
 

@@ -112,11 +112,10 @@ def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: in
     return _layer_parameters(known, model, contents, _kind(model, number))
 
 
-def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool, bool]:
+def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool, bool, bool]:
     """Return the properties of a layer that determine its parameters, apart from fields that all layers share."""
-    kind = model.kind_of(number)
-    has_keys = model.key_value_sources[kind] is None
-    return model.layer_parts[kind], model.fp8.is_in_float8(number, model.num_layers), has_keys
+    parts, has_keys = model.layer_parts[model.kind_of(number)], model.key_value_sources[model.kind_of(number)] is None
+    return parts, model.fp8.is_in_float8(number, model.num_layers), model.is_global(number), has_keys
 
 
 def _layer_parameters(

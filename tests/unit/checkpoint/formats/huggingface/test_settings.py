@@ -205,7 +205,7 @@ def test_a_preset_is_the_published_model(preset: str) -> None:
 
 
 ONE_OF_EACH = list({settings["class"]: kind for kind, settings in reversed(KINDS.items())}.values())
-WITH_MORE_SETTINGS = ("deepseek_v2_groups", "gemma4_values", "gemma4_e2b")
+WITH_MORE_SETTINGS = ("deepseek_v2_groups", "gemma4_values", "gemma4_moe", "gemma4_e2b")
 """Kinds with settings that the first of their class does not use."""
 UNSAID: dict[str, tuple[Any, ...]] = {
     "head_dim": (8, 16),
@@ -243,7 +243,7 @@ LISTS: dict[str, list[Any]] = {
     "time_step_limit": [0.05, 0.2],
 }
 """Other values of lists that a folder has."""
-ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu")
 INVISIBLE = frozenset(
     (
         *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map", "_name_or_path"),

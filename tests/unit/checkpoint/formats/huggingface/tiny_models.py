@@ -423,6 +423,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 9999.442},
         "sliding_window": 20,
         "tie_word_embeddings": False,
     },
@@ -465,6 +466,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "use_bias": True,
         "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    },
+    "ernie4_5_moe": {
+        "class": "Ernie4_5_Moe",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "moe_intermediate_size": 20,
+        "moe_k": 3,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 2,
         "tie_word_embeddings": True,
     },
     "stablelm": {
@@ -1100,6 +1113,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "final_logit_softcapping": 4.0,
     },
+    "gemma4_moe": {
+        "class": "Gemma4",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 512,
+        "moe_intermediate_size": 20,
+        "num_experts": 8,
+        "sliding_window": 30,
+        "tie_word_embeddings": False,
+        "top_k_experts": 3,
+    },
     "gemma4_values": {
         "class": "Gemma4",
         **_DECODER,
@@ -1231,7 +1261,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
         buffers = (pair for pair in model.named_buffers() if pair[0].endswith(with_values))
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
-            is_norm = parameter.dim() == 1 and name.endswith(("weight", "layer_scalar"))
+            is_norm = parameter.dim() == 1 and name.endswith(("weight", "scale", "layer_scalar"))
             is_centered = (family.startswith(_OF_DIFFERENCES) and family != "Gemma4") or family == "Nemotron"
             mean = 0.0 if is_centered and "linear_attn" not in name else 1.0
             # Step sizes of Mamba-2 are small, as published ones: large ones let states of few positions matter.
