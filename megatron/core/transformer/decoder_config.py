@@ -1123,14 +1123,15 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Layers from ``num_layers`` on belong to the MTP modules. For causal attention only the used half of the score
         matrix counts, and only the part inside the window if there is a window.
         """
-        own, hidden, kind = self.of_layer(layer_number), self.hidden_size, self.kind_of(layer_number)
+        own, hidden = self.of_layer(layer_number), self.hidden_size
         queries, keys_and_values = own.query_projection_size, own.kv_projection_size + own.value_projection_size
-        if self.key_value_sources[kind] is not None:
+        if self.key_value_sources[self.kind_of(layer_number)] is not None:
             keys_and_values = 0
         gemms, of_scores = hidden * (2 * queries + own.gate_projection_size + keys_and_values), 2 * queries
         if self.mla.multi_latent_attention:
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
+        kind = self.kind_of(layer_number)
         parts = self.layer_parts[kind]
         mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
