@@ -12,12 +12,36 @@ from megatron.core.config_base import field_value, from_fields, with_fields
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.decoder_config import DecoderConfig, RotaryConfig, default_ffn_hidden_size
 from megatron.core.transformer.layer_pattern import _MOST_LAYERS, format_layer_pattern, parse_layer_pattern
-from megatron.core.transformer.rotary_pos_embedding import yarn_frequencies
+from megatron.core.transformer.rotary_pos_embedding import proportional_frequencies, yarn_frequencies
 from tests.harness.toy_model import make_model
 
 
 def make(**fields: Any) -> DecoderConfig:
     return from_fields(DecoderConfig, **{"num_layers": 8, "hidden_size": 96, "num_attention_heads": 6} | fields)
+
+
+def test_layers_without_a_window_have_another_shape_of_attention() -> None:
+    own = {"global_kv_channels": 24, "global_num_query_groups": 1, "attention_k_eq_v": True}
+    model = make(num_query_groups=3, window_size="3,0", window_attn_skip_freq="4", mtp_num_layers=1, **own)
+    windowed, whole = model.of_layer(0), model.of_layer(3)
+    assert [model.of_layer(number) is whole for number in range(9)] == [False, False, False, True] * 2 + [True]
+    assert (windowed.kv_channels, windowed.num_query_groups, windowed.value_projection_size) == (16, 3, 48)
+    assert (whole.kv_channels, whole.num_query_groups, whole.value_projection_size) == (24, 1, 0)
+    assert (whole.kv_projection_size, whole.query_projection_size, whole.score_scale) == (24, 144, 24**-0.5)
+    assert model.attention_shapes == (whole, windowed)
+    (gemms, core), (own_gemms, own_core) = (model.layer_forward_flops(number, 10) for number in (0, 3))
+    assert gemms - own_gemms == 2 * 10 * 96 * ((2 * 96 + 2 * 48) - (2 * 144 + 24))
+    assert own_core / core == (144 * 10 * 0.5) / (96 * 4 * (1 - 4 / 10 / 2))
+
+
+def test_a_global_shape_that_is_the_usual_one_is_none() -> None:
+    model = make(global_kv_channels=16, global_num_query_groups=6, window_size="3,0")
+    assert (model.global_kv_channels, model.global_num_query_groups) == (None, None)
+    assert (model.of_layer(0), model.attention_shapes) == (model, (model,))
+
+
+def test_proportional_frequencies_are_the_highest_of_a_whole_head() -> None:
+    assert proportional_frequencies(100.0, 8, 4).tolist() == [1.0, 100.0**-0.25, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
