@@ -43,7 +43,8 @@ def kept_by_head_norms(
     """Return what a layer keeps of each token because queries and keys are normalized; 0 where they are not.
 
     The projection's output stays whole, as values are a part of it, unless ``is_copied`` says that an exchange has
-    copied them, or they are normalized; a fused norm of keys needs it in any case, and has a copy of queries where several share a key.
+    copied them, or they are normalized; a fused norm of keys needs it in any case, and has a copy of queries where
+    several share a key.
     """
     if not config.qk_layernorm or config.mla.multi_latent_attention:
         return 0
