@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
         RotaryEmbedding,
+        apply_rotary,
         apply_rotary_to_both,
         proportional_frequencies,
         split_and_rotate,
@@ -132,7 +133,7 @@ __getattr__ = lazy_exports(
         "per_layer_input": "PerLayerInputs",
         "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": (
-            "RotaryAngles RotaryEmbedding apply_rotary_to_both proportional_frequencies split_and_rotate "
+            "RotaryAngles RotaryEmbedding apply_rotary apply_rotary_to_both proportional_frequencies split_and_rotate "
             "yarn_frequencies"
         ),
         "shared_attention": "BorrowingAttention",

@@ -63,7 +63,7 @@ class BorrowingAttention(SourceAttention):
     def _add_projections(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
         source = config.key_value_sources[self.layer_number]
         assert source is not None, "the layer has no keys and values of its own"
-        self.source = source
+        self.source, self.rotate_query = source, apply_rotary
         self.linear_q = ColumnShardedLinear(
             config.hidden_size,
             config.query_projection_size,
@@ -80,14 +80,20 @@ class BorrowingAttention(SourceAttention):
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert self.shared is not None, "the layer passes the shared tensors"
-        query = self.linear_q(x)
+        return self.split_query(self.linear_q(x), angles), *self.shared.all[self.source]
+
+    def split_query(self, query: torch.Tensor, angles: RotaryAngles | None) -> torch.Tensor:
+        """Split the projection's output into heads, and normalize and rotate them as configured.
+
+        Shapes: ``[s, b, n/tp * d] -> [s, b, n/tp, d]``.
+        """
         if self.clip is not None:
             query = query.clamp(-self.clip, self.clip)
-        query = query.unflatten(-1, (-1, self.head_dim))
+        query = query.view(*query.shape[:2], -1, self.head_dim)
         if self.q_layernorm is not None and not self.rotates_first:
             query = self.q_layernorm(query)
         if angles is not None:
-            query = apply_rotary(query, angles)
+            query = self.rotate_query(query, angles)
         if self.q_layernorm is not None and self.rotates_first:
             query = self.q_layernorm(query)
-        return query, *self.shared.all[self.source]
+        return query
