@@ -259,7 +259,7 @@ def _add_global_loss(total: TrafficSum, here: StepRank, chunk: StageContents) ->
 
 def add_sends(total: TrafficSum, here: StepRank) -> None:
     """Add activations for the next pipeline stage and gradients for the previous one."""
-    message = here.hidden_bytes // (here.sizes.tp if here.config.model.sequence_parallel else 1)
+    message = Plan.of(here.config).message_bytes
     stage, last_stage, chunks = here.place["pp"], here.sizes.pp - 1, here.chunks
     for index in range(len(chunks)):
         is_first = index == 0 and stage == 0

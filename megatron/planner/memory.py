@@ -71,11 +71,28 @@ def chunk_memory(plan: Plan, pieces: ModelPieces, chunk: StageContents, whole_we
     """
     of_layer, of_first = whole_weights
     members = [_with_weights(pieces.embedding, of_first)] if chunk.has_embedding else []
+    if plan.model.shares_tensors:
+        members.append(_shared_memory(plan, chunk))
     groups = _offloaded(plan, _groups(plan, pieces, chunk.layer_numbers))
     members += [_with_weights(each, of_layer) for each in groups]
     if chunk.has_loss:
         members.append(pieces.loss)
     return in_sequence(members)
+
+
+def _shared_memory(plan: Plan, chunk: StageContents) -> PieceMemory:
+    """Return the memory of the tensors that a chunk's layers share, and of its messages.
+
+    Passes keep keys and values of earlier stages, and with full recompute the inputs of all layers.
+    """
+    model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
+    _, per_layer, *key_values = model.message_widths
+    per_layer *= plan.num_rows * element
+    first = min(chunk.layer_numbers, default=model.num_layers)
+    earlier = sum(width for source, width in zip(model.shared_key_values, key_values) if source < first)
+    kept = plan.num_rows * earlier * element + per_layer * (model.recompute_granularity == "full")
+    message = plan.message_bytes * (not chunk.has_embedding or not chunk.has_loss)
+    return PieceMemory(kept, kept + message, kept + message)
 
 
 def in_sequence(members: Sequence[PieceMemory]) -> PieceMemory:

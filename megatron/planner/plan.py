@@ -23,7 +23,7 @@ from megatron.core.config_base import with_fields
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_config import ParallelSizes
+from megatron.core.parallel_config import ELEMENT_BYTES, ParallelSizes
 from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
 from megatron.core.transformer import INDEPENDENT_SCORES, MOE, LayerParts
 
@@ -38,8 +38,8 @@ class LayerKind(NamedTuple):
     ``in_float8`` says whether its matmuls are in FP8. ``window`` is the number of keys that a query attends to at most,
     including its own. ``has_rotary`` is false if --no-rope-freq removes the rotary embedding. ``exchange`` is the
     context-parallel communication type. ``is_global`` is set for a layer without a window if layers without a window
-    have another shape of attention. ``is_further`` is set for the layer of an MTP module, and ``has_indexer`` for a
-    layer with an indexer of DSA.
+    have another shape of attention. ``is_further`` is set for the layer of an MTP module, ``has_indexer`` for a layer
+    with an indexer of DSA, and ``borrows`` for a layer that uses the keys and values of another layer.
     """
 
     in_float8: bool
@@ -50,6 +50,7 @@ class LayerKind(NamedTuple):
     is_global: bool = False
     is_further: bool = False
     has_indexer: bool = False
+    borrows: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -65,11 +66,9 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
     float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
-    windows, has_global = model.layer_windows, model.has_global_shape
-    own = _kinds(
-        *(float8_layers, model.layer_parts, windows, without_rotary, tuple(exchanges)),
-        *(model.layers_with_indexer, seq_length, has_global),
-    )
+    borrows = tuple(source is not None for source in model.key_value_sources)
+    of_layers = model.layer_parts, model.layer_windows, without_rotary, borrows, model.layers_with_indexer
+    own = _kinds(float8_layers, *of_layers, tuple(exchanges), seq_length, model.has_global_shape)
     further = own[-1]._replace(
         in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers),
         is_further=True,
@@ -91,8 +90,9 @@ def _kinds(
     layer_parts: tuple[LayerParts, ...],
     windows: tuple[int | None, ...],
     without_rotary: tuple[bool, ...],
-    exchanges: tuple[str, ...],
+    borrows: tuple[bool, ...],
     with_indexer: tuple[bool, ...],
+    exchanges: tuple[str, ...],
     seq_length: int,
     has_global: bool,
 ) -> Sequence[LayerKind]:
@@ -105,8 +105,11 @@ def _kinds(
             exchange=exchanges[0 if len(exchanges) == 1 else number],
             is_global=has_global and window is None,
             has_indexer=with_indexer[number],
+            borrows=is_borrowing,
         )
-        for number, (parts, window, is_without) in enumerate(zip(layer_parts, windows, without_rotary, strict=True))
+        for number, (parts, window, is_without, is_borrowing) in enumerate(
+            zip(layer_parts, windows, without_rotary, borrows, strict=True)
+        )
     ]
 
 
@@ -338,6 +341,11 @@ class Plan:
     def num_rows(self) -> int:
         """Return the rows of the residual stream of a micro-batch on a rank."""
         return self.num_tokens // self.parallel_sizes.tp if self.model.sequence_parallel else self.num_tokens
+
+    @property
+    def message_bytes(self) -> int:
+        """Return the bytes of a message between pipeline stages, for one micro-batch."""
+        return self.num_rows * sum(self.model.message_widths) * ELEMENT_BYTES[self.model.params_dtype]
 
     @property
     def num_logits(self) -> int:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel import Durations, StageContents, build_schedule, simulate
 from megatron.planner.communication import Links, exposed_replica_seconds, exposed_seconds
 from megatron.planner.gpu import Gpu
@@ -420,10 +419,9 @@ def step_time(
 
 def neighbors_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> float:
     """Return the exposed time of pipeline communication in a step."""
-    message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
     num_chunks = plan.stage_layout.num_chunks
     is_exposed = implementation.waits_for_neighbors and num_chunks == 1
-    sent = Links(gpu, plan.parallel_sizes).pipeline_seconds(message)
+    sent = Links(gpu, plan.parallel_sizes).pipeline_seconds(plan.message_bytes)
     shown = sent if is_exposed else num_chunks * exposed_seconds(gpu, sent, sent)
     return plan.num_microbatches * shown
 

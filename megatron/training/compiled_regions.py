@@ -29,6 +29,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.transformer import (
     ACTIVATIONS,
     XIELU,
+    BorrowingAttention,
     FeedForward,
     GatedAttention,
     LatentAttention,
@@ -40,6 +41,7 @@ from megatron.core.transformer import (
     TransformerLayer,
     add_and_normalize,
     add_branch,
+    apply_rotary,
     apply_rotary_to_both,
     join_heads,
     normalize,
@@ -131,6 +133,8 @@ class _Regions:
                 self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
             elif self._on_triton(module):
                 self.left["rotary embedding"] = _ON_TRITON
+            elif isinstance(module, BorrowingAttention):
+                module.rotate_query = self._compile("rotary embedding of queries", apply_rotary)
             elif module.rotates_first and not (isinstance(module, GatedAttention) or module.shares_keys):
                 module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
             else:
@@ -286,6 +290,14 @@ class _Inputs:
             yield (GroupedExperts,), module.activation, lambda: [self._zeros(_NUM_ROWS, width)]
         elif isinstance(module, LatentAttention):
             yield from self._of_latent(module)
+        elif isinstance(module, BorrowingAttention):
+            width, angles = module.num_heads * module.head_dim, module.own_angles(self.angles)
+            of_queries = (type(module), width, module.head_dim, angles is None)
+            yield (
+                of_queries,
+                lambda query: module.split_query(query, angles),
+                lambda: [self._zeros(self.length, batch, width)],
+            )
         elif isinstance(module, SelfAttention):
             num_gates = module.num_heads if isinstance(module, GatedAttention) else 0
             num_parts = 1 if module.shares_keys else 2

@@ -381,7 +381,7 @@ def connect_pipeline(
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
     device = runtime.device.torch_device
     links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout, device=device)
-    shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
+    shape = model.message_shape(config.data.seq_length, config.training.micro_batch_size)
     place = StagePlace(pp.size, pp.rank, layout.num_chunks)
     overlaps = config.model.overlap_p2p_communication
     # If a rank waits for each of its messages, all ranks must send and receive in one common order.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTConfig
 
 
-_READ_FIRST_NORM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+_READ_FIRST_NORM = ("linear_qkv", "linear_q", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
 """Linear layers of an attention layer that read the output of the norm before it."""
 _UP_PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
 """Linear layers of multi-head latent attention (MLA) whose outputs --recompute-modules mla_up_proj recomputes."""
@@ -56,6 +56,9 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
         for each in chunk_parameters(model, StageContents((number,)))
     )
     saved += tokens * layer.bytes_without_matrices()
+    # The input of the per-layer branch joined with its gate.
+    joined = model.hidden_size_per_layer_input * ELEMENT_BYTES[model.params_dtype]
+    saved += tokens * joined // (model.tensor_model_parallel_size if model.sequence_parallel else 1)
     num_hidden = _JOINED * (number >= model.num_layers) + 2 * (model.norm_placement not in ("pre", "post"))
     return saved + num_hidden * hidden_bytes(model, tokens, is_sharded=model.sequence_parallel)
 
@@ -123,7 +126,8 @@ class _Layer:
             writes = 0
         if linear == "linear_kv_up_proj" and (self.pads_values or self.is_copied):
             writes = 0
-        if linear == "linear_qkv" and self.extends_heads and not self.model.qk_layernorm and not self.model.clip_qkv:
+        copies_heads = self.extends_heads and not self.model.qk_layernorm and not self.model.clip_qkv
+        if linear in ("linear_qkv", "linear_q") and copies_heads:
             writes = 0
         if linear == "linear_proj":
             return self._of_attention_output(matrix) + writes
@@ -138,7 +142,7 @@ class _Layer:
         model, tp = self.model, self.model.tensor_model_parallel_size
         heads, groups = model.num_attention_heads // tp, key_value_heads_of_rank(model.num_query_groups, tp)
         exchange, query_width, key_width = self.cp_exchange, heads * model.kv_channels, groups * model.kv_channels
-        width = 0
+        width, borrows = 0, model.key_value_sources[model.kind_of(self.number)] is not None
         if model.mla.multi_latent_attention:
             # Keys are concatenated with their rotary part; values are padded to the width of the keys, or copied.
             key_width = heads * model.mla.latent_head_width
@@ -149,9 +153,9 @@ class _Layer:
             width += query_width + 2 * key_width
         elif model.qk_layernorm:
             # The norms' outputs; a fused norm copies the queries if several of them share a key.
-            width += query_width + key_width + query_width * (heads > groups)
+            width += query_width + (0 if borrows else key_width + query_width * (heads > groups))
         # The output of the norm of values.
-        width += key_width * model.v_layernorm
+        width += key_width * (model.v_layernorm and not borrows)
         if self.saves_core and exchange == "all_gather":
             width += (model.context_parallel_size - 1) * 2 * key_width
         elif self.saves_core and exchange.startswith("a2a") and not model.mla.multi_latent_attention:

@@ -51,6 +51,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--global-kv-channels", "8", "--global-num-query-groups", "1", "--attention-k-eq-v", "--softmax-scale", "1"),
         *("--rotary-base-local", "500", "--rope-type", "proportional", "--rotary-percent", "0.5"),
     ),
+    "gemma4-e2b": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "sandwich", "--scale-embeddings", "--qk-layernorm", "--v-layernorm", "--layer-scalar"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0", "--window-attn-skip-freq", "2"),
+        *("--global-kv-channels", "8", "--softmax-scale", "1", "--num-kv-shared-layers", "2", "--use-double-wide-mlp"),
+        *("--rotary-base-local", "500", "--rope-type", "proportional", "--rotary-percent", "0.5"),
+        *("--hidden-size-per-layer-input", "6", "--final-logit-softcapping", "3"),
+    ),
     "neox": (
         *("--position-embedding-type", "rope", "--rotary-percent", "0.67", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
@@ -89,7 +97,7 @@ LONGROPE = (
     *("--longrope-attention-factor", "1.2"),
 )
 """LongRoPE with the long factors: only the part of a sequence that a context-parallel rank has is short."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "gemma4", "cohere", "bloom", "apertus")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "gemma4", "gemma4-e2b", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {
@@ -275,6 +283,7 @@ def matrix() -> list[Cell]:
             _data,
             _mixed,
             _families,
+            _shared_tensors,
             _dropout,
             _kept,
         )
@@ -402,6 +411,20 @@ def _families() -> Iterator[Cell]:
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=parts)
     yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=LONGROPE)
     yield make_cell("gpt2", Layout(cp=2), extra=LONGROPE)
+
+
+def _shared_tensors() -> Iterator[Cell]:
+    """Yield layouts at which layers share keys, values and inputs over stages, recomputation and offload."""
+    for layout in (
+        Layout(pp=2, virtual_stages=2),
+        Layout(pp=4, schedule="zero-bubble"),
+        Layout(tp=4, sequence_parallel=True, pp=2, recompute=("full", "uniform", "2")),
+        Layout(tp=2, sequence_parallel=True, pp=2, tp_overlap=TP_OVERLAP[0]),
+        Layout(tp=2, pp=2, recompute=IN_PARTS),
+        Layout(pp=2, offloaded_layers=1, offloads_weights=True),
+    ):
+        yield make_cell("gemma4-e2b", layout)
+    yield make_cell("gemma4-e2b", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=DROPOUT)
 
 
 def _dropout() -> Iterator[Cell]:

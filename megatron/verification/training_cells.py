@@ -75,7 +75,7 @@ def _sharding_cells() -> Iterator[Cell]:
         for layout in (Layout(dp=2), Layout(tp=2, sequence_parallel=True, pp=2, dp=2)):
             yield make_cell("qwen", fully_sharded(replace(layout, recompute=recompute), overlap=True), extra=DROPOUT)
     yield make_cell("llama", fully_sharded(Layout(tp=2, dp=2, recompute=IN_PARTS)))
-    for shape in ("gemma2", "olmo2", "neox"):
+    for shape in ("gemma2", "gemma4-e2b", "olmo2", "neox"):
         yield make_cell(shape, fully_sharded(Layout(tp=2, pp=2, dp=2), overlap=True), "packed")
     for expert_shape, expert_layout in itertools.product(("mixtral", "deepseek-experts"), _EXPERT_LAYOUTS):
         yield make_expert_cell(expert_shape, fully_sharded(expert_layout, overlap=True))

@@ -104,6 +104,11 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
             exchange = ExchangeTraffic(model, here.sizes, here.head_bytes, here.element)
             exchange.add(total.add, model.cp_exchange(model.kind_of(number)), m * (1 + is_recomputed), m)
     A = here.hidden_bytes
+    # The table of per-layer inputs has the rows of the vocabulary, like the word embeddings.
+    inputs = m * (chunk.has_embedding and model.hidden_size_per_layer_input > 0)
+    input_bytes = here.tokens * model.num_layers * model.hidden_size_per_layer_input * here.element
+    total.add("reduce_scatter" if model.sequence_parallel else "all_reduce", TP, input_bytes, inputs)
+    total.add("all_gather", TP, input_bytes, inputs * model.sequence_parallel)
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
         is_trained = not model.lora_rank

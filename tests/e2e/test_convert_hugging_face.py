@@ -268,7 +268,7 @@ OTHERS = (
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm", "apertus"),
     *("hunyuan_dense", "hunyuan_moe", "minimax_m2", "phimoe", "dots1", "nemotron", "ernie4_5_moe"),
     *("qwen3_5", "qwen3_5_moe", "kimi_linear", "jais2"),
-    *("gemma4", "gemma4_values", "gemma4_moe"),
+    *("gemma4", "gemma4_values", "gemma4_moe", "gemma4_e2b"),
     *("deepseek_v32", "glm_moe_dsa"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -297,6 +297,8 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     if kind == "gemma4_values":
         changes["layer_types"] = ["sliding_attention"] * 2 + ["full_attention"] * 2
         changes["per_layer_config"] = {layer: {"head_dim": 10, "num_key_value_heads": 6} for layer in (2, 3)}
+    if kind == "gemma4_e2b":
+        changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
     if kind == "kimi_linear":
         changes["linear_attn_config"] = KINDS[kind]["linear_attn_config"] | {
             "kda_layers": [1, 3, 4],

@@ -548,7 +548,53 @@ def _check_flash_version(config: RunConfig) -> Iterator[str]:
                 )
 
 
+def _check_shared_key_values(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.num_kv_shared_layers:
+        return
+    given = f"--num-kv-shared-layers {model.num_kv_shared_layers}"
+    try:
+        _ = model.layer_windows, model.layers_without_rotary, model.moe_layers
+    except ValueError:
+        return  # Other checks report the pattern.
+    try:
+        sources = model.key_value_sources
+    except ValueError as error:
+        yield f"{given}: {error}"
+        return
+    is_dense = (source is not None and not has for source, has in zip(sources, model.moe_layers, strict=True))
+    if model.use_double_wide_mlp and not any(is_dense):
+        yield f"--use-double-wide-mlp has no effect: all of the last {model.num_kv_shared_layers} layers have experts"
+    if config.training.cuda_graph_impl == "local":
+        yield f"{given} is not supported with --cuda-graph-impl local; use --cuda-graph-impl none"
+
+
+def _check_per_layer_inputs(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.hidden_size_per_layer_input:
+        return
+    given = f"--hidden-size-per-layer-input {model.hidden_size_per_layer_input}"
+    if model.activation not in GATED_ACTIVATIONS:
+        yield (
+            f"{given} uses the activation of gated FFN layers, but the activation is {model.activation}; add --swiglu, "
+            "--geglu or --quick-geglu"
+        )
+    if config.training.cuda_graph_impl == "local":
+        yield f"{given} is not supported with --cuda-graph-impl local; use --cuda-graph-impl none"
+
+
 ATTENTION_CHECKS = (
+    Check(
+        (
+            *("num_kv_shared_layers", "num_layers", "window_size", "window_attn_skip_freq", "no_rope_freq"),
+            *("use_double_wide_mlp", "num_experts", "moe_layer_freq", "cuda_graph_impl"),
+        ),
+        _check_shared_key_values,
+    ),
+    Check(
+        ("hidden_size_per_layer_input", *GATED_ACTIVATIONS, "activation_func", "cuda_graph_impl"),
+        _check_per_layer_inputs,
+    ),
     Check(("position_embedding_type", "softmax_type", "attn_logit_softcapping"), _check_linear_biases),
     Check(
         (

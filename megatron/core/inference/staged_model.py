@@ -110,7 +110,7 @@ class StagedModel:
         output: torch.Tensor | None = None
         for chunk in self.chunks:
             if not chunk.pre_process and self._in is not None:
-                shape = chunk.config.hidden_shape(tokens.shape[1], tokens.shape[0])
+                shape = chunk.config.message_shape(tokens.shape[1], tokens.shape[0])
                 output = ReceiveQueue(self._in, [shape], self._dtype, self.device).take()
             output = chunk(
                 tokens,

@@ -19,7 +19,7 @@ class Model(nn.Module):
     """One chunk of a model, on one pipeline stage.
 
     A chunk with ``pre_process`` is the first of the model. All other chunks take the hidden states of the previous
-    chunk. A chunk with ``post_process`` returns the loss, all others return hidden states of ``config.hidden_shape``.
+    chunk. A chunk with ``post_process`` returns the loss, all others return a message of ``config.message_shape``.
     The arguments of a chunk are defined by the model and its forward step.
     """
 

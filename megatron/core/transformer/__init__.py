@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RotaryConfig,
         default_ffn_hidden_size,
         further_loss_names,
+        key_value_sources,
         moe_layers,
         without_rotary,
     )
@@ -84,15 +85,24 @@ if TYPE_CHECKING:
         make_norm,
         normalize,
     )
+    from megatron.core.transformer.per_layer_input import PerLayerInputs
     from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
         RotaryEmbedding,
+        apply_rotary,
         apply_rotary_to_both,
         factor_frequencies,
         proportional_frequencies,
         split_and_rotate,
         yarn_frequencies,
+    )
+    from megatron.core.transformer.shared_attention import BorrowingAttention
+    from megatron.core.transformer.shared_tensors import (
+        SharedTensors,
+        read_message,
+        split_inputs,
+        write_message,
     )
     from megatron.core.transformer.sparse_attention import SparseLatentAttention
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -124,17 +134,20 @@ __getattr__ = lazy_exports(
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch make_norm normalize",
+        "per_layer_input": "PerLayerInputs",
         "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": (
-            "RotaryAngles RotaryEmbedding apply_rotary_to_both factor_frequencies proportional_frequencies "
+            "RotaryAngles RotaryEmbedding apply_rotary apply_rotary_to_both factor_frequencies proportional_frequencies "
             "split_and_rotate yarn_frequencies"
         ),
+        "shared_attention": "BorrowingAttention",
+        "shared_tensors": "SharedTensors read_message split_inputs write_message",
         "sparse_attention": "SparseLatentAttention",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (
             "GATED_ACTIVATIONS INDEPENDENT_SCORES INDEXER_LOSS MLAConfig MTPConfig MoEConfig RotaryConfig "
-            "DecoderConfig default_ffn_hidden_size further_loss_names moe_layers without_rotary"
+            "DecoderConfig default_ffn_hidden_size further_loss_names key_value_sources moe_layers without_rotary"
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
         "transformer_layer": "TransformerLayer",

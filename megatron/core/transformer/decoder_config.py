@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from megatron.core.config_base import (
@@ -565,6 +566,32 @@ class DecoderConfig(ParallelConfig, in_args=True):
         None, role="meaning", bounds=POSITIVE, seen_as="score_scale", in_args=False, excludes=("softmax_scale",)
     )
     """Divide attention scores by the square root of this number; by default of the head dimension."""
+    num_kv_shared_layers: int = flag(
+        0,
+        role="shape",
+        bounds=NOT_NEGATIVE,
+        excludes=(
+            *("multi_latent_attention", "attention_output_gate", "attention", "qk_clip", "lora_rank"),
+            *("experimental_attention_variant", "hybrid_override_pattern", "mtp_num_layers"),
+        ),
+        in_args=False,
+    )
+    """Last layers without keys and values of their own: each uses the keys and values of the last other layer with the
+    same window and rotary embedding."""
+    use_double_wide_mlp: bool = flag(False, role="shape", needs="num_kv_shared_layers", in_args=False)
+    """Double --ffn-hidden-size in the layers of --num-kv-shared-layers."""
+    hidden_size_per_layer_input: int = flag(
+        0,
+        role="shape",
+        bounds=NOT_NEGATIVE,
+        excludes=(
+            *("experimental_attention_variant", "hybrid_override_pattern", "mtp_num_layers"),
+            *("lora_rank", "fp8_format", "fp4_format", "use_mup"),
+        ),
+        in_args=False,
+    )
+    """Width of per-layer input embeddings: each layer adds a branch gated by embeddings of its input token of its own,
+    0 for none. Its gate has the activation of the gated feed-forward."""
     softmax_scale: float | None = flag(None, role="meaning", bounds=POSITIVE, seen_as="score_scale", in_args=False)
     """Multiply attention scores by this number; by default by 1 / square root of the head dimension."""
     clip_qkv: float | None = flag(
@@ -1021,6 +1048,33 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return tuple(window if has else None for has in has_window)
 
     @property
+    def key_value_sources(self) -> tuple[int | None, ...]:
+        """Return for each layer the layer whose keys and values it uses, or None if it has its own.
+
+        Raises:
+            ValueError: a pattern of layers is invalid, or a layer has no source; the message gives the reason.
+        """
+        if not self.num_kv_shared_layers:
+            return (None,) * self.num_layers
+        kinds = tuple(zip(self.layer_windows, self.layers_without_rotary, strict=True))
+        return key_value_sources(kinds, self.num_kv_shared_layers)
+
+    @property
+    def shares_tensors(self) -> bool:
+        """Return whether layers read more than hidden states: inputs of their own, or keys and values of others."""
+        return bool(self.num_kv_shared_layers or self.hidden_size_per_layer_input)
+
+    @property
+    def shared_key_values(self) -> tuple[int, ...]:
+        """Return the layers whose keys and values later layers use, too."""
+        return tuple(sorted({source for source in self.key_value_sources if source is not None}))
+
+    def ffn_size_of(self, layer_number: int) -> int:
+        """Return the hidden size of a layer's dense feed-forward."""
+        is_wide = self.use_double_wide_mlp and self.key_value_sources[self.kind_of(layer_number)] is not None
+        return self.ffn_hidden_size * (2 if is_wide else 1)
+
+    @property
     def query_projection_size(self) -> int:
         return self.kv_channels * self.num_attention_heads
 
@@ -1092,9 +1146,40 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return Fp8TensorIndex(self.num_layers + further, maps + 2, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
-        """Return the shape of the hidden states of one micro-batch on a rank, which pipeline stages exchange."""
+        """Return the shape of the hidden states of one micro-batch on a rank."""
         tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return seq_length // self.context_parallel_size // tp, micro_batch_size, self.hidden_size
+
+    def message_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+        """Return the shape of the message of one micro-batch on a rank, which pipeline stages exchange."""
+        return *self.hidden_shape(seq_length, micro_batch_size)[:2], sum(self.message_widths)
+
+    @property
+    def message_widths(self) -> tuple[int, ...]:
+        """Return the widths of the parts of a message between pipeline stages.
+
+        They are hidden states, the inputs of all layers by --hidden-size-per-layer-input, and the keys and values of
+        each layer of `shared_key_values`.
+
+        Raises:
+            ValueError: a pattern of layers is invalid, or a layer has no source of keys and values.
+        """
+        tp, positions = self.tensor_model_parallel_size, self.positions_per_message_row
+        sources = [self.of_layer(number) for number in self.shared_key_values]
+        return (
+            self.hidden_size,
+            self.num_layers * self.hidden_size_per_layer_input,
+            *(2 * own.kv_channels * max(own.num_query_groups // tp, 1) * positions for own in sources),
+        )
+
+    @property
+    def positions_per_message_row(self) -> int:
+        """Return the number of positions whose keys and values are in one row of a message.
+
+        Under sequence parallelism a rank has the hidden states of a part of the positions, but all keys and values of
+        its heads.
+        """
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
         """Return the FLOPs of one forward pass over one sequence; a multiply-add counts as two.
@@ -1113,6 +1198,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         """
         own, hidden = self.of_layer(layer_number), self.hidden_size
         queries, keys_and_values = own.query_projection_size, own.kv_projection_size + own.value_projection_size
+        if self.key_value_sources[self.kind_of(layer_number)] is not None:
+            keys_and_values = 0
         gemms, of_scores = hidden * (2 * queries + own.gate_projection_size + keys_and_values), 2 * queries
         if self.mla.multi_latent_attention:
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
@@ -1141,10 +1228,36 @@ class DecoderConfig(ParallelConfig, in_args=True):
             width += self.moe.moe_shared_expert_intermediate_size or 0
             gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
         elif feed_forward is not None:
-            gemms += hidden * self.ffn_hidden_size * num_matrices
+            gemms += hidden * self.ffn_size_of(layer_number) * num_matrices
+        # The layer's columns of the projection of the first hidden states, the gate, and the projection back.
+        gemms += 3 * hidden * self.hidden_size_per_layer_input
         if layer_number >= self.num_layers:
             gemms += 2 * hidden * hidden
         return 2.0 * seq_length * gemms, 2.0 * seq_length * core
+
+
+# Cached because a search for the fastest layout evaluates the same layers thousands of times.
+@functools.lru_cache(maxsize=64)
+def key_value_sources(kinds: tuple[Hashable, ...], num_shared: int) -> tuple[int | None, ...]:
+    """Return for each layer the layer whose keys and values it uses, or None if it has its own.
+
+    ``kinds`` has the properties of each layer that its source must share. The last ``num_shared`` layers have sources,
+    which are the last layers before them of the same kinds.
+
+    Raises:
+        ValueError: a layer has no source; the message gives the reason.
+    """
+    first = len(kinds) - num_shared
+    if first <= 0:
+        raise ValueError(f"all of the {len(kinds)} layers would share keys and values; use at most {len(kinds) - 1}")
+    last = {kind: number for number, kind in enumerate(kinds[:first])}
+    for number, kind in enumerate(kinds[first:], first):
+        if kind not in last:
+            raise ValueError(
+                f"none of the first {first} layers has the window and rotary embedding of layer {number + 1}, so that "
+                "it could use its keys and values; use a smaller number, or change --window-attn-skip-freq"
+            )
+    return (*(None,) * first, *(last[kind] for kind in kinds[first:]))
 
 
 def default_ffn_hidden_size(hidden_size: int, is_narrow: bool) -> int:

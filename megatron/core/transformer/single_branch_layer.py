@@ -15,6 +15,7 @@ from megatron.core.transformer.hybrid_config import ATTENTION_AND_MAMBA, MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.shared_tensors import SharedTensors
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     make_attention,
@@ -68,6 +69,7 @@ class SingleBranchLayer(TransformerLayer):
         dropout: DropoutKeys | None = None,
         ahead: NormAhead | None = None,
         padding_mask: torch.Tensor | None = None,
+        shared: SharedTensors | None = None,
     ) -> LayerOutput:
         keys = None
         if self.hidden_dropout.is_active:

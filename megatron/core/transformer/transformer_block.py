@@ -24,6 +24,7 @@ from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import NormAhead, make_norm
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.shared_tensors import SharedTensors
 from megatron.core.transformer.single_branch_layer import make_layer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.weight_prefetch import WeightPrefetch
@@ -72,10 +73,12 @@ class TransformerBlock(nn.Module):
         cache: KeyValueCache | None = None,
         dropout: DropoutKeys | None = None,
         padding_mask: torch.Tensor | None = None,
+        shared: SharedTensors | None = None,
     ) -> LayerOutput:
         """Return the hidden states after the last of these layers, and the auxiliary losses of all layers.
 
-        MoE layers ignore the positions of the whole sequences at which ``padding_mask: [b, s]`` is True.
+        Keys and values that later layers use are added to ``shared``. MoE layers ignore the positions of the whole
+        sequences at which ``padding_mask: [b, s]`` is True.
 
         Raises:
             ConfigurationError: layers use dropout in training, and ``dropout`` is None.
@@ -85,13 +88,18 @@ class TransformerBlock(nn.Module):
             pattern = replace(pattern, selected=SelectedKeys())
         selected = pattern.selected
 
-        def run(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
+        def run(
+            group: list[TransformerLayer],
+            hidden: torch.Tensor,
+            keys: DropoutKeys | None,
+            common: SharedTensors | None = shared,
+        ) -> LayerOutput:
             losses_of_group: list[AuxiliaryLoss] = []
             ahead = NormAhead()
             # A layer's last residual addition is fused with the next layer's first norm.
             for layer, following in zip(group, (*group[1:], None)):
                 ahead.following = None if following is None else following.input_layernorm
-                hidden, found = layer(hidden, pattern, angles, cache, keys, ahead, padding_mask)
+                hidden, found = layer(hidden, pattern, angles, cache, keys, ahead, padding_mask, common)
                 losses_of_group += found
             return LayerOutput(hidden, tuple(losses_of_group))
 
@@ -99,17 +107,25 @@ class TransformerBlock(nn.Module):
             """Run with recomputation: save only the input, or this rank's part of it."""
             in_parts = self.config.distribute_saved_activations
             mask = None if selected is None else selected.mask
+            before = None if shared is None else shared.copy()
 
-            def run_with_mask(
-                group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None
-            ) -> LayerOutput:
-                """Restore the keys that earlier layers selected, and run."""
+            def run_as_before(
+                group: list[TransformerLayer],
+                hidden: torch.Tensor,
+                keys: DropoutKeys | None,
+                before: SharedTensors | None,
+            ) -> tuple[LayerOutput, SharedTensors | None]:
+                """Run with the keys that earlier layers selected, and with a copy of the shared tensors."""
                 if selected is not None:
                     selected.mask = mask
-                return run(group, hidden, keys)
+                common = None if before is None else before.copy()
+                return run(group, hidden, keys, common), common
 
             with saved_in_parts(hidden, self.tp) if in_parts else nullcontext():
-                return recompute(run_with_mask, group, hidden, keys)
+                output, after = recompute(run_as_before, group, hidden, keys, before)
+            if shared is not None and after is not None:
+                shared.add(after)
+            return output
 
         def units() -> list[GraphUnit]:
             """Return each group of layers with the function that runs it."""
@@ -129,18 +145,22 @@ class TransformerBlock(nn.Module):
         else:
             if self.graphs is not None and self.training:
                 self.graphs.warm_up(self.layers.values())
-            x, found = self._run(units(), x, angles, dropout)
+            of_layers = () if shared is None else shared.tensors()
+            x, found = self._run(units(), x, (*_tensors_of(angles), *of_layers), dropout)
             losses += found
         return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
 
     def _run(
-        self, units: Sequence[GraphUnit], x: torch.Tensor, angles: RotaryAngles | None, dropout: DropoutKeys | None
+        self, units: Sequence[GraphUnit], x: torch.Tensor, kept: Sequence[torch.Tensor], dropout: DropoutKeys | None
     ) -> LayerOutput:
-        """Run the units in order, offloading the saved activations of the first ones if configured."""
+        """Run the units in order, offloading the saved activations of the first ones if configured.
+
+        The tensors ``kept`` of all layers stay on the device.
+        """
         losses: list[AuxiliaryLoss] = []
         offloaded, last = None, self._num_offloaded(units)
         if last and self.offload is not None and torch.is_grad_enabled():
-            offloaded = self.offload.begin_pass(_tensors_of(angles))
+            offloaded = self.offload.begin_pass(kept)
         for number, unit in enumerate(units):
             parameters = (parameter for module in unit.modules for parameter in module.parameters())
             with nullcontext() if offloaded is None or number >= last else offloaded.layer(parameters):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -43,7 +44,10 @@ from megatron.core.transformer.norm import (
     add_branch,
     make_norm,
 )
+from megatron.core.transformer.per_layer_input import PerLayerBranch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.shared_attention import BorrowingAttention, SourceAttention
+from megatron.core.transformer.shared_tensors import SharedTensors
 from megatron.core.transformer.sparse_attention import SparseLatentAttention
 
 _RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
@@ -95,6 +99,10 @@ def _make_self_attention(
         kind = SparseLatentAttention
     if config.attention_output_gate:
         kind = GatedAttention
+    if config.key_value_sources[config.kind_of(layer_number)] is not None:
+        kind = BorrowingAttention
+    elif layer_number in config.shared_key_values:
+        kind = SourceAttention
     if name == "self_attention":
         return kind(config, layer_number, tp, device, cp)
     module: nn.Module = find_registered("attention", name).value(config, layer_number, tp, device, cp)
@@ -121,7 +129,9 @@ def make_feed_forward(
     """Return the configured feed-forward module, called like `FeedForward`; it returns a `LayerOutput`."""
     if config.moe_layers[config.kind_of(layer_number)]:
         return ExpertLayer(config, experts or ExpertGroups.like_dense(tp, None), device)
-    return FeedForward(config, tp, device)
+    width = config.ffn_size_of(layer_number)
+    own = config if width == config.ffn_hidden_size else replace(config, ffn_hidden_size=width)
+    return FeedForward(own, tp, device)
 
 
 class TransformerLayer(nn.Module):
@@ -184,6 +194,7 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = ResidualSum() if self.shares_norm else make_stream_norm(config, tp, device)
         self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self.per_layer_input = PerLayerBranch(config, tp, device) if config.hidden_size_per_layer_input else None
 
     def forward(
         self,
@@ -194,10 +205,12 @@ class TransformerLayer(nn.Module):
         dropout: DropoutKeys | None = None,
         ahead: NormAhead | None = None,
         padding_mask: torch.Tensor | None = None,
+        shared: SharedTensors | None = None,
     ) -> LayerOutput:
         """Return the layer's output; ``ahead`` may contain its first norm, and receives the next layer's first norm.
 
-        MoE layers ignore the positions of the whole sequences at which ``padding_mask: [b, s]`` is True.
+        The layer reads from ``shared`` what it does not compute, and adds keys and values that later layers use. MoE
+        layers ignore the positions of the whole sequences at which ``padding_mask: [b, s]`` is True.
 
         Raises:
             ConfigurationError: the layer uses dropout in training, and ``dropout`` is None.
@@ -214,7 +227,8 @@ class TransformerLayer(nn.Module):
         else:
             normalized, ahead.normalized = ahead.normalized, None
         with self._recomputed(self.input_layernorm, x, normalized):
-            attended, losses = self.self_attention(normalized, pattern, angles, cache, dropout)
+            more = (shared,) if isinstance(self.self_attention, SourceAttention) else ()
+            attended, losses = self.self_attention(normalized, pattern, angles, cache, dropout, *more)
         branch = self._scaled(self.post_self_attn_layernorm(attended))
         if self.is_parallel:
             stream, normalized = (x, normalized) if self.shares_norm else self.pre_mlp_layernorm(x)
@@ -229,6 +243,10 @@ class TransformerLayer(nn.Module):
             else:
                 fed, more_losses = self._feed(normalized, dropout, padding_mask, stream)
         branch = self._scaled(self.post_mlp_layernorm(fed))
+        if self.per_layer_input is not None:
+            assert shared is not None, "the model passes the inputs of all layers"
+            x, fed_keys = self.add_branch(x, branch, fed_keys, probability), None
+            branch = self.per_layer_input(x, shared.per_layer[self.layer_number])
         if self.layer_scalar is not None:
             x = self.add_branch(x, branch, fed_keys, probability) * self.layer_scalar
         elif ahead is None or ahead.following is None:

@@ -25,6 +25,7 @@ from megatron.core.parallel_state import ExpertGroups, ParallelState, create_par
 from megatron.core.pipeline_parallel import StageInput
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel import RngStreams
+from megatron.core.transformer import SharedTensors
 from megatron.planner import ATTENTION, GEMM, GPUS, MEMORY, PHASES, Gpu, TraceRequest
 from megatron.planner.simulation.fake_device import FakeDevice, simulated_gpu
 from megatron.planner.simulation.recorder import Operation, Recorder, StepRecord
@@ -119,6 +120,7 @@ class _Tracer:
         width = model.padded_vocab_size // model.tensor_model_parallel_size
         memory.logits_widths = range(width - (model.padded_vocab_size - model.vocab_size), width + 1)
         chunk, queue = self._build()
+        given_shared, entrances = self._shared(batch)
         base = memory.num_bytes
         hidden, ids = self._inputs(batch)
         # The input of the first layer needs no gradient if the embedding is frozen.
@@ -143,6 +145,7 @@ class _Tracer:
             pattern=self._pattern(batch),
             loss_mask=torch.ones(ids.shape, device="cuda") if contents.has_loss else None,
             losses=losses,
+            shared=given_shared,
         )
         given = None
         if contents.has_loss:
@@ -170,6 +173,8 @@ class _Tracer:
                 torch.autograd.backward(edges, [gradient, *[None] * (len(edges) - 1)])
         backward, backward_peak, backward_logits = recorder.record, recorder.record.peak_bytes, self._logits_at_peak()
         edges, gradient = [], None
+        for each in entrances:
+            each.grad = None
         outgoing = 0 if entrance is None or entrance.grad is None else entrance.grad.nbytes
         deferred = memory.num_bytes - base - ids.nbytes - outgoing
         recorder.start()
@@ -243,6 +248,31 @@ class _Tracer:
             return None, ids
         shape = model.hidden_shape(length, batch)
         return torch.empty(shape, dtype=dtype_from_name(model.params_dtype), device="cuda"), ids
+
+    def _shared(self, batch: int) -> tuple[SharedTensors | None, list[StageInput]]:
+        """Return tensors that a layer shares with others; the embedding computes its own.
+
+        The memory of a chunk counts them once.
+        """
+        model, contents = self.request.model, self.request.contents
+        if contents.has_embedding or not model.shares_tensors:
+            return None, []
+        rows, batch, _ = model.hidden_shape(self.request.seq_length, batch)
+        entrances: list[StageInput] = []
+
+        def enter(*shape: int) -> torch.Tensor:
+            entrances.append(StageInput())
+            return entrances[-1].enter(torch.empty(shape, dtype=dtype_from_name(model.params_dtype), device="cuda"))
+
+        numbers, width = contents.layer_numbers, model.hidden_size_per_layer_input
+        shared = SharedTensors(tuple(enter(rows, batch, width) for _ in range(model.num_layers) if numbers and width))
+        for source in {model.key_value_sources[number] for number in numbers} - {None}:
+            assert source is not None
+            own = model.of_layer(source)
+            groups = max(own.num_query_groups // model.tensor_model_parallel_size, 1)
+            shape = rows * model.positions_per_message_row, batch, groups, own.kv_channels
+            shared.new[source] = shared.all[source] = enter(*shape), enter(*shape)
+        return shared, entrances
 
     def _logits_at_peak(self) -> int:
         return self.recorder.record.peak_holders.get("logits", 0)

@@ -129,6 +129,7 @@ FURTHER = (
     make_cell("gpt2", Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1), extra=DROPOUT),
     make_cell("olmo2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     make_cell("gemma3", Layout(tp=2, cp=2), "packed"),
+    make_cell("gemma4-e2b", Layout(tp=2, sequence_parallel=True, pp=2)),
     make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=END_PARTS),
     make_cell("gpt2", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=POSITION_PARTS),
 )

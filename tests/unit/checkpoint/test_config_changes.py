@@ -21,6 +21,7 @@ SHAPE = """
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_layer_freq
     softmax_type attention activation_func attention_output_gate
+    num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input
     global_kv_channels global_num_query_groups attention_k_eq_v
     hybrid_override_pattern experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads

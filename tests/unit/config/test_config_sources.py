@@ -116,6 +116,8 @@ def test_a_preset_is_a_model_that_flags_and_files_change(name: str, tmp_path: Pa
         dense = f'hybrid_override_pattern = "{(symbols * 8)[:8]}"'
     elif config.model.hybrid.is_hybrid:
         dense += "\nlinear_attention_freq = 4"
+    if config.model.num_kv_shared_layers:
+        dense += "\nnum_kv_shared_layers = 2"
     path = write(tmp_path / "a.toml", f'num_layers = 8\nmodel_preset = "{name}"\nlr = 1e-2\n{dense}')
     changed = resolve("--mock-data --train-iters 4 --vocab-size 99", path).config
     assert (changed.model.num_layers, changed.model.hidden_size) == (8, config.model.hidden_size)

@@ -317,3 +317,15 @@ def test_unfused_attention_computes_all_scores() -> None:
     flops = held_by_step(config, 0, cell.data).flops
     assert flops == pytest.approx(counted_flops(plan, cores=1), rel=0.01)
     assert megatron_step_flops(plan) == pytest.approx(flops, rel=0.01)
+
+
+def test_weights_and_flops_of_layers_that_share_are_those_of_the_plan() -> None:
+    """Half of the layers have no keys and twice the feed-forward, and all have a branch for their own input."""
+    cell = make_cell("gemma4-e2b", Layout(pp=2), extra=(*SIZES, "--hidden-size-per-layer-input", "32"))
+    config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
+    plan, flops = Plan.of(config), 0
+    for stage in range(plan.parallel_sizes.pp):
+        held, state = held_by_step(config, stage, cell.data), stage_state(plan, stage, NATIVE)
+        assert (held.weights, held.optimizer) == pytest.approx((state.weights, state.optimizer), rel=1e-3)
+        flops += held.flops
+    assert flops == pytest.approx(counted_flops(plan), rel=0.01)

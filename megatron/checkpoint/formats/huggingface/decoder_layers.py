@@ -284,6 +284,16 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
     return found
 
 
+def _layer_of(config: GPTConfig, ours: str) -> int:
+    """Return the layer with this prefix of our tensor names, for an MTP module the last layer of the model."""
+    number = ours.rstrip(".").rpartition(".")[2]
+    return config.kind_of(int(number) if number.isdecimal() else config.num_layers)
+
+
+def _has_keys(config: GPTConfig, ours: str) -> bool:
+    return config.key_value_sources[_layer_of(config, ours)] is None
+
+
 _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -467,33 +477,37 @@ class RotaryDecoderFamily:
             weights = found
         return weights
 
-    def is_buffer(self, name: str) -> bool:
+    def is_buffer(self, name: str, config: GPTConfig) -> bool:
         """Return whether the tensor is a buffer of RoPE frequencies, which older files contain, or of other parts."""
         is_other = self.multimodal_architecture is not None and name.startswith(self.other_parts)
         return is_other or _BUFFER.fullmatch(name) is not None
 
     def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a dense layer's gate and up projections."""
-        width, ffn = config.hidden_size, config.ffn_hidden_size
+        width, ffn = config.hidden_size, config.ffn_size_of(_layer_of(config, ours))
         for number, name in enumerate(self.mlp_names[:-1]):
             for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if config.add_bias_linear else 1]:
                 native, foreign = f"{ours}mlp.linear_fc1.{kind}", f"{theirs}{self.mlp_name}.{name}.{kind}"
                 yield rows(native, number * ffn, foreign, 0, ffn, trailing)
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Yield the links of a layer's QKV projections."""
+        """Yield the links of a layer's QKV projections, or of its query projection if it has no keys of its own."""
+        if not _has_keys(config, ours):
+            native, foreign = f"{ours}self_attention.linear_q", f"{theirs}{self.attention_name}.q_proj"
+            shape = (config.query_projection_size, config.hidden_size)
+            yield from linear_links(native, foreign, shape, has_bias=config.has_qkv_bias)
+            return
         yield from projection_links(config, f"{ours}{LINEAR_QKV}", f"{theirs}{self.attention_name}.{{}}_proj")
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's QK norms."""
         across = config.qk_layernorm_across_heads
-        for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
-            native, foreign = (
-                f"{ours}self_attention.{name}_layernorm",
-                f"{theirs}self_attn.{self.head_norm_names[name]}",
-            )
+        rows = {"q": config.query_projection_size, "k": config.kv_projection_size}
+        for name in ("q", "k") if _has_keys(config, ours) else ("q",):
+            native = f"{ours}self_attention.{name}_layernorm"
+            foreign = f"{theirs}self_attn.{self.head_norm_names[name]}"
             for kind in config.norm_parameter_names:
-                shape = (rows_of_all if across else config.kv_channels,)
+                shape = (rows[name] if across else config.kv_channels,)
                 yield whole(f"{native}.{kind}", f"{foreign}.{kind}", shape)
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -513,7 +527,7 @@ class RotaryDecoderFamily:
 
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
         """Yield the links of a layer; ``ours`` and ``theirs`` are the prefixes of its tensor names."""
-        width, ffn = config.hidden_size, config.ffn_hidden_size
+        width, ffn = config.hidden_size, config.ffn_size_of(_layer_of(config, ours))
         if parts.mixer is not None:
             yield from self.mixer_links(config, ours, theirs, parts)
         if parts.feed_forward == MOE:

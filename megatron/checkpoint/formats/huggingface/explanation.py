@@ -122,7 +122,9 @@ def _compare_tensors(reading: _Reading, stored: Collection[str]) -> Iterator[str
     names = {link.foreign for link in reading.family.links(reading.config) if not link.is_copy}
     found = (next((each for each in names_in_files(reading.family, name) if each in stored), name) for name in names)
     theirs = {_pattern(name.removeprefix(prefix)) for name in found}
-    ours = {_pattern(name.removeprefix(prefix)) for name in stored if not reading.family.is_buffer(name)}
+    ours = {
+        _pattern(name.removeprefix(prefix)) for name in stored if not reading.family.is_buffer(name, reading.config)
+    }
     yield from _listed("tensors that only the folder has", sorted(ours - theirs))
     yield from _listed(f"tensors that only {reading.family.architecture} has", sorted(theirs - ours))
 

@@ -214,8 +214,8 @@ class Family(Protocol):
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
         """Return every link, in the order of the tensors in the transformers model; a tied output layer has none."""
 
-    def is_buffer(self, name: str) -> bool:
-        """Return whether a tensor is a buffer, not a weight, that older files contain."""
+    def is_buffer(self, name: str, config: GPTConfig) -> bool:
+        """Return whether a tensor is a buffer that older files contain, or otherwise no weight of the model."""
 
 
 def names_in_files(family: Family, name: str) -> Iterator[str]:

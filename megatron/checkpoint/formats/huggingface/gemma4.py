@@ -7,7 +7,7 @@ norms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,14 @@ from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family
 from megatron.checkpoint.formats.huggingface.rope import read_kinds_of_rope, write_kinds_of_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.checkpoint.formats.huggingface.shared_layers import (
+    branch_links,
+    input_links,
+    is_unused,
+    read_inputs,
+    read_sharing,
+    written_sharing,
+)
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import LayerParts
 
@@ -61,9 +69,7 @@ class Gemma4Family(RotaryDecoderFamily):
     norm_names = Gemma2Family.norm_names
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of windows, the shapes of attention, and norms; reject parts of the smaller models."""
-        settings.require("num_kv_shared_layers", 0, 0, "layers do not share keys and values")
-        settings.require("hidden_size_per_layer_input", 0, 256, "layers have no input embeddings of their own")
+        """Return the fields of windows, the shapes of attention, norms, experts, and what layers share."""
         if settings.values.get("use_bidirectional_attention") not in (None, "vision"):
             settings.require("use_bidirectional_attention", "vision", None, "attention of text is causal")
         has_window = windows_before_full_layers(settings, 6)
@@ -80,6 +86,8 @@ class Gemma4Family(RotaryDecoderFamily):
             "final_logit_softcapping": settings.positive_or_none("final_logit_softcapping", None),
             **window_fields(settings, has_window, 512),
             **read_kinds_of_rope(settings, DEFAULT_ROPE, has_window, width, positions),
+            **read_sharing(settings, has_window),
+            **read_inputs(settings, 256, 262144),
             **shapes,
             **self.experts_of(settings),
         }
@@ -108,8 +116,8 @@ class Gemma4Family(RotaryDecoderFamily):
         return settings | {
             "attention_k_eq_v": config.attention_k_eq_v,
             "final_logit_softcapping": config.final_logit_softcapping,
-            "hidden_size_per_layer_input": 0,
             "enable_moe_block": config.moe.num_experts is not None,
+            **written_sharing(config),
             **written_shapes(config),
             **write_kinds_of_rope(config),
             **(self.written_experts(config) if config.moe.num_experts is not None else {}),
@@ -123,10 +131,20 @@ class Gemma4Family(RotaryDecoderFamily):
             "top_k_experts": config.moe.moe_router_topk,
         }
 
+    def links(self, config: GPTConfig) -> Iterable[TensorLink]:
+        """Yield every link."""
+        yield from super().links(config)
+        yield from input_links(config, self.base_prefix)
+
+    def is_buffer(self, name: str, config: GPTConfig) -> bool:
+        """Return whether the tensor is not read: also keys and values of layers that use those of others."""
+        return super().is_buffer(name, config) or is_unused(config, name)
+
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:
-        """Yield the links of a layer and of its factor."""
+        """Yield the links of a layer, of its factor, and of its branch for per-layer inputs."""
         yield whole(f"{ours}layer_scalar", f"{theirs}layer_scalar", (1,))
         yield from super().layer_links(config, ours, theirs, parts)
+        yield from branch_links(config, ours, theirs)
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's dense feed-forward, router, experts and their norms."""

@@ -151,7 +151,7 @@ class GPT2Family:
         if config.add_output_bias:
             yield whole("model.output_layer.bias", "lm_head.bias", (config.vocab_size,))
 
-    def is_buffer(self, name: str) -> bool:
+    def is_buffer(self, name: str, config: GPTConfig) -> bool:
         return _GPT2_BUFFER.fullmatch(name) is not None
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -269,7 +269,7 @@ class GPTNeoFamily:
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", vocabulary)
 
-    def is_buffer(self, name: str) -> bool:
+    def is_buffer(self, name: str, config: GPTConfig) -> bool:
         return _GPT_NEO_BUFFER.fullmatch(name) is not None
 
     def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -404,6 +404,6 @@ class GPTNeoXFamily:
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "embed_out.weight", vocabulary)
 
-    def is_buffer(self, name: str) -> bool:
+    def is_buffer(self, name: str, config: GPTConfig) -> bool:
         """Return whether the tensor is a causal mask or RoPE frequencies, which older files contain."""
         return _GPT_NEOX_BUFFER.fullmatch(name) is not None

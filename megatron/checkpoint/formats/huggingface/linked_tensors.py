@@ -180,7 +180,7 @@ def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weig
         shapes[OUTPUT_LAYER], stored[OUTPUT_LAYER] = shapes[embedding], OUTPUT_LAYER
     copies = {stored[link.foreign] for link in links if link.is_copy}
     missing = [name for name in stored.values() if name not in weights.entries and name not in copies]
-    unexpected = [name for name in weights.entries if name not in known and not family.is_buffer(name)]
+    unexpected = [name for name in weights.entries if name not in known and not family.is_buffer(name, config)]
     problems = [f"missing: {_listed(missing)}"] if missing else []
     problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
     problems += [

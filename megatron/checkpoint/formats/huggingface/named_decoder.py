@@ -105,5 +105,5 @@ class NamedDecoderFamily:
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", vocabulary)
 
-    def is_buffer(self, name: str) -> bool:
+    def is_buffer(self, name: str, config: GPTConfig) -> bool:
         return False

@@ -103,17 +103,18 @@ class Settings:
         if self.problems:
             raise ConfigurationError(self.problems)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer setting; null counts as absent."""
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Return an integer setting of at least 1, or 0; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             if default is None:
                 self.refuse(f"{name} is missing")
                 return 1
             return default
-        if type(value) is not int or not 1 <= value <= _MOST:
-            self.refuse(f"{name} is {value!r:.40}; a positive whole number up to {_MOST} is expected")
-            return 1
+        if type(value) is not int or not least <= value <= _MOST:
+            kind = "positive whole number" if least else "whole number from 0"
+            self.refuse(f"{name} is {value!r:.40}; a {kind} up to {_MOST} is expected")
+            return least
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,7 +72,8 @@ class HuggingFaceSource:
         # Neither quantized weights nor stacked experts are written back in that form, and a vision part is not read.
         if weights is self.files and language_part(settings) is settings:
             files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
-            record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
+            is_dropped = partial(self.family.is_buffer, config=self.config)
+            record = record_model(self.folder, self.files.index_text, files, is_dropped)
             self.common |= {MODEL_RECORD: record.encode()}
         else:
             origin = hub_origin(self.folder)

@@ -112,10 +112,11 @@ def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: in
     return _layer_parameters(known, model, contents, _kind(model, number))
 
 
-def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool, bool, bool]:
+def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool, bool, bool, bool]:
     """Return the properties of a layer that determine its parameters, apart from fields that all layers share."""
     parts, in_float8 = model.layer_parts[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
-    return parts, in_float8, model.is_global(number), model.has_indexer(number)
+    has_keys = model.key_value_sources[model.kind_of(number)] is None
+    return parts, in_float8, model.is_global(number), model.has_indexer(number), has_keys
 
 
 def _layer_parameters(

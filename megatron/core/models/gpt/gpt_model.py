@@ -48,8 +48,10 @@ from megatron.core.transformer import (
     HiddenDropout,
     KeyValueCache,
     MultiTokenPrediction,
+    PerLayerInputs,
     RotaryAngles,
     RotaryEmbedding,
+    SharedTensors,
     TransformerBlock,
     add_adapters,
     factor_frequencies,
@@ -61,7 +63,10 @@ from megatron.core.transformer import (
     mtp_targets,
     proportional_frequencies,
     quantize_base,
+    read_message,
     require_keys,
+    split_inputs,
+    write_message,
     yarn_frequencies,
 )
 from megatron.core.transformer.moe import auxiliary_loss_names
@@ -155,6 +160,10 @@ class GPTEmbedding(nn.Module):
         elif config.position_embedding_type == "sinusoidal":
             self.position_embeddings = SinusoidalEmbedding(config, tp)
         self.norm = make_norm(config, tp, device) if config.add_embedding_norm else None
+        self.per_layer: PerLayerInputs | None = None
+        if config.hidden_size_per_layer_input:
+            sizes = config.vocab_size, config.padded_vocab_size
+            self.per_layer = PerLayerInputs(config, *sizes, config.embedding_init_std, tp, device)
         self.dropout = HiddenDropout(config.dropout_of_embeddings)
 
     def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -317,7 +326,9 @@ class GPTModel(Model):
     @property
     def first_alone(self) -> nn.Module | None:
         """Return the embedding if no other module uses it (output layer, MTP) and its backward pass needs no weight."""
-        if self.embedding is None or not self.pre_process or self.embedding.norm is not None:
+        if self.embedding is None or not self.pre_process:
+            return None
+        if self.embedding.norm is not None or self.embedding.per_layer is not None:
             return None
         return self.embedding if gradient_uses_of(self.embedding.word_embeddings.weight) == 1 else None
 
@@ -344,10 +355,12 @@ class GPTModel(Model):
         loss_mask: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
         sequence_lengths: int | torch.Tensor | None = None,
+        shared: SharedTensors | None = None,
     ) -> torch.Tensor:
-        """Return the loss of every token, the logits if there are no labels, or a stage's hidden states.
+        """Return the loss of every token, the logits if there are no labels, or a stage's message.
 
-        ``pattern`` determines which positions each position attends to. ``hidden`` is the previous stage's output.
+        ``pattern`` determines which positions each position attends to. ``hidden`` is the previous stage's output. If
+        tensors that layers share are passed as ``shared``, ``hidden`` and a stage's output are hidden states only.
         ``last_position_only`` computes only the logits of the last position (``s`` is then 1 in their shape), for
         generation. The layers' auxiliary losses are appended to ``losses`` if it is given. In training so are the MTP
         losses, in which tokens masked by ``loss_mask`` do not count as labels.
@@ -365,8 +378,8 @@ class GPTModel(Model):
         ``position_ids`` for the embedding and, with RoPE, for all chunks.
 
         Shapes: ``tokens, position_ids, labels, loss_mask, padding_mask: [b, s]``; ``sequence_lengths: [b]``; loss
-        ``-> [b, s]`` float32; logits
-        ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+        ``-> [b, s]`` float32; logits ``-> [s, b, v/tp]``; a message ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence
+        parallelism), wider if layers share tensors (`DecoderConfig.message_widths`).
         """
         if self.pre_process:
             assert self.embedding is not None, "the first stage embeds tokens"
@@ -376,12 +389,15 @@ class GPTModel(Model):
         else:
             assert hidden is not None, "a later stage is given the previous stage's output"
             dropout = self._dropout(dropout_samples, hidden)
+        uses_messages = shared is None and self.config.shares_tensors
+        if uses_messages:
+            hidden, shared = self._with_shared(tokens, hidden, cache)
         angles = self.angles(position_ids, hidden.dtype, sequence_lengths)
-        hidden, found = self.decoder(hidden, pattern, angles, cache, dropout, padding_mask)
+        hidden, found = self.decoder(hidden, pattern, angles, cache, dropout, padding_mask, shared)
         if losses is not None:
             losses += found
         if not self.post_process:
-            return hidden
+            return write_message(hidden, shared, self.config) if uses_messages and shared is not None else hidden
         if last_position_only:
             assert not self.config.sequence_parallel, "the last position is on one rank only"
             hidden = hidden[-1:]
@@ -402,6 +418,19 @@ class GPTModel(Model):
         own, *further = per_token.chunk(1 + len(states))
         losses += further_losses(further, targets, self.config.mtp, self.cp)
         return own
+
+    def _with_shared(
+        self, tokens: torch.Tensor | None, given: torch.Tensor, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, SharedTensors]:
+        """Return the hidden states and the tensors that layers share: computed here, or read from a stage's message."""
+        if not self.pre_process:
+            return read_message(given, self.config, self.layer_numbers, cache)
+        assert self.embedding is not None, "the first stage embeds tokens"
+        per_layer = self.embedding.per_layer
+        if per_layer is None:
+            return given, SharedTensors()
+        assert tokens is not None, "the first stage is given tokens"
+        return given, SharedTensors(split_inputs(per_layer(tokens, given), self.config))
 
     def _loss(
         self,

@@ -32,13 +32,28 @@ from tests.unit.core.inference.test_continuous_engine import REQUESTS, check_equ
 PROMPTS = ((3, 1, 4), (15, 92, 6, 53, 58), (9,), (79, 32, 38))
 GREEDY = SamplingConfig(greedy=True)
 DRAWN = SamplingConfig(temperature=1.3, top_k=60, top_p=0.97, seed=5)
+OWN: dict[str, dict[str, Any]] = {
+    "odd": {},
+    "sharing": {
+        "num_layers": 5,
+        "position_embedding_type": "rope",
+        "geglu": True,
+        "window_size": "4,0",
+        "window_attn_skip_freq": "[1,0,1,0,1]",
+        "global_kv_channels": 8,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 5,
+    },
+}
+"""Models by name, and how each differs from odd. The last layers of sharing use keys and values of other stages."""
 ALONE = describe_parallel_state(0, 1)
 
 
 def engine_of(name: str, state: ParallelState) -> InferenceEngine:
-    config = odd_config() if name == "odd" else golden_config(name)
+    config = odd_config(**OWN[name]) if name in OWN else golden_config(name)
     stage = inference_stage(config.num_layers, state.pp.size, state.pp.rank)
-    model = build(config, state.tp, contents=stage) if name == "odd" else golden_model(name, state.tp, stage)
+    model = build(config, state.tp, contents=stage) if name in OWN else golden_model(name, state.tp, stage)
     links = create_pipeline_links(state.pp) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)
 
@@ -69,7 +84,7 @@ def texts_of_rank(
         (4, 1, ["llama", "odd"]),
         (1, 2, ["gpt2", "llama", "odd"]),
         (1, 3, ["odd"]),
-        (2, 2, ["qwen", "odd"]),
+        (2, 2, ["qwen", "odd", "sharing"]),
     ],
 )
 def test_any_layout_gives_the_text_of_one_process(tp: int, pp: int, names: list[str]) -> None:

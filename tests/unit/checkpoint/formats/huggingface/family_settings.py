@@ -130,6 +130,13 @@ GEMMA4 = LLAMA | {
     "global_head_dim": 16,
     "hidden_size_per_layer_input": 0,
 }
+GEMMA4_E2B = GEMMA4 | {
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": LLAMA["vocab_size"],
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+}
 GEMMA4_EXPERTS = {"enable_moe_block": True, "moe_intermediate_size": 20, "num_experts": 8, "top_k_experts": 3}
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}

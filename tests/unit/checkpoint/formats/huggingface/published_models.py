@@ -53,6 +53,13 @@ _GEMMA4 = {
     "sliding_window": 1024,
     "vocab_size": 262144,
 }
+_GEMMA4_SMALL = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "num_attention_heads": 8,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+}
 _LLAMA3 = {"high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
 _LLAMA3 |= {"original_max_position_embeddings": 8192}
 
@@ -445,6 +452,29 @@ MODELS: dict[str, dict[str, Any]] = {
         final_logit_softcapping=30.0,
         query_pre_attn_scalar=144,
         sliding_window=4096,
+    ),
+    "gemma4-e2b": _settings(
+        "Gemma4",
+        "gemma4_text",
+        **(_GEMMA4 | _GEMMA4_SMALL),
+        hidden_size=1536,
+        intermediate_size=6144,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        num_hidden_layers=35,
+        num_key_value_heads=1,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4-e4b": _settings(
+        "Gemma4",
+        "gemma4_text",
+        **(_GEMMA4 | _GEMMA4_SMALL),
+        hidden_size=2560,
+        intermediate_size=10240,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 7,
+        num_hidden_layers=42,
+        num_key_value_heads=2,
+        num_kv_shared_layers=18,
     ),
     "gemma4-31b": _settings(
         "Gemma4",

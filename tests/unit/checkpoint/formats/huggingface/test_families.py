@@ -39,6 +39,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GEMMA2,
     GEMMA3,
     GEMMA4,
+    GEMMA4_E2B,
     GEMMA4_EXPERTS,
     GLM4,
     GLM4_MOE,
@@ -351,6 +352,8 @@ MODELS = [
         }
     },
     GEMMA4 | GEMMA4_EXPERTS,
+    GEMMA4_E2B,
+    GEMMA4_E2B | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": False},
     GEMMA4 | {"layer_types": ["full_attention"] * 7, "attention_k_eq_v": True, "attention_bias": True},
     KIMI_LINEAR
     | {"linear_attn_config": {"head_dim": 16, "num_heads": 3, "kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}},
@@ -464,6 +467,7 @@ FAMILY_SETTINGS = [
     GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     GEMMA4 | GEMMA4_EXPERTS,
     JAIS2,
+    GEMMA4_E2B,
 ]
 
 
@@ -727,8 +731,12 @@ REFUSED = [
     (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
     (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
     (GEMMA3, {"rope_local_base_freq": 0.5}, "rope_theta of sliding-window layers is 0.5"),
-    (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2, but only 0 is supported"),
-    (GEMMA4, {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256, but only 0 is supported"),
+    (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: none of the first 5 layers has the window"),
+    (GEMMA4, {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7: all of the 7 layers would share"),
+    (GEMMA4, {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1; a whole number from 0"),
+    (GEMMA4_E2B, {"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input is 98, but only vocab_size"),
+    (GEMMA4_E2B | GEMMA4_EXPERTS, {}, "use_double_wide_mlp is true, but layers with experts"),
+    (GEMMA4, {"hidden_size_per_layer_input": None}, "vocab_size_per_layer_input is 262144, but only vocab_size"),
     (GEMMA4, {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all"'),
     (GEMMA4, {"enable_moe_block": True, "moe_intermediate_size": 20, "top_k_experts": 2}, "num_experts is missing"),
     (GEMMA4, {"global_head_dim": 15}, "attention with 6 heads of 15 channels in 2 groups"),

@@ -149,7 +149,11 @@ VISION_OF_GEMMA4 = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True), ("gemma4", False)]
+    ("kind", "is_stacked"),
+    [
+        *(("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)),
+        *(("gemma4", False), ("gemma4_e2b", False)),
+    ],
 )
 def test_the_language_model_of_a_model_with_a_vision_part_is_read(kind: str, is_stacked: bool, tmp_path: Path) -> None:
     """Published folders have a vision part, and their experts are stacked; what is written is the language model."""
@@ -157,7 +161,7 @@ def test_the_language_model_of_a_model_with_a_vision_part_is_read(kind: str, is_
     text, family = make_model(kind), KINDS[kind]["class"]
     config = getattr(transformers, f"{family}Config")(
         text_config=text.config.to_dict(),
-        vision_config=VISION_OF_GEMMA4 if kind == "gemma4" else VISION,
+        vision_config=VISION_OF_GEMMA4 if family == "Gemma4" else VISION,
         tie_word_embeddings=text.config.tie_word_embeddings,
     )
     whole = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
@@ -185,10 +189,28 @@ def test_the_language_model_of_a_model_with_a_vision_part_is_read(kind: str, is_
     loaded, written = LoadedModelSource(whole), tmp_path / "written"
     write_hugging_face(copy_of(source), written)
     again = HuggingFaceSource(written)
-    assert again.family.model_type == f"{kind}_text"
+    assert again.family.model_type == f"{kind.removesuffix('_e2b')}_text"
     for name in source.tensors:
         assert torch.equal(source.read(name), loaded.read(name)), name
         assert torch.equal(source.read(name), again.read(name)), name
+
+
+def test_keys_and_values_of_layers_that_use_those_of_others_are_not_read(tmp_path: Path) -> None:
+    """Published folders have them, and transformers ignores them."""
+    model = save_model("gemma4_e2b", tmp_path / "model")
+    plain = HuggingFaceSource(tmp_path / "model")
+
+    def add(values: dict[str, torch.Tensor]) -> None:
+        for name in ("k_proj", "v_proj", "k_norm"):
+            values[f"model.layers.4.self_attn.{name}.weight"] = values[f"model.layers.1.self_attn.{name}.weight"] + 1
+
+    rewrite(tmp_path / "model", add)
+    source, tokens = HuggingFaceSource(tmp_path / "model"), tokens_of("gemma4_e2b", 2, 40)
+    assert source.tensors.keys() == plain.tensors.keys()
+    assert differ(streamed_logits(source, tokens), their_logits(model, tokens)) <= 1e-5
+    rewrite(tmp_path / "model", lambda values: values.update({"model.layers.1.self_attn.k_bias": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.1\.self_attn\.k_bias"):
+        HuggingFaceSource(tmp_path / "model")
 
 
 def test_a_vision_model_without_the_settings_of_its_language_model_is_rejected() -> None:
