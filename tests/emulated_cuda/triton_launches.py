@@ -15,6 +15,7 @@ from triton.compiler.errors import CompilationError
 
 from tests.emulated_cuda.activation import load_bindings
 from tests.emulated_cuda.runtime import properties
+from tests.harness.triton_interpreter import multiply_bfloat16
 
 _FIRST_WITH_E4M3 = (8, 9)
 _BEFORE_E4M3 = ("fp8e4b15", "fp8e5")
@@ -275,6 +276,7 @@ def run_on_emulated_devices() -> None:
     _tell_instances(interpreter, memory)
     interpreter._interpreter = memory
     _make_interpreter_fast(interpreter)
+    multiply_bfloat16()
     _reject_missing_formats(interpreter)
     run_on_host = interpreter.GridExecutor.__call__
     compiled: set[Any] = set()

@@ -107,7 +107,9 @@ def _part(operation: Operation) -> str:
         return "recomputed"
     if operation.phase in ("optimizer", "end"):
         return "optimizer"
-    is_score = operation.name in ("bmm", "baddbmm") and _KERNELS in operation.where and not operation.is_expert
+    # Names of Triton kernels contain a dot, after the module name.
+    is_product = operation.name in ("bmm", "baddbmm") or "." in operation.name
+    is_score = is_product and _KERNELS in operation.where and not operation.is_expert
     return "attention" if is_score or is_attention(operation) else "gemms"
 
 

@@ -28,11 +28,15 @@ from megatron.planner.simulation.recorder import Recorder
 _PACKAGE = triton_kernels.__name__
 
 
+Metadata = Callable[[tuple[int, ...], Any, Mapping[str, Any]], Mapping[str, Any]]
+"""Triton's ``launch_metadata``: it takes the grid, the compiled kernel and the arguments by name."""
+
+
 class ReadProgram:
     """A kernel's source and the names of its parameters, with the attributes of Triton's own ``JITFunction``."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.fn = function
+    def __init__(self, function: Callable[..., None], launch_metadata: Metadata | None = None) -> None:
+        self.fn, self.launch_metadata = function, launch_metadata
         self.src = textwrap.dedent(inspect.getsource(function))
         self.arg_names = [*inspect.signature(function).parameters]
         self.__name__, self.__module__ = function.__name__, function.__module__
@@ -79,11 +83,18 @@ def _without(names: Iterator[str] | list[str] | Mapping[str, ModuleType]) -> dic
     return {name: sys.modules.pop(name) for name in names if name in sys.modules}
 
 
+def _jit(function: Callable[..., None] | None = None, *, launch_metadata: Metadata | None = None) -> Any:
+    """Stand in for ``triton.jit``, with or without arguments."""
+    if function is None:
+        return functools.partial(ReadProgram, launch_metadata=launch_metadata)
+    return ReadProgram(function)
+
+
 def _substitute() -> dict[str, ModuleType]:
     """Return the modules that the kernels import: functions that are called on the host, and names for annotations."""
     triton, language, errors = (ModuleType(name) for name in ("triton", "triton.language", "triton.errors"))
     contents = {
-        "jit": ReadProgram,
+        "jit": _jit,
         "cdiv": lambda size, block: -(-size // block),
         "next_power_of_2": lambda size: 1 << (size - 1).bit_length() if size > 0 else 0,
         "language": language,
@@ -102,15 +113,15 @@ _DOTS = ("tl.dot", "tl.dot_scaled")
 def recorded_programs(recorder: Recorder) -> Iterator[None]:
     """Let Triton kernels accept fake tensors, and record each launch instead of running it.
 
-    A tensor counts once if a kernel loads from it, and once if it stores to it. Without Triton, a substitute for the
-    package is used.
+    A tensor counts once if a kernel loads from it, and once if it stores to it. The FLOPs of a kernel with matmuls are
+    those of its ``launch_metadata``. Without Triton, a substitute for the package is used.
     """
 
     def launch(program: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         given = dict(zip(program.arg_names, arguments)) | constants
         loaded, stored = (_tensors(given, names) for names in _accesses(program))
         name = f"{program.__module__.rpartition('.')[2]}.{program.__name__}"
-        recorder.launch(name, loaded, stored, None if _multiplies(program) else 0.0)
+        recorder.launch(name, loaded, stored, _flops(program, grid, given))
 
     program_type = _program_type()
     with (
@@ -171,6 +182,14 @@ def _accesses(program: Any) -> tuple[frozenset[str], frozenset[str]]:
             for names, inner in zip((loaded, stored), _accesses(helper)):
                 names.update(name for parameter in inner for name in names_in(given[parameter]))
     return frozenset(loaded), frozenset(stored)
+
+
+def _flops(program: Any, grid: tuple[int, ...], given: Mapping[str, Any]) -> float | None:
+    """Return the FLOPs of a launch, or None if a kernel with matmuls does not declare them."""
+    if program.launch_metadata is not None:
+        declared = program.launch_metadata(grid, None, given)
+        return float(sum(value for key, value in declared.items() if key.startswith("flops")))
+    return None if _multiplies(program) else 0.0
 
 
 @functools.cache

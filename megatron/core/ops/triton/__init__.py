@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.ops.triton.probe import probe_float8
     from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
     from megatron.core.ops.triton.residual import MAX_WIDTH, add_and_normalize, drop_hidden
+    from megatron.core.ops.triton.selective_scan import MAX_HEAD_DIM, scan_chunks, scan_gradients
     from megatron.core.ops.triton.token_rows import add_groups, combine_gradients, gather_rows, sum_rows
 
 __getattr__ = lazy_exports(
@@ -36,6 +37,7 @@ __getattr__ = lazy_exports(
         "probe": "probe_float8",
         "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",
         "residual": "MAX_WIDTH add_and_normalize drop_hidden",
+        "selective_scan": "MAX_HEAD_DIM scan_chunks scan_gradients",
         "token_rows": "add_groups combine_gradients gather_rows sum_rows",
     },
 )

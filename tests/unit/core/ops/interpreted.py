@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 
 from megatron.core.ops import triton_support
 from tests.harness.distributed import run_distributed
+from tests.harness.triton_interpreter import multiply_bfloat16
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 # In float32 the last places also hold what sums in another order and another exponential leave there.
@@ -24,9 +26,13 @@ def interpret(check: Callable[..., Any], *args: Any, world_size: int = 1) -> Non
     run_distributed(world_size, check, *args, timeout_s=60.0, settings=(("TRITON_INTERPRET", "1"),))
 
 
+_multiply_bfloat16_once = functools.cache(multiply_bfloat16)
+
+
 @contextmanager
 def cpu_runs_on_triton() -> Iterator[None]:
     """Let the choice between Triton and torch fall on Triton for tensors on the CPU."""
+    _multiply_bfloat16_once()
     triton_support._DEVICE = "cpu"
     try:
         assert triton_support.triton_works()
