@@ -1,20 +1,24 @@
-"""Triton kernels of the selective scan: interpreted on the CPU against the recurrence in float64, and compiled."""
+"""Triton kernels of Mamba-2, the selective scan and the gated norm: interpreted on the CPU against float64, and compiled."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.ops.linear_attention import recurrent_selective_scan, selective_scan
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.mamba_mixer import GatedNorm
 from tests.harness.distributed import run_distributed
-from tests.unit.core.ops.interpreted import cpu_runs_on_triton, interpret, needs_triton
+from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
 TOLERANCE = {torch.float32: 2**-18, torch.float16: 2**-9, torch.bfloat16: 2**-5}
@@ -72,6 +76,7 @@ def make_blocks_small() -> None:
 
     programs._MIN_LENGTH, programs._MAX_LENGTH = 2, 4
     programs._PASSED_STATE_BLOCK, programs._STATE_BLOCK, programs._DIM_BLOCK = 4, 4, 4
+    programs._MIN_OPERAND = 2
 
 
 def agree(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -185,6 +190,99 @@ def check_choice() -> None:
 
 def test_wide_heads_and_float64_are_computed_by_torch() -> None:
     interpret(check_choice)
+
+
+def check_flops() -> None:
+    """Count the multiplications of the interpreted matmuls, and compare with what each launch declares."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    make_blocks_small()
+    from megatron.core.ops.triton import selective_scan as programs
+
+    multiply, launch = InterpreterBuilder.create_dot, programs._Scan.launch
+    counted, declared = Counter[str](), Counter[str]()
+    running = ""
+
+    def multiply_and_count(builder: Any, left: Any, right: Any, *others: Any) -> Any:
+        (rows, inner), columns = left.data.shape, right.data.shape[1]
+        counted[running] += 2 * rows * inner * columns
+        return multiply(builder, left, right, *others)
+
+    def launch_and_note(scan: Any, program: Any, grid: tuple[int, ...], num_warps: int, **given: Any) -> None:
+        nonlocal running
+        running = program.__name__
+        (count,) = program.kwargs["launch_metadata"](grid, None, {**scan._arguments, **given}).values()
+        declared[running] += count
+        launch(scan, program, grid, num_warps, **given)
+
+    InterpreterBuilder.create_dot, programs._Scan.launch = multiply_and_count, launch_and_note
+    # Without any padding.
+    given = draw(Case(1, 8, 2, 2, 8, 8, has_rest=False, has_documents=False), torch.float32)
+    given["x"] = given["x"].requires_grad_()
+    with cpu_runs_on_triton():
+        selective_scan(**given)[0].sum().backward()
+    assert len(declared) == 5
+    assert declared == counted
+
+
+def test_flops_of_launches_are_those_of_their_matmuls() -> None:
+    interpret(check_flops)
+
+
+def make_norm(kind: str, num_groups: int, width: int, dtype: torch.dtype) -> GatedNorm:
+    config: Any = SimpleNamespace(
+        hybrid=SimpleNamespace(mamba_norm=kind, mamba_num_groups=num_groups), norm_epsilon=1e-3
+    )
+    return GatedNorm(config, num_groups * width, single_rank_group(), dtype, "cpu")
+
+
+def check_gated_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(35)
+    from megatron.core.ops.triton import gated_norm as programs
+
+    programs._MAX_PARTS = 2
+    for kind in ("after-gate", "before-gate", "none"):
+        for batch, positions, num_groups, width in [(2, 3, 2, 5), (1, 2, 1, 16)]:
+            norm, wide_norm = (make_norm(kind, num_groups, width, each) for each in (dtype, torch.float64))
+            if norm.weight is not None and wide_norm.weight is not None:
+                torch.nn.init.normal_(norm.weight)
+                wide_norm.weight.data.copy_(norm.weight)
+            inner = num_groups * width
+            # As they come: the gate is a part of a projection with the positions first, and so is the gradient.
+            mixed = torch.randn(positions, batch, inner + 4).to(dtype)
+            given = torch.randn(batch, positions, inner).to(dtype), mixed.transpose(0, 1)[..., 2:-2]
+            grad = torch.randn(positions, batch, inner).to(dtype).transpose(0, 1)
+            wide = [x.double().requires_grad_() for x in given]
+            expected = wide_norm(*wide)
+            expected_grads = torch.autograd.grad(expected, [*wide, *wide_norm.parameters()], grad.double())
+            leaves = [x.detach().requires_grad_() for x in given]
+            with cpu_runs_on_triton():
+                actual = norm(*leaves)
+                assert type(actual.grad_fn).__name__ == "_GatedNormBackward"
+                assert actual.transpose(0, 1).is_contiguous()
+                actual_grads = torch.autograd.grad(actual, [*leaves, *norm.parameters()], grad)
+            for one, other in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
+                close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+def test_gated_norm(dtype: torch.dtype) -> None:
+    interpret(check_gated_norm, dtype)
+
+
+def check_choice_of_norm() -> None:
+    from megatron.core.ops.triton import gated_norm as programs
+
+    programs.MAX_GROUP_WIDTH = 4
+    for width, dtype, expected in [(4, torch.float32, True), (5, torch.float32, False), (4, torch.float64, False)]:
+        x = torch.randn(1, 2, 2 * width, dtype=dtype, requires_grad=True)
+        with cpu_runs_on_triton():
+            output = make_norm("after-gate", 2, width, dtype)(x, x.detach())
+        assert (type(output.grad_fn).__name__ == "_GatedNormBackward") == expected
+
+
+def test_norms_of_wide_groups_and_float64_are_computed_by_torch() -> None:
+    interpret(check_choice_of_norm)
 
 
 @dataclass(frozen=True)
