@@ -22,19 +22,18 @@ from megatron.core.ops.linear_attention.chunks import MIN_LOG_DECAY
 
 MAX_HEAD_DIM = 128
 """Wider heads do not fit into the registers of one program."""
-_MIN_LENGTH, _MAX_LENGTH = 16, 64
-"""Positions of a chunk."""
 _MIN_OPERAND = 16
 """Smallest dimension of a matmul's operand."""
-_PASSED_STATE_BLOCK = 64
-_STATE_BLOCK = 32
-_DIM_BLOCK = 64
-_PASS_WARPS, _OUTPUT_WARPS, _GRADIENT_WARPS = 4, 4, 8
-NUM_STAGES = 2
+_BLOCKS = {torch.bfloat16: (64, 64, 32, 64), torch.float32: (32, 32, 16, 64)}
+"""Most positions of a chunk, states of a program that passes them on, states at once of the other programs, and
+channels, by the dtype of operands."""
+_FORWARD_WARPS = {torch.bfloat16: 4, torch.float32: 8}
+_GRADIENT_WARPS = 8
+_NUM_STAGES = 2
 
 
 def _matmuls(multiply_adds: Callable[[Mapping[str, Any]], int]) -> Callable[..., dict[str, int]]:
-    """Return Triton's ``launch_metadata`` of a program, given the multiply-adds of a launch per entry of the batch."""
+    """Return Triton's ``launch_metadata`` of a program, given the multiply-adds per position and head."""
 
     def metadata(grid: tuple[int, ...], kernel: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
         bits = 32 if arguments["PRECISION"] == "tf32x3" else 16
@@ -534,10 +533,14 @@ class _Scan:
     ) -> None:
         self.batch, num_positions, self.heads, self.head_dim = x.shape
         self.groups, self.state_dim = B.shape[2:]
-        length = min(max(length, _MIN_LENGTH), _MAX_LENGTH)
-        self.num_chunks = triton.cdiv(num_positions, length)
         precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(x.dtype, "tf32x3")
         self.operand_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        longest, *limits = _BLOCKS[self.operand_dtype]
+        length = min(max(length, _MIN_OPERAND), longest)
+        self.num_chunks = triton.cdiv(num_positions, length)
+        sizes = (self.state_dim, self.state_dim, self.head_dim)
+        self.passed_states, self.states_at_once, self.dims = (_block(*each) for each in zip(sizes, limits))
+        self.forward_warps = _FORWARD_WARPS[self.operand_dtype]
         given = {"grad": grad, "x": x, "dt": dt, "B": B, "C": C}
         rows = {name: _dense_rows(each) for name, each in given.items() if each is not None}
         strides = {f"{name}_batch": each.stride(0) for name, each in rows.items()}
@@ -552,13 +555,13 @@ class _Scan:
 
     def launch(self, program: Any, grid: tuple[int, ...], num_warps: int, **given: Any) -> None:
         arguments = self._arguments | given
-        program[grid](**{name: arguments[name] for name in program.arg_names}, num_warps=num_warps, num_stages=NUM_STAGES)
+        program[grid](**{name: arguments[name] for name in program.arg_names}, num_warps=num_warps, num_stages=_NUM_STAGES)
 
     def pass_states(self, program: Any, **given: Any) -> None:
         """Launch a program that passes the tiles of states, or of their gradients, from chunk to chunk."""
-        states, dims = _block(self.state_dim, _PASSED_STATE_BLOCK), _block(self.head_dim, _DIM_BLOCK)
-        grid = self.batch * self.heads, triton.cdiv(self.state_dim, states), triton.cdiv(self.head_dim, dims)
-        self.launch(program, grid, _PASS_WARPS, DIMS=dims, STATES=states, **given)
+        tiles = triton.cdiv(self.state_dim, self.passed_states), triton.cdiv(self.head_dim, self.dims)
+        grid = self.batch * self.heads, *tiles
+        self.launch(program, grid, self.forward_warps, DIMS=self.dims, STATES=self.passed_states, **given)
 
     def states(self, initial_state: torch.Tensor | None, last_state: torch.Tensor | None) -> torch.Tensor:
         """Return the states before each chunk as operands of matmuls, and write the last state if given.
@@ -589,7 +592,7 @@ def scan_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the last state; see `megatron.core.ops.linear_attention.selective_scan`.
 
-    Chunks have ``length`` positions, but at least 16 and at most 64. ``d`` is at most `MAX_HEAD_DIM`.
+    Chunks have ``length`` positions, but at least 16 and at most 64, or 32 if operands are float32. ``d`` is at most `MAX_HEAD_DIM`.
     """
     scan = _Scan(x, dt, A, B, C, D, document_starts, length)
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -597,9 +600,9 @@ def scan_chunks(
     if not output.numel():
         return output, last_state.zero_() if initial_state is None else last_state.copy_(initial_state)
     states = scan.states(initial_state, last_state)
-    dims, block = _block(scan.head_dim, _DIM_BLOCK), _block(scan.state_dim, _STATE_BLOCK)
-    grid = scan.batch * scan.num_chunks * scan.heads, triton.cdiv(scan.head_dim, dims)
-    scan.launch(output_program, grid, _OUTPUT_WARPS, states=states, output=output, DIMS=dims, STATES=block)
+    grid = scan.batch * scan.num_chunks * scan.heads, triton.cdiv(scan.head_dim, scan.dims)
+    blocks = {"DIMS": scan.dims, "STATES": scan.states_at_once}
+    scan.launch(output_program, grid, scan.forward_warps, states=states, output=output, **blocks)
     return output, last_state
 
 
@@ -633,12 +636,12 @@ def scan_gradients(
     scan.pass_states(
         state_gradients_program, last_state_grad=last_state_grad, state_grads=state_grads, initial_grad=initial_grad
     )
-    dims, block = _block(scan.head_dim, MAX_HEAD_DIM), _block(scan.state_dim, _STATE_BLOCK)
-    given = {"states": states, "state_grads": state_grads, "DIMS": dims, "STATES": block}
+    blocks = {"DIMS": _block(scan.head_dim, MAX_HEAD_DIM), "STATES": scan.states_at_once}
+    given = {"states": states, "state_grads": state_grads, **blocks}
     of_parts = {"A_parts": parts[0], "D_parts": None if D is None else parts[1]}
     grid = (scan.batch * scan.num_chunks * scan.heads,)
     scan.launch(heads_program, grid, _GRADIENT_WARPS, x_grad=x_grad, dt_grad=dt_grad, **of_parts, **given)
-    tiles = scan.batch * scan.num_chunks * scan.groups, triton.cdiv(scan.state_dim, block)
+    tiles = scan.batch * scan.num_chunks * scan.groups, triton.cdiv(scan.state_dim, scan.states_at_once)
     scan.launch(groups_program, tiles, _GRADIENT_WARPS, B_grad=B_grad, C_grad=C_grad, **given)
     A_grad, *D_grad = parts.sum(dim=1).unbind()
     D_result = None if D is None else D_grad[0].to(D.dtype)

@@ -64,7 +64,7 @@ SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
     "gated_norm": {"_MAX_PARTS": 3},
     "residual": {"_BLOCK": 64, "_MAX_PARTS": 3},
     "query_key_value": {"_TILE": 32, "_MAX_PARTS": 3},
-    "selective_scan": {"_MAX_LENGTH": 16, "_PASSED_STATE_BLOCK": 4, "_STATE_BLOCK": 2, "_DIM_BLOCK": 4},
+    "selective_scan": {"_BLOCKS": dict.fromkeys((torch.bfloat16, torch.float32), (16, 4, 2, 4))},
     "token_rows": {"_BLOCK": 16},
 }
 """Sizes of the blocks and parts of Triton programs."""
