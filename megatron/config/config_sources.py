@@ -15,7 +15,7 @@ from megatron.config.extra_arguments import script_defaults
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
-from megatron.core.errors import ConfigurationError, StorageError, choices
+from megatron.core.errors import ConfigurationError, StorageError
 from megatron.core.object_store import as_path
 from megatron.core.safe_io import read_plain_text
 
@@ -35,7 +35,7 @@ def preset_words(name: str) -> tuple[str, ...]:
     """
     if name not in preset_names():
         nearest = difflib.get_close_matches(name.lower(), preset_names(), n=1, cutoff=0.5)
-        names = nearest[0] if nearest else f"one of {choices(preset_names())}"
+        names = nearest[0] if nearest else f"llama3.1-8b or another of the {len(preset_names())} files in {FOLDER}"
         raise ConfigurationError(f"--model-preset {name} is not known; use {names}")
     lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return tuple(word for line in lines for word in line.partition("#")[0].split())

@@ -758,15 +758,11 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     others = {
         "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
         "--moe-router-num-groups": moe.moe_router_num_groups is not None,
+        "--moe-router-enable-expert-bias": moe.moe_router_enable_expert_bias,
     }
     for name, is_given in others.items():
         if is_given and is_sparsemixer:
             yield f"--moe-router-score-function sparsemixer is not supported with {name}; omit {name}"
-    if moe.moe_router_enable_expert_bias and (is_softmax or is_sparsemixer):
-        yield (
-            "--moe-router-enable-expert-bias requires sigmoid or sqrtsoftplus scores; add --moe-router-score-function "
-            "sigmoid, or omit it"
-        )
     groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return

@@ -139,8 +139,8 @@ WRONG = [
     (
         "--num-experts 4 --moe-router-score-function sparsemixer --moe-router-enable-expert-bias",
         1,
-        "--moe-router-enable-expert-bias",
-        ("sigmoid",),
+        "--moe-router-score-function",
+        ("omit --moe-router-enable-expert-bias",),
     ),
     ("--xielu --num-experts 2", 1, "--xielu", ("--num-experts 2",)),
     ("--norm-parameters weight --transformer-impl transformer_engine", 1, "--norm-parameters", ()),

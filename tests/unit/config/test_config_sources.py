@@ -111,6 +111,11 @@ def test_a_preset_is_a_model_that_flags_and_files_change(name: str, tmp_path: Pa
     config = resolve(f"{RUN} --model-preset {name}").config
     assert config.model.num_layers >= 16
     dense = 'moe_layer_freq = "[0]*3+[1]*5"' if config.model.moe.moe_layer_freq != "1" else ""
+    if config.model.hybrid.hybrid_override_pattern is not None:
+        symbols = "".join(sorted(set(config.model.hybrid.hybrid_override_pattern)))
+        dense = f'hybrid_override_pattern = "{(symbols * 8)[:8]}"'
+    elif config.model.hybrid.is_hybrid:
+        dense += "\nlinear_attention_freq = 4"
     path = write(tmp_path / "a.toml", f'num_layers = 8\nmodel_preset = "{name}"\nlr = 1e-2\n{dense}')
     changed = resolve("--mock-data --train-iters 4 --vocab-size 99", path).config
     assert (changed.model.num_layers, changed.model.hidden_size) == (8, config.model.hidden_size)
@@ -202,7 +207,10 @@ def test_a_credential_in_a_url_is_not_repeated(url: str) -> None:
 def test_an_unknown_preset_is_refused_with_the_nearest_or_those_that_there_are() -> None:
     with pytest.raises(ConfigurationError, match=r"--model-preset GPT2-345 is not known; use gpt2-345m$"):
         resolve("--model-preset GPT2-345")
-    with pytest.raises(ConfigurationError, match=r"--model-preset bert is not known; use one of codegen-16b, "):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"--model-preset bert is not known; use llama3.1-8b or another of the \d+ files in .*presets$",
+    ):
         resolve("--model-preset bert")
 
 

@@ -46,10 +46,6 @@ WRONG = [
     (f"{EIGHT} --moe-expert-capacity-factor 1.0", "use --moe-token-dispatcher-type alltoall"),
     (f"{EIGHT} --moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0.0: a value greater than 0 is expected"),
     (f"{EIGHT} --moe-pad-expert-input-to-capacity", "has no effect without --moe-expert-capacity-factor X; add it"),
-    (
-        f"{EIGHT} --moe-router-enable-expert-bias",
-        "requires sigmoid or sqrtsoftplus scores; add --moe-router-score-function sigmoid",
-    ),
     (f"{EIGHT} --moe-layer-freq [0,1]", "use a list of 4"),
     (f"{EIGHT} --moe-layer-freq [0]*4", "gives experts to none of the 4 layers"),
     (f"{EIGHT} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__('os'): a number or a list"),

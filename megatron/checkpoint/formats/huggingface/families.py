@@ -15,7 +15,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoder
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
 from megatron.checkpoint.formats.huggingface.dots1 import Dots1Family
-from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family
+from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family, Ernie4_5MoeFamily
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family, ExaoneMoeFamily
 from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
 from megatron.checkpoint.formats.huggingface.falcon_h1 import FalconH1Family
@@ -104,6 +104,7 @@ FAMILIES: tuple[Family, ...] = (
     Exaone4Family(),
     HeliumFamily(),
     Ernie4_5Family(),
+    Ernie4_5MoeFamily(),
     StableLmFamily(),
     SolarOpenFamily(),
     Glm4MoeFamily(),

@@ -17,7 +17,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     window_fields,
     written_layer_types,
 )
-from megatron.checkpoint.formats.huggingface.rope import read_frequencies, whole_base
+from megatron.checkpoint.formats.huggingface.rope import read_frequencies, checked_base
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -118,7 +118,7 @@ class Gemma3Family(Gemma2Family):
             if newer is not None:
                 newer.require("rope_type", "default", "default", "sliding-window layers use unscaled RoPE frequencies")
                 base = newer.number("rope_theta", base)
-            fields["rotary_base_local"] = whole_base(settings, base, "it is the rope_theta of sliding-window layers")
+            fields["rotary_base_local"] = checked_base(settings, base, "rope_theta of sliding-window layers")
         return fields
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ _GPT2_BUFFER = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias|
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu_new": {"bias_gelu_fusion": True},
     "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
+    "gelu_fast": {"bias_gelu_fusion": True},
     "gelu": {"bias_gelu_fusion": False},
     "relu2": {"squared_relu": True},
     "relu": {"activation_func": "relu"},

@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     window_fields,
     written_layer_types,
 )
-from megatron.checkpoint.formats.huggingface.rope import read_frequencies, whole_base, write_rope
+from megatron.checkpoint.formats.huggingface.rope import read_frequencies, checked_base, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -112,9 +112,9 @@ class Olmo3Family(Olmo2Family):
                 f"layers; set rope_parameters with a rope_theta for {SLIDING}"
             )
         full = Olmo3Family.read_rope(self, Settings(settings.values, settings.place), layers)
-        whole = whole_base(settings, base, "it is the rope_theta of sliding-window layers")
-        is_common = full == {"rotary_base": whole}
-        return fields | {"rotary_base_local": None if is_common else whole}
+        own = checked_base(settings, base, "rope_theta of sliding-window layers")
+        is_common = full == {"rotary_base": own}
+        return fields | {"rotary_base_local": None if is_common else own}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model, with RoPE in the older and the newer form."""

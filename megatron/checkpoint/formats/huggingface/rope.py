@@ -130,15 +130,15 @@ def write_rope(config: GPTConfig) -> dict[str, Any]:
 
 
 def _base(settings: Settings, base: float) -> dict[str, Any]:
-    return {"rotary_base": whole_base(settings, base, "rope_theta")}
+    return {"rotary_base": checked_base(settings, base, "rope_theta")}
 
 
-def whole_base(settings: Settings, base: float, name: str) -> int:
-    """Convert a RoPE base to an integer; reject other values under the setting's ``name``."""
-    if base < 1 or base != int(base):
-        settings.refuse(f"{name} is {base}; a whole number is expected")
-        base = _DEFAULT_BASE
-    return int(base)
+def checked_base(settings: Settings, base: float, name: str) -> float:
+    """Return a RoPE base; reject values below 1 under the setting's ``name``."""
+    if base < 1:
+        settings.refuse(f"{name} is {base}; 1 or more is expected")
+        return _DEFAULT_BASE
+    return base
 
 
 def _read_llama3(scaling: Settings, max_position_embeddings: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def read_yarn(settings: Settings, positions: int, default_base: float) -> dict[s
     base = settings.number("rope_theta", default_base)
     if scaling is not None:
         base = scaling.number("rope_theta", base)
-    fields: dict[str, Any] = {"rotary_base": whole_base(settings, base, "rope_theta"), "rope_type": "rope"}
+    fields: dict[str, Any] = {"rotary_base": checked_base(settings, base, "rope_theta"), "rope_type": "rope"}
     kind = "default" if scaling is None else scaling.text("rope_type", scaling.text("type", "default"))
     if scaling is None or kind == "default":
         return fields

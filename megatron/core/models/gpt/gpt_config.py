@@ -57,7 +57,7 @@ class GPTConfig(DecoderConfig, in_args=True):
     )
     """Learn position embeddings unless rotary ones are configured. Off: do not learn position embeddings: use rotary
     ones if configured, else none."""
-    rotary_base: int = flag(10000, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope"))
+    rotary_base: float = flag(10000, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope"))
     """Base of the rotary frequencies."""
     rotary_ntk_alpha: float = flag(
         1.0,
@@ -89,7 +89,7 @@ class GPTConfig(DecoderConfig, in_args=True):
         8192, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True)
     )
     """Llama 3.1 scaling: number of positions in the original training."""
-    rotary_base_local: int | None = flag(
+    rotary_base_local: float | None = flag(
         None,
         role="meaning",
         bounds=POSITIVE,
@@ -131,6 +131,10 @@ class GPTConfig(DecoderConfig, in_args=True):
             object.__setattr__(self, "position_embedding_type", "rope")
         elif not self.add_position_embedding and self.position_embedding_type == "learned_absolute":
             object.__setattr__(self, "position_embedding_type", "none")
+        for name, base in (("rotary_base", self.rotary_base), ("rotary_base_local", self.rotary_base_local)):
+            # Megatron-LM's argument is an integer.
+            if isinstance(base, float) and base.is_integer():
+                object.__setattr__(self, name, int(base))
 
     def has_experts_among(self, layer_numbers: Iterable[int], *, is_last: bool) -> bool:
         """Return whether a model chunk with these layers has experts. The last chunk includes the MTP modules."""
@@ -297,4 +301,6 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         return bool(has_argument) or value == spec.default
 
     flags = [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]
+    if model.moe.moe_router_enable_expert_bias and model.moe.moe_router_score_function == "softmax":
+        flags.append("--moe-router-enable-expert-bias with softmax scores")
     return flags + [flag for flag in hybrid_flags_without_argument(model) if flag not in flags]

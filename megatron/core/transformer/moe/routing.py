@@ -123,7 +123,8 @@ def topk_experts(
     Shapes: ``logits: [n, experts]``, ``expert_bias: [experts] -> [n, k]`` int64 and ``[n, k]``.
     """
     if score_function == "softmax" and not use_pre_softmax:
-        indices = best_experts(logits, topk, num_groups, group_topk, group_score_topk)
+        ranked = logits if expert_bias is None else expert_scores(logits.detach(), score_function) + expert_bias
+        indices = best_experts(ranked, topk, num_groups, group_topk, group_score_topk)
         weights = logits.gather(1, indices).softmax(dim=-1)
     elif score_function == "sparsemixer":
         indices = best_experts(logits, topk, num_groups, group_topk)

@@ -94,6 +94,7 @@ STARCODER2 = LLAMA | {
 EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"}
 HELIUM = LLAMA | {"architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 8, "attention_bias": True}
 ERNIE = LLAMA | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": 12, "use_bias": True}
+ERNIE_MOE = LLAMA | {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_num_experts": 8}
 STABLELM = LLAMA | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "num_key_value_heads": 6}
 GLM4_MOE = LLAMA | {
     "architectures": ["Glm4MoeForCausalLM"],

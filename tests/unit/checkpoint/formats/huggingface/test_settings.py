@@ -243,7 +243,7 @@ LISTS: dict[str, list[Any]] = {
     "time_step_limit": [0.05, 0.2],
 }
 """Other values of lists that a folder has."""
-ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu")
 INVISIBLE = frozenset(
     (
         *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map", "_name_or_path"),

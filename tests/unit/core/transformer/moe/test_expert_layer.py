@@ -51,6 +51,8 @@ KINDS = [
         "moe_router_group_topk": 2,
         "moe_router_enable_expert_bias": True,
     },
+    {"moe_router_topk": 3, "moe_router_enable_expert_bias": True},
+    {"moe_router_topk": 3, "moe_router_enable_expert_bias": True, "moe_router_pre_softmax": True},
     {"moe_router_topk": 1, "moe_router_score_function": "sqrtsoftplus", "moe_router_topk_scaling_factor": 2.5},
     {
         "moe_router_topk": 4,
@@ -72,7 +74,8 @@ def plain_twin(logits: np.ndarray, bias: np.ndarray | None, config: MoEConfig) -
         scores = [math.sqrt(math.log1p(math.exp(value))) for value in logits]
     else:
         scores = [value / sum(exponentials) for value in exponentials]
-    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+    is_late_softmax = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+    if is_late_softmax and bias is None:
         scores = list(map(float, logits))
     ranked = scores if bias is None else [score + float(move) for score, move in zip(scores, bias)]
     allowed = list(range(len(logits)))
@@ -85,10 +88,10 @@ def plain_twin(logits: np.ndarray, bias: np.ndarray | None, config: MoEConfig) -
         allowed = [expert for group in best for expert in groups[group]]
     chosen = sorted(allowed, key=lambda expert: -ranked[expert])[: config.moe_router_topk]
     weights = [scores[expert] for expert in chosen]
-    if scores == list(logits):
+    if is_late_softmax:
         weights = [exponentials[expert] for expert in chosen]
     is_softmax = config.moe_router_score_function == "softmax"
-    if (is_softmax and not config.moe_router_pre_softmax) or (not is_softmax and config.moe_router_topk > 1):
+    if is_late_softmax or (not is_softmax and config.moe_router_topk > 1):
         weights = [weight / sum(weights) for weight in weights]
     return chosen, [weight * (config.moe_router_topk_scaling_factor or 1.0) for weight in weights]
 
