@@ -119,7 +119,8 @@ class Operation:
     ``flops`` are the FLOPs of a matmul or of attention, without masked scores. ``where`` is the line of this project
     that called it; for an autograd operation, the line whose gradient it computes. ``gemm`` has the sizes of a GEMM.
     ``is_recomputed`` says that activation recomputation runs it. ``is_uncounted`` says that it may have unknown FLOPs:
-    a custom operator, or a Triton kernel with ``tl.dot``. ``is_expert`` says that it is a GEMM of MoE experts.
+    a custom operator, or a Triton kernel with ``tl.dot`` but no ``launch_metadata``. ``is_expert`` says that it is a
+    GEMM of MoE experts.
     """
 
     phase: str
