@@ -22,8 +22,10 @@ from tests.harness.triton_interpreter import round_to_bfloat16
 from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
-TOLERANCE = {torch.float32: 2**-18, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""Of the largest value. Operands and results are rounded, and the terms of the gradient of ``A`` have both signs."""
+TOLERANCE = {torch.float32: 2**-18, torch.float16: 2**-9, torch.bfloat16: 2**-7}
+"""Of the largest value."""
+CANCELLATION = {"A": 4}
+"""Multiples of the tolerance: the gradient is a sum of terms with both signs."""
 FLOAT32_STACK = 528
 INPUTS = ("x", "dt", "A", "B", "C", "D", "initial_state")
 
@@ -82,7 +84,8 @@ def make_blocks_small() -> None:
 
 def agree(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     error = float((actual.double() - expected).detach().abs().max())
-    assert error <= tolerance * float(expected.detach().abs().max()), (name, error)
+    allowed = CANCELLATION.get(name, 1) * tolerance * float(expected.detach().abs().max())
+    assert error <= allowed, (name, error, allowed)
 
 
 def check_results(case: Case, dtype: torch.dtype) -> None:
