@@ -69,7 +69,7 @@ def test_kernels_are_held_against_their_twins(dtype: torch.dtype, report: Report
         *(2 * ["fused attention"]),
         *(4 * ["attention as chosen"]),
         *("swiglu", "geglu", "projection cut and rotated", "projection with a bias cut", "gelu behind a bias"),
-        "dropout added to a stream",
+        *("dropout added to a stream", "scan", "gated norm"),
         *("dropout", "dropout", "cross-entropy", "attention block", "linear map"),
     ]
     assert markdown(report).count("\n| fused attention, ") == 2

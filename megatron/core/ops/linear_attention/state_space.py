@@ -97,9 +97,10 @@ class _TritonSelectiveScan(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         from megatron.core.ops.triton import scan_gradients
 
-        arguments = ctx.saved_tensors
-        grad = torch.zeros_like(arguments[0]) if grad is None else grad
-        return *scan_gradients(grad, last_state_grad, *arguments, ctx.length), None, None
+        x, dt, A, B, C, D, initial_state, document_starts = ctx.saved_tensors
+        grad = torch.zeros_like(x) if grad is None else grad
+        inputs = x, dt, A, B, C, D, initial_state, document_starts
+        return *scan_gradients(grad, last_state_grad, *inputs, ctx.length), None, None
 
 
 class _SelectiveScan(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.linear_attention.chunks import MIN_LOG_DECAY
+from megatron.core.ops.linear_attention import MIN_LOG_DECAY
 
 MAX_HEAD_DIM = 128
 """Wider heads do not fit into the registers of one program."""
@@ -107,7 +107,8 @@ def _leave(sums, document, LENGTH: tl.constexpr):
     """Return the decay from each position to the state after the chunk, and that of the state before the chunk."""
     last = tl.sum(tl.where(tl.arange(0, LENGTH) == LENGTH - 1, sums, 0.0), axis=0)
     last_document = tl.max(document, axis=0)
-    return tl.where(document == last_document, tl.exp(last - sums), 0.0), tl.where(last_document == 0, tl.exp(last), 0.0)
+    through = tl.where(last_document == 0, tl.exp(last), 0.0)
+    return tl.where(document == last_document, tl.exp(last - sums), 0.0), through
 
 
 @triton.jit
@@ -508,12 +509,12 @@ def groups_program(
 
 
 def _block(size: int, limit: int) -> int:
-    return min(max(triton.next_power_of_2(size), _MIN_OPERAND), limit)
+    return min(max(int(triton.next_power_of_2(size)), _MIN_OPERAND), limit)
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     """Return ``x: [b, s, ...]``, or a copy, with contiguous elements of each position."""
-    return x if x[0, 0].is_contiguous() else x.contiguous()
+    return x if x[:1, :1].is_contiguous() else x.contiguous()
 
 
 class _Scan:
@@ -554,8 +555,11 @@ class _Scan:
         self._arguments |= {"LOWEST": MIN_LOG_DECAY, "PRECISION": precision}
 
     def launch(self, program: Any, grid: tuple[int, ...], num_warps: int, **given: Any) -> None:
+        """Launch a program with those of the shared and of the given arguments that it takes."""
         arguments = self._arguments | given
-        program[grid](**{name: arguments[name] for name in program.arg_names}, num_warps=num_warps, num_stages=_NUM_STAGES)
+        arguments = {name: arguments[name] for name in program.arg_names}
+        if self.batch:
+            program[grid](**arguments, num_warps=num_warps, num_stages=_NUM_STAGES)
 
     def pass_states(self, program: Any, **given: Any) -> None:
         """Launch a program that passes the tiles of states, or of their gradients, from chunk to chunk."""
@@ -592,13 +596,12 @@ def scan_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the last state; see `megatron.core.ops.linear_attention.selective_scan`.
 
-    Chunks have ``length`` positions, but at least 16 and at most 64, or 32 if operands are float32. ``d`` is at most `MAX_HEAD_DIM`.
+    Chunks have ``length`` positions, but at least 16, and at most 64 or for other dtypes than bfloat16 32. ``d`` is at
+    most `MAX_HEAD_DIM`.
     """
     scan = _Scan(x, dt, A, B, C, D, document_starts, length)
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     last_state = x.new_empty(scan.batch, scan.heads, scan.head_dim, scan.state_dim, dtype=torch.float32)
-    if not output.numel():
-        return output, last_state.zero_() if initial_state is None else last_state.copy_(initial_state)
     states = scan.states(initial_state, last_state)
     grid = scan.batch * scan.num_chunks * scan.heads, triton.cdiv(scan.head_dim, scan.dims)
     blocks = {"DIMS": scan.dims, "STATES": scan.states_at_once}
@@ -627,8 +630,8 @@ def scan_gradients(
     x_grad, dt_grad, B_grad, C_grad = (
         torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, dt, B, C)
     )
-    initial_grad = None if initial_state is None else torch.empty_like(
-        initial_state, memory_format=torch.contiguous_format
+    initial_grad = (
+        None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     )
     parts = x.new_empty(1 if D is None else 2, scan.batch * scan.num_chunks, scan.heads, dtype=torch.float32)
     states, state_grads = scan.states(initial_state, None), scan.empty_states()

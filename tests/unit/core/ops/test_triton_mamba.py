@@ -1,4 +1,4 @@
-"""Triton kernels of Mamba-2, the selective scan and the gated norm: interpreted on the CPU against float64, and compiled."""
+"""Triton kernels of Mamba-2, the selective scan and the gated norm: interpreted against float64, and compiled."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def check_documents() -> None:
     case = Case(1, 9, 1, 1, 4, 4, has_rest=True, has_documents=False)
     given = draw(case, torch.float32)
     given["document_starts"] = (torch.arange(9) == 6).expand(1, -1)
-    changed = {
-        name: torch.cat((x[:, :6] + 1.0, x[:, 6:]), dim=1) if name in ("x", "B", "C") else x for name, x in given.items()
-    }
+    changed = dict(given)
+    for name in ("x", "B", "C"):
+        changed[name] = torch.cat((given[name][:, :6] + 1.0, given[name][:, 6:]), dim=1)
     changed["initial_state"] = given["initial_state"] + 1.0
     results = []
     with cpu_runs_on_triton():
@@ -301,7 +301,17 @@ class Compiled:
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Most shared memory of an instance."""
-_FLOAT32 = ("dt", "A", "initial_state", "last_state", "dt_grad", "A_parts", "D_parts", "last_state_grad", "initial_grad")
+_FLOAT32 = (
+    "dt",
+    "A",
+    "initial_state",
+    "last_state",
+    "dt_grad",
+    "A_parts",
+    "D_parts",
+    "last_state_grad",
+    "initial_grad",
+)
 _ROWS = ("grad", "x", "B", "C", "D", "output", "x_grad", "B_grad", "C_grad")
 
 
