@@ -81,7 +81,7 @@ def test_kernels_are_called_on_cuda_tensors_without_values() -> None:
     """Each kernel of each pair takes CUDA tensors and makes what its twin makes, on the device and in the format."""
     done = run_command([sys.executable, "-m", "tests.gpu.pretended"]).check()
     found = json.loads(done.stdout)
-    assert len(found) == 2 * 2 * 17
+    assert len(found) == 2 * 2 * 19
     for (name, made), (_, wanted) in zip(found[::2], found[1::2]):
         assert made == wanted, name
         assert {device for device, _, _ in made} == {"cuda:0"}
