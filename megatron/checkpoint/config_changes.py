@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import config_parts
-from megatron.core.config_base import field_specs
+from megatron.core.config_base import config_from_dict, field_specs
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.transformer import (
@@ -146,7 +146,7 @@ def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str
 def _linear_layers(model: Mapping[str, Any]) -> Sequence[str]:
     """Return the names of the linear layers of a model, given its stored configuration."""
     names = {spec.name for spec in field_specs(HybridConfig)} & model.keys()
-    hybrid = HybridConfig(**{name: model[name] for name in names})
+    hybrid = config_from_dict(HybridConfig, {name: model[name] for name in names})
     if not hybrid.is_hybrid:
         return TRANSFORMER_LAYERS
     return linear_layers_of(layer_parts(hybrid, model["num_layers"], (False,) * model["num_layers"]))

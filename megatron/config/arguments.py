@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER, no_checkpoint, read_checkpoint_arguments
-from megatron.config.checks import find_problems
+from megatron.config.checks import find_problems, flags_of_absent_layers
 from megatron.config.deprecated_names import deprecated_flags, with_current_flags
 from megatron.config.extra_arguments import extra_fields, script_defaults
 from megatron.config.megatron_flags import (
@@ -40,6 +40,7 @@ from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs, from_fields
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.tokenizers import unused_tokenizer_flags
+from megatron.core.transformer import SYMBOLS
 
 _PRINTED = "Printed by --print-config for {} process(es), for --config FILE. Flags at their default are comments."
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -99,7 +100,7 @@ def resolve_arguments(
     Raises:
         ConfigurationError: with every problem of the command line.
     """
-    argv, renamed = with_current_flags(argv)
+    argv, renamed = with_current_flags(_with_joined_pattern(argv))
     translated = translate_flags(argv)
     argv, renamed = translated.words, [*renamed, *translated.notes]
     off: tuple[FieldSpec, ...] = ()
@@ -131,6 +132,7 @@ def resolve_arguments(
         # Memory and time do not depend on the learning rate.
         broken |= {"lr"}
     problems += find_problems(config, broken, needs_files=needs_files)
+    problems += flags_of_absent_layers(config, given)
     if problems:
         raise ConfigurationError(problems)
     notes += packing_notes(given, config)
@@ -298,6 +300,20 @@ def _add_table_flag(parser: argparse.ArgumentParser, name: str, arity: int | str
     else:
         nargs = "+" if arity == "+" else 1
         parser.add_argument(name, dest=dest, action="store", nargs=nargs, help=argparse.SUPPRESS)
+
+
+_PATTERN = "--hybrid-override-pattern"
+
+
+def _with_joined_pattern(argv: Sequence[str]) -> list[str]:
+    """Join --hybrid-override-pattern with a value that begins with a hyphen (MLP), which is no flag."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == _PATTERN and word.startswith("-") and not set(word) - SYMBOLS.keys():
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -272,6 +272,11 @@ class ParallelConfig(Config, in_args=True):
         ("p2p",), nargs="+", role="layout", in_args=False, idle=idle_with("context_parallel_size", 1)
     )
     """Exchange of keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or one per layer."""
+    recurrent_cp_comm_type: str = flag(
+        "a2a", choices=("a2a", "all_gather"), role="layout", in_args=False, idle=idle_with("context_parallel_size", 1)
+    )
+    """Exchange of recurrent layers under context parallelism: a2a shards their heads; all_gather gathers the states of
+    the sequence's parts, at any number of heads."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout", in_args=False)
     """For a2a+p2p: number of neighboring ranks that share heads by all-to-all, and number of such groups in a ring."""
     tp_comm_overlap: bool = flag(False, role="run", in_args=False)

@@ -134,6 +134,7 @@ class Layout:
     cp: int = 1
     cp_comm_type: str = "p2p"
     cp_levels: tuple[int, int] | None = None
+    passes_states: bool = False
     dp: int = 1
     sharding: str = "no_shard"
     overlap: bool = False
@@ -156,6 +157,7 @@ class Layout:
         parts += [f"first{self.first_stage_layers}"] if self.first_stage_layers else []
         levels = "" if self.cp_levels is None else "x".join(map(str, self.cp_levels))
         parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}{levels}" if self.cp > 1 else ""))
+        parts += ["states"] if self.passes_states else []
         parts.append(f"dp{self.dp}" + (f"-{self.sharding}" if self.sharding != "no_shard" else ""))
         parts += ["overlap"] if self.overlap else []
         parts += [flag.removeprefix("--") for flag in (*self.tp_overlap, *self.pp_overlap)]
@@ -179,6 +181,7 @@ class Layout:
         flags += ["--cp-comm-type", self.cp_comm_type] if self.cp > 1 else []
         if self.cp_levels is not None:
             flags += ["--hierarchical-context-parallel-sizes", *map(str, self.cp_levels)]
+        flags += ["--recurrent-cp-comm-type", "all_gather"] if self.passes_states else []
         if self.sharding != "no_shard":
             flags += ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", self.sharding]
         if self.overlap:

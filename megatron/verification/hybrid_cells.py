@@ -24,6 +24,7 @@ _FALCON_H1 = (
     *("--parallel-attention-multiplier", "0.6", "--parallel-mamba-multiplier", "1.3"),
     *("--mlp-gate-multiplier", "0.7", "--mlp-output-multiplier", "1.4"),
 )
+_BOTH = ("--hybrid-override-pattern", "PKP-", *_DELTA[2:])
 _FEW_GROUPS = (
     ("1", Layout(tp=2, sequence_parallel=True, pp=2)),
     ("2", Layout(tp=4, sequence_parallel=True)),
@@ -99,6 +100,14 @@ _CONTEXT_LAYOUTS = (
     Layout(cp=2, dp=2, sharding="optim_grads", overlap=True),
     fully_sharded(Layout(tp=2, sequence_parallel=True, cp=2), overlap=True),
 )
+_STATE_LAYOUTS = tuple(
+    replace(layout, passes_states=True)
+    for layout in (
+        *_CONTEXT_LAYOUTS,
+        Layout(cp=8),
+        Layout(pp=2, cp=2, dp=2, sharding="optim"),
+    )
+)
 _DENSE_LAYOUTS = (
     Layout(tp=2, sequence_parallel=True, tp_overlap=("--tp-comm-overlap",)),
     Layout(pp=2, offloaded_layers=2),
@@ -126,12 +135,19 @@ def hybrid_matrix() -> list[Cell]:
 def _cells() -> Iterator[Cell]:
     for shape in HYBRID_SHAPES:
         has_experts = "--num-experts" in HYBRID_SHAPES[shape]
-        for layout in (*_LAYOUTS, *_CONTEXT_LAYOUTS, *(_EXPERT_LAYOUTS if has_experts else _DENSE_LAYOUTS)):
+        for layout in (
+            *_LAYOUTS,
+            *_CONTEXT_LAYOUTS,
+            *_STATE_LAYOUTS,
+            *(_EXPERT_LAYOUTS if has_experts else _DENSE_LAYOUTS),
+        ):
             yield make_hybrid_cell(shape, layout)
         for layout in (Layout(dp=2), Layout(tp=2, sequence_parallel=True, pp=2), Layout(pp=2, recompute=_FULL)):
             yield make_hybrid_cell(shape, layout, "packed")
         for layout in (Layout(cp=2), Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="a2a")):
             yield make_hybrid_cell(shape, layout, "packed")
+            yield make_hybrid_cell(shape, replace(layout, passes_states=True), "packed")
+        yield make_hybrid_cell(shape, Layout(cp=4, passes_states=True), "packed", DROPOUT)
         yield make_hybrid_cell(shape, Layout(tp=2, cp=2), "uneven", DROPOUT)
         yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2), "uneven")
         yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2), extra=DROPOUT)
@@ -150,11 +166,18 @@ def _cells() -> Iterator[Cell]:
     ):
         yield make_hybrid_cell("mamba", layout, extra=FUSED_LORA)
         yield make_hybrid_cell("delta-net", layout, "packed", extra=(*LORA, "--lora-target-modules", *_TARGETS))
+        yield make_hybrid_cell("mamba", layout, "packed", extra=(*_BOTH, *FUSED_LORA))
+    for layout in (*_CONTEXT_LAYOUTS, *_STATE_LAYOUTS):
+        yield make_hybrid_cell("mamba", layout, "packed", extra=_BOTH)
+    clipped = (*_BOTH, "--qk-clip", "--qk-clip-threshold", "0.05")
+    yield make_hybrid_cell("mamba", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=clipped)
     yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
     yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))
     for flags in (_BAMBA, _FALCON_H1):
         for groups, layout in _FEW_GROUPS:
             yield make_hybrid_cell("mamba", layout, "packed", extra=("--mamba-num-groups", groups, *flags))
+        few = Layout(tp=2, sequence_parallel=True, cp=4, passes_states=True)
+        yield make_hybrid_cell("mamba", few, "packed", extra=("--mamba-num-groups", "1", *flags))
     for extra in (_BEFORE_GATE, ("--mamba-norm", "none", *LORA)):
         yield make_hybrid_cell("mamba", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=(*_BAMBA, *extra))

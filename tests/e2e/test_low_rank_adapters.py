@@ -185,6 +185,15 @@ def test_gpt2_has_its_own_names_and_one_of_two_layers_with_one_name(tmp_path: Pa
 
 
 @pytest.mark.long
+def test_adapters_of_attention_and_mamba_are_exported(tmp_path: Path) -> None:
+    begin("falcon_h1", tmp_path, SCALED)
+    run_converter(tmp_path / "run", tmp_path / "peft", "--saver peft")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert {"q_proj", "o_proj", "in_proj", "out_proj"} <= {*settings["target_modules"]}
+    assert_logits_of("falcon_h1", tmp_path, load_file(tmp_path / "peft" / "adapter_model.safetensors"), 2.5)
+
+
+@pytest.mark.long
 def test_adapters_of_attention_beside_experts_are_exported_and_merged(tmp_path: Path) -> None:
     begin("mixtral", tmp_path, f"{SCALED} --lora-target-modules q_proj v_proj o_proj")
     run_converter(tmp_path / "run", tmp_path / "peft", "--saver peft")

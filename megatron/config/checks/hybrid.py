@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megatron.config import RunConfig
 from megatron.config.checks.parallelism import Check, divisors
@@ -14,13 +14,13 @@ from megatron.core.transformer import (
     ATTENTION,
     ATTENTION_AND_MAMBA,
     GATED_ACTIVATIONS,
-    KIMI_DELTA_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
     MOE,
     NAMES_OF_RECURRENCES,
     HybridConfig,
     LayerParts,
+    RotaryConfig,
 )
 
 _PREFIXES = {
@@ -29,14 +29,21 @@ _PREFIXES = {
     "parallel_": ((ATTENTION_AND_MAMBA,), "layer of attention and Mamba-2"),
 }
 """Layers with the flags of a prefix, and their name."""
-_EXCHANGES = ("p2p", "a2a")
-"""Communication types that a model without attention may be given: the default, and the type of recurrent layers."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
     *("add_qkv_bias", "disable_qkv_bias", "add_proj_bias", "disable_proj_bias"),
 )
 _OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier")
+_GIVEN_FOR_ATTENTION = (
+    *("softmax_scale", "query_pre_attn_scalar", "use_rotary_position_embeddings", "rotary_base", "rotary_base_local"),
+    *("rotary_ntk_alpha", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+    "rope_scaling_original_max_position_embeddings",
+    *(spec.name for spec in field_specs(RotaryConfig)),
+)
+_GIVEN_FOR_FEED_FORWARD = ("squared_relu", "openai_gelu", "activation_func")
+"""Fields that checkpoints of Megatron-LM contain for every model, so that only given flags are rejected."""
 
 
 def _given(model: GPTConfig) -> str:
@@ -191,12 +198,38 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
         if upper is not None and lower > upper:
             yield f"--mamba-dt-lower-limit {lower} is above --mamba-dt-upper-limit {upper}; use a smaller lower limit"
         yield from _check_context(config, "--mamba-num-heads", heads, "--mamba-num-groups", groups)
-        if groups < tensor and model.context_parallel_size > 1:
+        if groups < tensor and model.context_parallel_size > 1 and model.recurrent_cp_comm_type == "a2a":
             yield (
                 f"--mamba-num-groups {groups} is below --tensor-model-parallel-size {tensor}, which is not supported "
-                f"with --context-parallel-size {model.context_parallel_size} yet; use at most {groups} tensor-parallel "
-                "ranks"
+                f"with --context-parallel-size {model.context_parallel_size} and --recurrent-cp-comm-type a2a; use "
+                f"--recurrent-cp-comm-type all_gather, or at most {groups} tensor-parallel ranks"
             )
+
+
+def flags_of_absent_layers(config: RunConfig, given: Collection[str]) -> Iterator[str]:
+    """Yield a problem for each given flag of attention or feed-forward in a hybrid model without such layers.
+
+    ``given`` are the names of the fields that the command line sets. A checkpoint's arguments may set them.
+    """
+    model, parts = config.model, _parts(config.model)
+    if not model.hybrid.is_hybrid or not parts:
+        return
+    absent: dict[str, str] = {}
+    if not any(each.has_attention for each in parts):
+        absent = dict.fromkeys(_GIVEN_FOR_ATTENTION, "attention")
+        if model.position_embedding_type == "rope" and "position_embedding_type" in given:
+            yield "--position-embedding-type rope has no effect: the model has no attention layer; use none"
+    if not any(each.feed_forward for each in parts):
+        absent |= dict.fromkeys(_GIVEN_FOR_FEED_FORWARD, "feed-forward")
+    for name, part in absent.items():
+        found = config.flag(name) if name in given else None
+        if found is None:
+            continue
+        spec, value = found
+        # A known function becomes a field of its own.
+        typed = f"--activation-func {model.activation}" if name == "activation_func" else spec.typed(value)
+        if value != spec.default or name == "activation_func":
+            yield f"{typed} has no effect: the model has no {part} layer; omit it"
 
 
 def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
@@ -211,7 +244,8 @@ def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str
     """Reject context-parallel ranks that cannot share the heads of a recurrent layer."""
     model = config.model
     tensor, context = max(model.tensor_model_parallel_size, 1), model.context_parallel_size
-    if context <= 1 or heads % groups or heads % tensor or groups % tensor:
+    is_exchanged = context > 1 and model.recurrent_cp_comm_type == "a2a"
+    if not is_exchanged or heads % groups or heads % tensor or groups % tensor:
         return
     own_heads, own_groups = heads // tensor, groups // tensor
     if copies_of_key_value_heads(own_heads, own_groups, context) is None:
@@ -219,62 +253,45 @@ def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str
         yield (
             f"{name} {heads} with {name_of_groups} {groups}: the {own_heads} heads of a tensor-parallel rank, in "
             f"{own_groups} groups, cannot be divided among --context-parallel-size {context} ranks; context-parallel "
-            f"sizes that work: {choices(sizes)}"
+            f"sizes that work: {choices(sizes)}; or use --recurrent-cp-comm-type all_gather"
         )
 
 
 def _check_exchanges(config: RunConfig) -> Iterator[str]:
-    """Reject a list of communication types in which the type of a recurrent layer is not all-to-all."""
+    """Reject communication types of context parallelism that the layers do not have.
+
+    In a list of communication types, that of a recurrent layer is the one of all recurrent layers.
+    """
     model, parts = config.model, _parts(config.model)
-    exchanges = model.cp_comm_type
-    if not model.hybrid.is_hybrid or model.context_parallel_size <= 1 or not parts:
+    exchanges, own, context = model.cp_comm_type, model.recurrent_cp_comm_type, model.context_parallel_size
+    if context <= 1 or not parts:
         return
-    if len(exchanges) == 1 and not any(each.mixer == ATTENTION for each in parts) and exchanges[0] not in _EXCHANGES:
+    if not any(each.has_recurrence for each in parts):
+        if own != "a2a":
+            yield f"--recurrent-cp-comm-type {own} has no effect: the model has no recurrent layer; omit it"
+        return
+    has_attention = any(each.has_attention for each in parts)
+    if len(exchanges) == 1 and not has_attention and exchanges[0] not in ("p2p", own):
         yield (
             f"--cp-comm-type {exchanges[0]} has no effect: the model has no attention layer, and recurrent layers "
-            "exchange heads by all-to-all; omit it"
+            f"have --recurrent-cp-comm-type {own}; omit it"
         )
-    if len(exchanges) != len(parts):
-        return
-    for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=True)):
-        if each.mixer in NAMES_OF_RECURRENCES and exchange != "a2a":
+    for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=False)):
+        if len(exchanges) == len(parts) and each.mixer in NAMES_OF_RECURRENCES and exchange != own:
             yield (
                 f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({NAMES_OF_RECURRENCES[each.mixer]}) "
-                f"exchanges heads by all-to-all, and not by {exchange}; use a2a for it"
+                f"has --recurrent-cp-comm-type {own}, and not {exchange}; use {own} for it"
             )
-            return
+            break
 
 
 def _check_unsupported(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.hybrid.is_hybrid:
         return
-    has_both = any(each.mixer == ATTENTION_AND_MAMBA for each in _parts(model))
-    of_both = {
-        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
-        f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
-        f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
-        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-        "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
-        "--qk-clip": model.qk_clip,
-    }
-    for name, is_given in of_both.items():
-        if is_given and has_both:
-            yield f"attention and Mamba-2 in parallel (P) is not supported with {name} yet; omit {name}"
-    others = {
-        "--optimizer-offload-policy auto": config.optimizer.optimizer_offload_policy == "auto"
-        and config.optimizer.optimizer_cpu_offload,
-    }
-    if any(each.mixer == KIMI_DELTA_ATTENTION for each in _parts(model)):
-        others |= {
-            f"--fp8-format {model.fp8.fp8_format}": model.fp8.fp8_format is not None,
-            f"--fp4-format {model.fp8.fp4_format}": model.fp8.fp4_format is not None,
-            f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-            "--cuda-graph-impl local": config.training.cuda_graph_impl == "local",
-        }
-    for name, is_given in others.items():
-        if is_given:
-            yield f"{_given(model)} is not supported with {name} yet; omit {name}"
+    if config.optimizer.optimizer_offload_policy == "auto" and config.optimizer.optimizer_cpu_offload:
+        name = "--optimizer-offload-policy auto"
+        yield f"{_given(model)} is not supported with {name} yet; omit {name}"
 
 
 HYBRID_CHECKS = (
@@ -290,6 +307,7 @@ HYBRID_CHECKS = (
         (
             *(spec.name for spec in field_specs(HybridConfig)),
             *("num_layers", "hidden_size", "tensor_model_parallel_size", "context_parallel_size", *_OF_ATTENTION),
+            "recurrent_cp_comm_type",
             *_OF_FEED_FORWARD,
             "position_embedding_type",
         ),
@@ -298,15 +316,14 @@ HYBRID_CHECKS = (
     Check(
         (
             *("experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern", "num_layers"),
-            *("cp_comm_type", "context_parallel_size"),
+            *("cp_comm_type", "recurrent_cp_comm_type", "context_parallel_size"),
         ),
         _check_exchanges,
     ),
     Check(
         (
-            *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "num_layers"),
-            *("context_parallel_size", "fp8_format", "fp4_format", "lora_rank", "cuda_graph_impl", "qk_clip"),
-            *("optimizer_offload_policy", "optimizer_cpu_offload"),
+            *("experimental_attention_variant", "hybrid_override_pattern", "optimizer_offload_policy"),
+            "optimizer_cpu_offload",
         ),
         _check_unsupported,
     ),

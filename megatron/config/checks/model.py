@@ -17,9 +17,12 @@ from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_sta
 from megatron.core.registry import is_registered
 from megatron.core.transformer import (
     ATTENTION,
+    ATTENTION_AND_MAMBA,
     FOUR_BIT_BLOCK,
     GATED_ACTIVATIONS,
     GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    LINEAR_ATTENTION,
     MAMBA,
     NAMES_OF_RECURRENCES,
     HybridConfig,
@@ -295,9 +298,10 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
     mixers = _mixers(model)
     if ATTENTION in mixers:
         widths["--num-attention-heads x --kv-channels"] = model.context_size, tp
-    if GATED_DELTA_NET in mixers:
-        names = "--linear-num-value-heads x --linear-value-head-dim"
-        widths[names] = model.hybrid.inner_size(GATED_DELTA_NET, model.hidden_size), tp
+    if not mixers.isdisjoint(LINEAR_ATTENTION):
+        widths["--linear-num-value-heads x --linear-value-head-dim"] = model.hybrid.linear_value_size, tp
+    if KIMI_DELTA_ATTENTION in mixers:
+        widths["--linear-value-head-dim"] = model.hybrid.linear_value_head_dim, 1
     if MAMBA in mixers:
         inner = model.hybrid.inner_size(MAMBA, model.hidden_size)
         widths["--mamba-num-heads x --mamba-head-dim"] = inner, tp
@@ -1078,9 +1082,10 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
 def _mixers(model: GPTConfig) -> set[str | None]:
     """Return the kinds of sequence mixers of the layers, or nothing if another check reports an invalid pattern."""
     try:
-        return {parts.mixer for parts in model.layer_parts}
+        mixers = {parts.mixer for parts in model.layer_parts}
     except ValueError:
         return set()
+    return mixers | ({ATTENTION, MAMBA} if ATTENTION_AND_MAMBA in mixers else set())
 
 
 def _projection_widths(model: GPTConfig, mixer: str, heads: str, number: int) -> tuple[int, int]:
@@ -1098,8 +1103,10 @@ def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
     tensor = model.tensor_model_parallel_size
     if not model.fp8.is_quantized or tensor <= 0:
         return
+    of_delta = "linear_num_value_heads", hybrid.linear_num_value_heads, hybrid.linear_num_key_heads
     shapes = {
-        GATED_DELTA_NET: ("linear_num_value_heads", hybrid.linear_num_value_heads, hybrid.linear_num_key_heads),
+        GATED_DELTA_NET: of_delta,
+        KIMI_DELTA_ATTENTION: of_delta,
         MAMBA: ("mamba_num_heads", hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups),
     }
     for mixer, (field, heads, groups) in shapes.items():
@@ -1122,6 +1129,22 @@ def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
             f"{typed} {heads} gives the projections of a {NAMES_OF_RECURRENCES[mixer]} layer {rows} rows and {columns} "
             f"columns on each tensor-parallel rank, but {_asked(config)} needs a multiple of {multiple}; use "
             + (f"{typed} {number}" if number else f"heads whose widths are multiples of {multiple}")
+        )
+    if KIMI_DELTA_ATTENTION not in _mixers(model):
+        return
+    needed = f"but {_asked(config)} needs a multiple of {multiple}"
+    rank, keys = hybrid.linear_value_head_dim, hybrid.linear_num_key_heads
+    if rank % multiple:
+        yield (
+            f"--linear-value-head-dim {rank} is the width of the low-rank projections of a KDA layer, {needed}; use "
+            f"{_rounded(rank, multiple)}"
+        )
+    if keys % tensor == 0 and hybrid.linear_key_size // tensor % multiple:
+        width = hybrid.linear_key_head_dim
+        wider = next(each for each in count(width) if keys // tensor * each % multiple == 0)
+        yield (
+            f"--linear-key-head-dim {width} makes {hybrid.linear_key_size // tensor} key channels of a KDA layer on "
+            f"each tensor-parallel rank, {needed}; use {wider}"
         )
 
 

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
         positions_of,
         to_sequence_order,
     )
+    from megatron.core.context_parallel.state_exchange import (
+        from_segments,
+        inputs_before_segments,
+        segments_of_whole,
+        states_before_segments,
+        to_segments,
+    )
 
 __getattr__ = lazy_exports(
     __name__,
@@ -30,5 +37,6 @@ __getattr__ = lazy_exports(
         "head_exchange": "StackedHeads heads_to_sequence rows_of_heads sequence_to_heads",
         "key_value_heads": "copies_of_key_value_heads key_value_heads_of_rank",
         "partition": "chunk_length chunks_of cut_sequence positions_of to_sequence_order",
+        "state_exchange": ("from_segments inputs_before_segments segments_of_whole states_before_segments to_segments"),
     },
 )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         MAMBA,
         MOE,
         NAMES_OF_RECURRENCES,
+        SYMBOLS,
         HybridConfig,
         LayerParts,
         layer_parts,
@@ -97,7 +98,7 @@ __getattr__ = lazy_exports(
         "gated_attention": "GatedAttention",
         "hybrid_config": (
             "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
-            "NAMES_OF_RECURRENCES HybridConfig LayerParts layer_parts pattern_symbols"
+            "NAMES_OF_RECURRENCES SYMBOLS HybridConfig LayerParts layer_parts pattern_symbols"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",

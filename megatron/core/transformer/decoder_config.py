@@ -25,7 +25,9 @@ from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelCon
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
+    KIMI_DELTA_ATTENTION,
     MOE,
+    NUM_KDA_MAPS,
     HybridConfig,
     LayerParts,
     format_layers,
@@ -903,8 +905,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def float8_places(self) -> Fp8TensorIndex:
         """Return the index of the tensors for which delayed scaling keeps an amax history."""
-        maps, further = self.mla.num_attention_maps + 2, self.mtp.mtp_depth
-        return Fp8TensorIndex(self.num_layers + further, maps, self.moe.num_experts or 0, has_join=further > 0)
+        maps, further = self.mla.num_attention_maps, self.mtp.mtp_depth
+        if any(parts.mixer == KIMI_DELTA_ATTENTION for parts in self.layer_parts):
+            maps = max(maps, NUM_KDA_MAPS)
+        return Fp8TensorIndex(self.num_layers + further, maps + 2, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of one micro-batch on a rank, which pipeline stages exchange."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.context_parallel import StackedHeads, copies_of_key_value_heads
-from megatron.core.ops.linear_attention import gated_delta_rule
+from megatron.core.ops.linear_attention import gated_delta_rule, gated_delta_rule_of_segments
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
@@ -60,8 +60,9 @@ class GatedDeltaNet(RecurrentMixer):
         num_heads = hybrid.linear_num_value_heads
         self.key_dim, self.value_dim = hybrid.linear_key_head_dim, hybrid.linear_value_head_dim
         own_heads, own_keys = num_heads // tp.size, hybrid.linear_num_key_heads // tp.size
-        copies = copies_of_key_value_heads(own_heads, own_keys, self.cp.size)
-        assert copies is not None, f"{own_heads} heads of {own_keys} keys cannot be shared by {self.cp.size} ranks"
+        num_ranks = self.head_ranks.size
+        copies = copies_of_key_value_heads(own_heads, own_keys, num_ranks)
+        assert copies is not None, f"{own_heads} heads of {own_keys} keys cannot be shared by {num_ranks} ranks"
         of_keys = StackedHeads(own_keys, self.key_dim, copies)
         of_conv = (of_keys, of_keys, StackedHeads(own_heads, self.value_dim))
         self.values_per_key = own_heads // (own_keys * copies)
@@ -69,7 +70,7 @@ class GatedDeltaNet(RecurrentMixer):
             of_conv,
             hybrid.linear_conv_kernel_dim,
             tp,
-            self.cp,
+            self.head_ranks,
             has_bias=False,
             dtype=self.dtype,
             device=device,
@@ -111,20 +112,19 @@ class GatedDeltaNet(RecurrentMixer):
         qkv, gate, b, a = mixed.transpose(0, 1).split_with_sizes(sizes, dim=-1)
         qkv, b, a = self.to_heads((qkv, b, a), self.stacked)
         of_conv, of_rule = (None, None) if states is None else states
-        qkv, conv_state = self.conv1d(qkv, of_conv, starts, padding, return_state=return_states)
-        shares = [heads.rows_of_rank(self.cp.size) for heads in self.stacked[0]]
+        qkv, conv_state = self.convolve(qkv, of_conv, starts, padding, return_state=return_states)
+        shares = [heads.rows_of_rank(self.head_ranks.size) for heads in self.stacked[0]]
         query, key, value = qkv.split_with_sizes(shares, dim=-1)
-        query, key = (self._unit(each.unflatten(-1, (-1, self.key_dim))) for each in (query, key))
-        context, rule_state = gated_delta_rule(
-            query * self.key_dim**-0.5,
-            key,
-            value.unflatten(-1, (-1, self.value_dim)),
-            self.log_decay(a, padding),
-            without_padding(b.sigmoid(), padding),
-            of_rule,
-            starts,
-            return_state=return_states,
+        query, key = (self._unit(torch.unflatten(each, -1, (-1, self.key_dim))) for each in (query, key))
+        inputs = (
+            *(query * self.key_dim**-0.5, key, torch.unflatten(value, -1, (-1, self.value_dim))),
+            *(self.log_decay(a, padding), without_padding(b.sigmoid(), padding)),
         )
+        rule_state = None
+        if self.passes_states:
+            context = gated_delta_rule_of_segments(*inputs, starts, self.states_before)
+        else:
+            context, rule_state = gated_delta_rule(*inputs, of_rule, starts, return_state=return_states)
         wide = arithmetic_dtype(mixed.dtype)
         opened = self.opening(gate.reshape(*gate.shape[:2], -1, self.value_dim).to(wide))
         gated = self.out_norm(self.to_sequence(context)) * opened

@@ -18,6 +18,8 @@ ATTENTION_AND_MAMBA = "attention_and_mamba"
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
 LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
 """Sequence mixers with the shapes of ``linear_*``."""
+NUM_KDA_MAPS = 6
+"""Linear layers of a KDA layer: input, output, and two low-rank pairs. Other recurrent layers have two."""
 MLP, MOE = "mlp", "moe"
 
 NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", KIMI_DELTA_ATTENTION: "KDA", MAMBA: "Mamba-2"}
@@ -35,6 +37,10 @@ class LayerParts(NamedTuple):
     @property
     def has_attention(self) -> bool:
         return self.mixer in (ATTENTION, ATTENTION_AND_MAMBA)
+
+    @property
+    def has_recurrence(self) -> bool:
+        return self.mixer == ATTENTION_AND_MAMBA or self.mixer in NAMES_OF_RECURRENCES
 
 
 SYMBOLS = {

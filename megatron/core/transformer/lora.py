@@ -31,9 +31,16 @@ from megatron.core.tensor_parallel import (
     adapt,
 )
 from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
+from megatron.core.transformer.attention_and_mamba import AttentionAndMamba
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.hybrid_config import ATTENTION, NAMES_OF_RECURRENCES
-from megatron.core.transformer.lora_targets import OF_ATTENTION, OF_RECURRENCE, PART_OF, QUERY_KEY_VALUE, WHOLE
+from megatron.core.transformer.lora_targets import (
+    OF_ATTENTION,
+    OF_FEED_FORWARD,
+    OF_RECURRENCE,
+    PART_OF,
+    QUERY_KEY_VALUE,
+    WHOLE,
+)
 from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer, GroupedLinear, expert_shards, grouped_linear
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer
@@ -139,16 +146,22 @@ def quantize_base(module: nn.Module, config: DecoderConfig) -> None:
 
 
 def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: AdapterOptions) -> None:
-    mixer, feed_forward = config.layer_parts[config.kind_of(layer.layer_number)]
+    kinds = config.layer_parts[config.kind_of(layer.layer_number)]
+    mixer = getattr(layer, "mixer", getattr(layer, "self_attention", None))
+    attention = recurrence = mixer
+    if isinstance(mixer, AttentionAndMamba):
+        attention, recurrence = mixer.self_attention, mixer.mamba
     for linear, parts in config.adapted_parts.items():
         if linear in OF_ATTENTION:
-            if mixer == ATTENTION:
-                _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
+            if kinds.has_attention:
+                _adapt_linear(attention, SelfAttention, linear, parts, layer.layer_number, config, options)
         elif linear in OF_RECURRENCE:
-            if mixer in NAMES_OF_RECURRENCES:
-                block = layer.get_submodule("mixer" if hasattr(layer, "mixer") else "self_attention")
-                _adapt_linear(block, RecurrentMixer, linear, parts, layer.layer_number, config, options)
-        elif feed_forward is None:
+            if kinds.has_recurrence:
+                is_second = isinstance(mixer, AttentionAndMamba)
+                _adapt_linear(
+                    recurrence, RecurrentMixer, linear, parts, layer.layer_number, config, options, is_second=is_second
+                )
+        elif kinds.feed_forward is None:
             continue
         elif not isinstance(layer.mlp, ExpertLayer):
             _adapt_linear(layer.mlp, FeedForward, linear, parts, layer.layer_number, config, options)
@@ -168,7 +181,11 @@ def _adapt_linear(
     layer_number: int,
     config: DecoderConfig,
     options: AdapterOptions,
+    *,
+    is_second: bool = False,
 ) -> None:
+    """Attach the adapters of a linear layer; ``is_second`` is that of a mixer next to another one in its layer."""
+    is_second = is_second or linear in OF_FEED_FORWARD
     if not isinstance(block, kind):
         raise ConfigurationError(
             f"--lora-rank: {type(block).__name__} has no {linear}; remove it from --lora-target-modules"
@@ -176,14 +193,14 @@ def _adapt_linear(
     module = getattr(block, linear)
     if isinstance(module, RowShardedLinear):
         out_features, in_features = spec_of(module.weight).global_shape
-        site = len(_SITES) + 1 if linear == "linear_fc2" else len(_SITES)
+        site = len(_SITES) + 1 if is_second else len(_SITES)
         only = RowAdapter(options, layer_number, site, in_features, out_features)
         adapt(module, LinearAdapters({WHOLE: only}, {WHOLE: 0}))
         return
     widths, num_groups = _widths(linear, parts, config, options.tp)
     adapters = {
         part: ColumnAdapter(
-            *(options, layer_number, _site(linear, part)),
+            *(options, layer_number, _site(part, is_second=is_second)),
             config.hidden_size,
             tuple(_row_blocks(module, part, config, options)),
         )
@@ -201,7 +218,7 @@ def _adapt_experts(
     num_rows = whole_rows if is_whole else whole_rows // num_stacked
     adapters = {
         part: ExpertAdapter(
-            *(options, layer_number, _site(linear, part), module, layer.groups),
+            *(options, layer_number, _site(part, is_second=linear in OF_FEED_FORWARD), module, layer.groups),
             num_rows=num_rows,
             num_stacked=num_stacked if is_whole else 1,
         )
@@ -211,9 +228,9 @@ def _adapt_experts(
     adapt(module, LinearAdapters(adapters, widths))
 
 
-def _site(linear: str, part: str) -> int:
-    """Return the dropout site of a column-parallel layer's adapter; linear_fc1 differs from the mixer's layer."""
-    return _SITES.index("gate") if part == WHOLE and linear == "linear_fc1" else _SITES.index(part)
+def _site(part: str, *, is_second: bool) -> int:
+    """Return the dropout site of a column-parallel layer's adapter; the second one's differs from the first one's."""
+    return _SITES.index("gate") if part == WHOLE and is_second else _SITES.index(part)
 
 
 def _widths(linear: str, parts: tuple[str, ...], config: DecoderConfig, tp: Group) -> tuple[dict[str, int], int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from megatron.core.transformer.hybrid_config import ATTENTION, MLP, MOE, NAMES_OF_RECURRENCES, LayerParts
+from megatron.core.transformer.hybrid_config import LayerParts
 
 ADAPTERS = ".adapters."
 """Part of the name of every adapter tensor: ``<linear layer>.adapters.<part>.lora_A`` or ``lora_B``."""
@@ -46,12 +46,15 @@ _PLAIN = {
 
 
 def linear_layers_of(layers: Iterable[LayerParts]) -> tuple[str, ...]:
-    """Return the names of the linear layers of a model whose layers have these parts, without MLA's layers."""
-    kinds = {part for parts in layers for part in parts}
+    """Return the names of the linear layers of a model whose layers have these parts.
+
+    Neither MLA's layers nor the low-rank projections of KDA are among them.
+    """
+    kinds = tuple(layers)
     return (
-        *(OF_ATTENTION if ATTENTION in kinds else ()),
-        *(OF_FEED_FORWARD if kinds & {MLP, MOE} else ()),
-        *(OF_RECURRENCE if kinds & NAMES_OF_RECURRENCES.keys() else ()),
+        *(OF_ATTENTION if any(parts.has_attention for parts in kinds) else ()),
+        *(OF_FEED_FORWARD if any(parts.feed_forward for parts in kinds) else ()),
+        *(OF_RECURRENCE if any(parts.has_recurrence for parts in kinds) else ()),
     )
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from megatron.core.context_parallel import StackedHeads, copies_of_key_value_heads
 from megatron.core.ops import runs_on_triton
-from megatron.core.ops.linear_attention import selective_scan
+from megatron.core.ops.linear_attention import selective_scan, selective_scan_of_segments
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_shards
@@ -104,8 +104,9 @@ class MambaMixer(RecurrentMixer):
         self.rows = hybrid.projection_rows(MAMBA, config.hidden_size)
         self.ranks_per_group = max(tp.size // hybrid.mamba_num_groups, 1)
         own_heads, own_groups = num_heads // tp.size, max(hybrid.mamba_num_groups // tp.size, 1)
-        copies = copies_of_key_value_heads(own_heads, own_groups, self.cp.size)
-        assert copies is not None, f"{own_heads} heads in {own_groups} groups cannot be shared by {self.cp.size} ranks"
+        num_ranks = self.head_ranks.size
+        copies = copies_of_key_value_heads(own_heads, own_groups, num_ranks)
+        assert copies is not None, f"{own_heads} heads in {own_groups} groups cannot be shared by {num_ranks} ranks"
         # Ranks that share a group convolve their share of its state dimensions.
         of_states = StackedHeads(own_groups, self.rows[2] // tp.size // own_groups, copies)
         of_conv = (StackedHeads(own_heads, self.head_dim), of_states, of_states)
@@ -114,7 +115,7 @@ class MambaMixer(RecurrentMixer):
             of_conv,
             hybrid.mamba_conv_kernel_dim,
             tp,
-            self.cp,
+            self.head_ranks,
             has_bias=hybrid.mamba_conv_bias,
             dtype=self.dtype,
             device=device,
@@ -142,22 +143,22 @@ class MambaMixer(RecurrentMixer):
         z, xbc, dt = mixed.transpose(0, 1).split_with_sizes((inner, inner + 2 * width, heads), dim=-1)
         xbc, dt = self.to_heads((xbc, dt), self.stacked)
         of_conv, of_scan = (None, None) if states is None else states
-        xbc, conv_state = self.conv1d(xbc, of_conv, starts, padding, return_state=return_states)
-        shares = [heads.rows_of_rank(self.cp.size) for heads in self.stacked[0]]
+        xbc, conv_state = self.convolve(xbc, of_conv, starts, padding, return_state=return_states)
+        shares = [heads.rows_of_rank(self.head_ranks.size) for heads in self.stacked[0]]
         x, to_state, from_state = xbc.split_with_sizes(shares, dim=-1)
         if self.ranks_per_group > 1:
             to_state, from_state = self._own_groups(xbc[..., shares[0] :])
-        y, scan_state = selective_scan(
-            x.unflatten(-1, (-1, self.head_dim)),
-            self.steps(dt, padding),
-            self.decay_rates(),
+        inputs = (
+            *(torch.unflatten(x, -1, (-1, self.head_dim)), self.steps(dt, padding), self.decay_rates()),
             torch.unflatten(to_state, -1, (-1, self.state_dim)),
             torch.unflatten(from_state, -1, (-1, self.state_dim)),
             self.own_heads(self.D),
-            of_scan,
-            starts,
-            return_state=return_states,
         )
+        scan_state = None
+        if self.passes_states:
+            y = selective_scan_of_segments(*inputs, starts, self.states_before)
+        else:
+            y, scan_state = selective_scan(*inputs, of_scan, starts, return_state=return_states)
         output = self.norm(self.to_sequence(y).flatten(2), z).transpose(0, 1).contiguous()
         if conv_state is None or scan_state is None:
             return output, ()

@@ -26,7 +26,8 @@ def largest_logits(query: torch.Tensor, key: torch.Tensor, pattern: AttentionPat
     """Return the largest attention logit of each head of this rank, for the queries of this rank.
 
     Attention kernels do not return it, so the matmuls of queries and keys are computed a second time, in blocks of
-    queries that are not stored. A softcap is not applied. With context parallelism the keys are gathered.
+    queries that are not stored. A softcap is not applied, and linear biases (ALiBi), which are never positive, are not
+    added. With context parallelism the keys are gathered.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key: [s/cp, b, g, d]`` ``-> [n]`` in at least float32.
     """
@@ -99,6 +100,16 @@ class QueryKeyClip:
         eta = torch.where(self._largest > self._threshold, self._threshold / self._largest, 1.0)
         for layer in self._layers:
             yield from layer.rows_to_clip(self._of_layer(eta, layer), self._alpha)
+
+    @torch.no_grad()
+    def largest(self) -> float | None:
+        """Return the largest logit of the step over all layers and ranks, or None without one.
+
+        Collective; waits for the device.
+        """
+        all_reduce(self._largest, self._world, op="max")
+        largest = self._largest.max().item()
+        return None if largest == -torch.inf else largest
 
     def _of_layer(self, table: torch.Tensor, layer: SelfAttention) -> torch.Tensor:
         """Return the entries of the query groups that a rank's heads belong to."""

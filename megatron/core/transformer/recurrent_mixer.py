@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.context_parallel import StackedHeads, heads_to_sequence, rows_of_heads, sequence_to_heads
+from megatron.core.context_parallel import (
+    StackedHeads,
+    from_segments,
+    heads_to_sequence,
+    inputs_before_segments,
+    rows_of_heads,
+    segments_of_whole,
+    sequence_to_heads,
+    states_before_segments,
+    to_segments,
+)
 from megatron.core.layer_output import LayerOutput
 from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.ops.linear_attention import causal_convolution, document_starts_of
@@ -93,12 +103,15 @@ class RecurrentMixer(nn.Module, ABC):
     and computes `mix`, to whose input `project` may add tensors. Heads are sharded over the tensor-parallel group, so
     that it exchanges nothing between the projections. Context-parallel ranks share these heads: `to_heads` exchanges
     sequence shards for head shards before the convolution, and `to_sequence` exchanges them back after the recurrence.
-    The state does not pass from one packed document to the next.
+    With ``passes_states`` they compute all heads of their own positions instead: `mix` gets their two segments of the
+    sequence as entries of the batch, and gathers what precedes these. The state does not pass from one packed document
+    to the next.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
     rows: tuple[int, ...]
+    conv1d: StackedConvolution
 
     def __init__(
         self,
@@ -111,6 +124,9 @@ class RecurrentMixer(nn.Module, ABC):
         super().__init__()
         self.layer_number = layer_number
         self.cp = single_rank_group(("cp",)) if cp is None else cp
+        self.passes_states = self.cp.size > 1 and config.recurrent_cp_comm_type == "all_gather"
+        self.head_ranks = single_rank_group(("cp",)) if self.passes_states else self.cp
+        """The ranks that share the heads of a tensor-parallel rank."""
         self.tp, self.device, self.dtype = tp, device, dtype_from_name(config.params_dtype)
         self.recomputes_core = "core_attn" in config.recomputed_modules
 
@@ -190,10 +206,17 @@ class RecurrentMixer(nn.Module, ABC):
             output, states = self.mix(mixed, starts, cache.states(self.layer_number), padding, return_states=True)
             cache.set_states(self.layer_number, states)
         elif self.recomputes_core and self.training:
-            output, _ = recompute(self.mix, mixed, starts)
+            output = recompute(self._mix_own, mixed, starts)
         else:
-            output, _ = self.mix(mixed, starts)
+            output = self._mix_own(mixed, starts)
         return LayerOutput(self.out_proj(output))
+
+    def _mix_own(self, mixed: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+        """Return the output of `mix` at this rank's positions, given its input there and the starts everywhere."""
+        if not self.passes_states:
+            return self.mix(mixed, starts)[0]
+        starts = None if starts is None else segments_of_whole(starts, self.cp)
+        return from_segments(self.mix(to_segments(mixed, 0, 1), starts)[0], 0, 1)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input of `mix`. Shapes: ``[s, b, h] -> [s, b, rows/tp]``; ``[s/tp, b, h]`` with SP."""
@@ -218,6 +241,28 @@ class RecurrentMixer(nn.Module, ABC):
         batch first.
         """
 
+    def convolve(
+        self,
+        x: torch.Tensor,
+        state: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        *,
+        return_state: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call the convolution of the layer; with ``passes_states`` its state is the end of the preceding segment."""
+        before = self.conv1d.weight.shape[-1] - 1
+        if self.passes_states and before:
+            state = inputs_before_segments(x, starts, before, self.cp)
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.conv1d(
+            x, state, starts, padding, return_state=return_state
+        )
+        return output
+
+    def states_before(self, states: torch.Tensor, transitions: torch.Tensor) -> torch.Tensor:
+        """Return the states before this rank's segments, as `states_before_segments` does."""
+        return states_before_segments(states, transitions, self.cp)
+
     def to_heads(
         self, tensors: Sequence[torch.Tensor], stacked: Sequence[Sequence[StackedHeads]]
     ) -> Sequence[torch.Tensor]:
@@ -225,27 +270,27 @@ class RecurrentMixer(nn.Module, ABC):
 
         Shapes: ``[b, s/cp, channels]`` each ``-> [b, s, channels of rank]``.
         """
-        if self.cp.size == 1:
+        if self.head_ranks.size == 1:
             return tensors
         parts = [
             heads.copied(part, dim=2)
             for tensor, own in zip(tensors, stacked, strict=True)
             for heads, part in zip(own, tensor.split_with_sizes([heads.num_rows for heads in own], dim=2), strict=True)
         ]
-        received = sequence_to_heads([part.transpose(0, 1) for part in parts], self.cp).transpose(0, 1)
-        widths = [sum(heads.rows_of_rank(self.cp.size) for heads in own) for own in stacked]
+        received = sequence_to_heads([part.transpose(0, 1) for part in parts], self.head_ranks).transpose(0, 1)
+        widths = [sum(heads.rows_of_rank(self.head_ranks.size) for heads in own) for own in stacked]
         return received.split_with_sizes(widths, dim=2)
 
     def to_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """Return all heads at this rank's positions. Shapes: ``[b, s, heads of rank, d] -> [b, s/cp, heads/tp, d]``."""
-        if self.cp.size == 1:
+        if self.head_ranks.size == 1:
             return x
-        received = heads_to_sequence(x.flatten(2).transpose(0, 1), self.cp).transpose(0, 1)
+        received = heads_to_sequence(x.flatten(2).transpose(0, 1), self.head_ranks).transpose(0, 1)
         return received.view(*received.shape[:2], -1, x.shape[3])
 
     def own_heads(self, parameter: torch.Tensor, heads: StackedHeads | None = None) -> torch.Tensor:
         """Return the values of this rank's heads. Shapes: ``[heads/tp] -> [heads of rank]``."""
-        return rows_of_heads(parameter, (heads or StackedHeads(len(parameter)),), self.cp)
+        return rows_of_heads(parameter, (heads or StackedHeads(len(parameter)),), self.head_ranks)
 
     def steps(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Return the step sizes in at least float32: positive, but 0 in the padding, where nothing decays.

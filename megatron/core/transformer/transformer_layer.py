@@ -90,7 +90,7 @@ def make_attention(
         return _RECURRENT[mixer](config, layer_number, tp, device, cp)
     attention = _make_self_attention(config, layer_number, tp, device, cp)
     if mixer == ATTENTION_AND_MAMBA:
-        return AttentionAndMamba(config.hybrid, attention, MambaMixer(config, layer_number, tp, device))
+        return AttentionAndMamba(config.hybrid, attention, MambaMixer(config, layer_number, tp, device, cp))
     return attention
 
 

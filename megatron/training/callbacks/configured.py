@@ -14,7 +14,7 @@ from megatron.core.timers import format_report
 from megatron.training import ModelAndOptimizer, ResumeState, Runtime
 from megatron.training.callbacks.callback import Callback, Callbacks, TrainingRun, is_due
 from megatron.training.callbacks.exit_warning import ExitWarning
-from megatron.training.callbacks.layer_statistics import AttentionLogits, LayerNorms
+from megatron.training.callbacks.layer_statistics import AttentionLogits, ClippedLogits, LayerNorms
 from megatron.training.callbacks.live_line import LiveLine
 from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
 from megatron.training.callbacks.progress_log import ProgressLog
@@ -148,10 +148,15 @@ def configured_callbacks(
     The order determines the order of log lines and collectives, so it must be the same on all ranks.
     """
     logging, training, checkpoint = config.logging, config.training, config.checkpoint
+    logits: AttentionLogits | None = None
+    if parts.qk_clip is not None:
+        logits = ClippedLogits(parts.qk_clip, runtime.device.torch_device)
+    elif logging.log_max_attention_logit:
+        logits = AttentionLogits(parts.chunks, runtime.device.torch_device)
     found: list[Callback | None] = [
         profiling,
         recorder,
-        AttentionLogits(parts.chunks, runtime.device.torch_device) if logging.log_max_attention_logit else None,
+        logits,
         TimerLog() if logging.timing_log_level > 0 else None,
         stragglers,
         DataHistory(),

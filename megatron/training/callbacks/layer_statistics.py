@@ -16,7 +16,7 @@ from megatron.core.ops import AttentionPattern
 from megatron.core.optimizer import DedupMask, sum_of_squares
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
-from megatron.core.transformer import SelfAttention, largest_logits
+from megatron.core.transformer import QueryKeyClip, SelfAttention, largest_logits
 from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
 from megatron.training.loggers import StepReport
 
@@ -144,3 +144,15 @@ class AttentionLogits(Callback):
         largest = self._largest.item()
         self._forget()
         return None if largest == -torch.inf else largest
+
+
+class ClippedLogits(AttentionLogits):
+    """Recorder of the largest attention logit by the logits that QK-clip observes, as Megatron-LM logs it."""
+
+    def __init__(self, clip: QueryKeyClip, device: torch.device) -> None:
+        super().__init__((), device)
+        self._clip = clip
+
+    def take(self, world: Group) -> float | None:
+        """Return the largest logit of the step over all ranks. Collective; waits for the device."""
+        return self._clip.largest()

@@ -27,7 +27,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 FULL = "--recompute-granularity full --recompute-method"
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.3 --attention-backend unfused"
 HYBRID = (
-    "--hybrid-override-pattern M*G- --no-position-embedding --mamba-state-dim 5 --mamba-head-dim 6 "
+    "--hybrid-override-pattern PKG- --no-position-embedding --mamba-state-dim 5 --mamba-head-dim 6 "
     "--mamba-num-groups 4 --linear-key-head-dim 4 --linear-value-head-dim 6 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8"
 )

@@ -84,6 +84,7 @@ HYBRID_CELLS = (
     make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)),
     make_hybrid_cell("kimi-linear", Layout(tp=2, pp=2, sequence_parallel=True), "packed"),
     make_hybrid_cell("nemotron", Layout(cp=4, cp_comm_type="a2a"), "packed"),
+    make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, passes_states=True), "packed"),
     make_hybrid_cell("mamba", Layout(tp=2, cp=2, sharding="optim"), extra=FUSED_LORA),
 )
 

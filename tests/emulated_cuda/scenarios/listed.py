@@ -48,12 +48,15 @@ _MIXERS = (
     "--linear-num-value-heads 4"
 )
 _HYBRID = f"{_MIXERS} --hybrid-override-pattern M*G- --num-layers 4"
+_BOTH = f"{_MIXERS} --hybrid-override-pattern PKG- --num-layers 4"
 _SHARED = "--context-parallel-size 2"
+_STATES = f"{_SHARED} --recurrent-cp-comm-type all_gather"
 # Rows of the projections that FP8 and NVFP4 take.
 _PADDED = (
     "--hidden-size 64 --mamba-num-heads 16 --mamba-state-dim 4 --linear-key-head-dim 16 --linear-num-value-heads 16 "
     "--linear-value-head-dim 8"
 )
+_PADDED_KDA = f"{_PADDED} --linear-value-head-dim 32 --linear-num-value-heads 32"
 _CHUNKS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 _SENT = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 _NARROW = (
@@ -1638,9 +1641,20 @@ _MIXED = (
         4,
     ),
     training("graphs, hybrid", f"{_GRAPHS} {_HYBRID} --bf16"),
+    training("graphs, KDA and attention with Mamba-2", f"{_GRAPHS} {_BOTH} --bf16"),
+    training("attention with Mamba-2, heads exchanged", f"{_BOTH} {_SHARED} --lora-rank 2 --lora-dropout 0.1", 2),
+    training(
+        "hybrid, states passed, stages",
+        f"{_BOTH} --mamba-num-groups 1 {_STATES} {_STAGES} --reset-attention-mask --bf16 "
+        "--recompute-granularity selective",
+        4,
+    ),
+    training("graphs, hybrid, states passed", f"{_GRAPHS} {_HYBRID} {_STATES} --cp-comm-type a2a --bf16", 2),
     training("graphs, hybrid, heads exchanged", f"{_GRAPHS} {_HYBRID} {_SHARED} --cp-comm-type a2a --bf16", 2),
     training("hybrid, fp8 delayed", f"{_HYBRID} {_PADDED} {_FP8} delayed"),
+    training("KDA and attention with Mamba-2, fp8 delayed", f"{_BOTH} {_PADDED_KDA} {_FP8} delayed"),
     training("hybrid, nvfp4 on a B200", f"{_HYBRID} {_PADDED} --bf16 --fp4-format e2m1", gpu="b200"),
+    training("KDA and attention with Mamba-2, nvfp4", f"{_BOTH} {_PADDED_KDA} --bf16 --fp4-format e2m1", gpu="b200"),
     training("gated attention", f"{_GROUPED} --attention-output-gate {_TENSOR} --sequence-parallel", 2),
 )
 _KERNELS = (

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.config_changes import ConfigChanges, compare_configs
-from megatron.core.config_base import field_specs
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.config_changes import ConfigChanges, compare_configs, refuse_other_adapters
+from megatron.core.config_base import config_to_dict, field_specs, from_fields
+from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 
 SHAPE = """
@@ -107,6 +113,21 @@ def test_a_field_that_an_older_release_did_not_know_is_no_change() -> None:
     changes = compare_configs(config(), config(swiglu=True))
     assert changes.shape == ()
     assert changes.other == ()
+
+
+def test_adapters_of_recurrent_layers_are_compared_as_stored() -> None:
+    """Stored configurations are JSON, whose lists are tuples in the configuration."""
+    own = from_fields(
+        GPTConfig, num_layers=2, hybrid_override_pattern="PM", lora_rank=2, hidden_size=8, num_attention_heads=2
+    )
+    stored = {"model": json.loads(json.dumps(config_to_dict(own)))}
+    refuse_other_adapters(Path("run"), stored, stored)
+    changed = {"model": stored["model"] | {"lora_rank": 3}}
+    expected = (
+        r"contains LoRA adapters \(--lora-rank 2 .* --lora-target-modules linear_qkv linear_proj in_proj out_proj\)"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        refuse_other_adapters(Path("run"), stored, changed)
 
 
 def test_the_fields_of_the_shape_are_the_frozen_ones() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron.config.arguments import resolve_arguments
+from megatron.config.checks.hybrid import flags_of_absent_layers
+from megatron.core.config_base import with_fields
 from megatron.core.errors import ConfigurationError
 from megatron.core.transformer.hybrid_config import SYMBOLS, LayerParts, parse_hybrid_pattern
 from tests.unit.config.test_model_checks import BASE
@@ -65,10 +69,32 @@ WRONG = [
     ),
     ("--mlp-gate-multiplier 2", "--mlp-gate-multiplier 2.0 applies only to gated FFN layers; add --swiglu"),
     (
-        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid",
-        "attention and Mamba-2 in parallel (P) is not supported with --fp8-format hybrid yet; omit --fp8-format hybrid",
+        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid --mamba-num-heads 8 --mamba-head-dim 8",
+        "--mamba-num-heads 8 gives the projections of a Mamba-2 layer 2184 rows and 64 columns on each tensor-parallel "
+        "rank, but --fp8-format hybrid needs a multiple of 16; use --mamba-num-heads 16",
     ),
-    ("--hybrid-override-pattern P-P- --lora-rank 2", "(P) is not supported with --lora-rank 2 yet; omit"),
+    (
+        "--hybrid-override-pattern P-P- --bf16 --fp8-format hybrid --mamba-num-heads 16 --kv-channels 6",
+        "--kv-channels 6 makes 24 query channels and 72 query, key and value channels on each tensor-parallel rank",
+    ),
+    (
+        f"{KDA} --linear-attention-freq 4 --bf16 --fp8-format hybrid --linear-value-head-dim 20",
+        "--linear-value-head-dim 20 is the width of the low-rank projections of a KDA layer, but --fp8-format hybrid "
+        "needs a multiple of 16; use 32",
+    ),
+    (
+        "--hybrid-override-pattern K-*- --bf16 --fp4-format e2m1 --linear-num-key-heads 8 --linear-key-head-dim 6",
+        "--linear-key-head-dim 6 makes 48 key channels of a KDA layer on each tensor-parallel rank, but --fp4-format "
+        "e2m1 needs a multiple of 32; use 8",
+    ),
+    (
+        "--hybrid-override-pattern K-*- --lora-rank 2 --lora-base-quantization nf4 --linear-value-head-dim 96",
+        "--linear-value-head-dim 96 is not a whole number of blocks of 64 input features; omit it",
+    ),
+    (
+        "--hybrid-override-pattern P-P- --lora-rank 2 --lora-target-modules f_a_proj",
+        "f_a_proj is not a linear layer of this model; its linear layers are linear_qkv linear_proj linear_fc1",
+    ),
     (
         f"{FOUR} --bf16 --fp8-format hybrid --linear-num-key-heads 2 --linear-num-value-heads 6 "
         "--linear-key-head-dim 8 --linear-value-head-dim 8",
@@ -125,6 +151,38 @@ WRONG = [
         "--mlp-output-multiplier 2.0 has no effect: the model has no feed-forward layer; omit it",
     ),
     ("--hybrid-override-pattern M*M* --swiglu", "--swiglu has no effect: the model has no feed-forward layer; omit it"),
+    (
+        "--hybrid-override-pattern M-M- --softmax-scale 2",
+        "--softmax-scale 2.0 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --query-pre-attn-scalar 2",
+        "--query-pre-attn-scalar 2 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern G-K- --rope-type yarn --attention-temperature-beta 0.1",
+        "--attention-temperature-beta 0.1 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --position-embedding-type rope",
+        "--position-embedding-type rope has no effect: the model has no attention layer; use none",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --use-rotary-position-embeddings",
+        "--use-rotary-position-embeddings has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M-M- --position-embedding-type rope --rotary-percent 0.5",
+        "--rotary-percent 0.5 has no effect: the model has no attention layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M*P* --squared-relu",
+        "--squared-relu has no effect: the model has no feed-forward layer; omit it",
+    ),
+    (
+        "--hybrid-override-pattern M*M* --activation-func squared_relu",
+        "--activation-func squared_relu has no effect: the model has no feed-forward layer; omit it",
+    ),
     ("--attention-output-gate --multi-latent-attention", "exclude each other"),
     (f"{KDA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
     (f"{KDA} --linear-attention-freq 4 --linear-num-value-heads 24", "not divisible by --linear-num-key-heads 16"),
@@ -136,7 +194,10 @@ WRONG = [
         "--multi-latent-attention --no-position-embedding --save x --ckpt-format torch",
         "cannot store a model with --position-embedding-type none",
     ),
-    (f"{KDA} --linear-attention-freq 4 --lora-rank 2", "is not supported with --lora-rank 2 yet; omit"),
+    (
+        f"{KDA} --linear-attention-freq 4 --lora-rank 2 --lora-target-modules f_b_proj",
+        "f_b_proj is not a linear layer of this model; its linear layers are linear_qkv linear_proj linear_fc1",
+    ),
     ("--attention-output-gate --lora-rank 2", "exclude each other"),
 ]
 
@@ -183,7 +244,7 @@ SHARED = "--seq-length 24 --context-parallel-size"
             f"{FOUR} --linear-num-key-heads 2 --linear-num-value-heads 6 {SHARED} 4",
             "--linear-num-value-heads 6 with --linear-num-key-heads 2: the 6 heads of a tensor-parallel rank, in 2 "
             "groups, cannot be divided among --context-parallel-size 4 ranks; context-parallel sizes that work: 1, 2, "
-            "3, 6",
+            "3, 6; or use --recurrent-cp-comm-type all_gather",
         ),
         (
             f"{MIXED} --mamba-head-dim 8 --mamba-num-groups 2 {SHARED} 3",
@@ -191,16 +252,30 @@ SHARED = "--seq-length 24 --context-parallel-size"
         ),
         (
             f"{MIXED} --mamba-num-heads 8 {SHARED} 2 --cp-comm-type a2a p2p p2p all_gather",
-            "layer 4 (Mamba-2) exchanges heads by all-to-all, and not by all_gather; use a2a for it",
+            "layer 4 (Mamba-2) has --recurrent-cp-comm-type a2a, and not all_gather; use a2a for it",
         ),
         (
             f"--hybrid-override-pattern M-M- --mamba-num-heads 8 {SHARED} 2 --cp-comm-type all_gather",
-            "--cp-comm-type all_gather has no effect: the model has no attention layer, and recurrent layers exchange",
+            "--cp-comm-type all_gather has no effect: the model has no attention layer, and recurrent layers have "
+            "--recurrent-cp-comm-type a2a; omit it",
+        ),
+        (
+            f"{MIXED} --recurrent-cp-comm-type all_gather {SHARED} 2 --cp-comm-type a2a p2p p2p all_gather",
+            "layer 1 (Mamba-2) has --recurrent-cp-comm-type all_gather, and not a2a; use all_gather for it",
+        ),
+        (
+            f"--recurrent-cp-comm-type all_gather {SHARED} 2",
+            "--recurrent-cp-comm-type all_gather has no effect: the model has no recurrent layer; omit it",
+        ),
+        (
+            f"{MIXED} --mamba-num-groups 1 {SHARED} 2 --tensor-model-parallel-size 2",
+            "--mamba-num-groups 1 is below --tensor-model-parallel-size 2, which is not supported with "
+            "--context-parallel-size 2 and --recurrent-cp-comm-type a2a; use --recurrent-cp-comm-type all_gather, or",
         ),
     ],
 )
 def test_context_parallel_ranks_share_heads(words: str, message: str) -> None:
-    size = int(words.split("--context-parallel-size ")[1].split()[0])
+    size = int(words.split("--context-parallel-size ")[1].split()[0]) * (2 if "--tensor-model" in words else 1)
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*BASE.split(), *words.split()], size)
     assert any(message in problem for problem in caught.value.problems), caught.value.problems
@@ -211,6 +286,8 @@ def test_each_layer_may_have_its_communication_type() -> None:
     # Eight ranks cannot share the four heads of the attention layer, which has a ring.
     model = resolve_arguments([*BASE.split(), *words.split(), "--max-position-embeddings", "32"], 8).config.model
     assert model.attention_exchanges == {"p2p"}
+    passed = words.replace(" a2a", " all_gather") + " --recurrent-cp-comm-type all_gather --mamba-num-heads 4"
+    resolve_arguments([*BASE.split(), *passed.split(), "--mamba-num-groups", "4", "--max-position-embeddings", "32"], 8)
 
 
 def test_symbols_and_names_are_the_same_pattern() -> None:
@@ -219,6 +296,15 @@ def test_symbols_and_names_are_the_same_pattern() -> None:
     assert symbols == parse_hybrid_pattern(names)
     assert symbols[:2] == (LayerParts("mamba", None), LayerParts(None, "mlp"))
     assert symbols[4:] == (SYMBOLS["*"], SYMBOLS["E"], SYMBOLS["G"], SYMBOLS["K"], SYMBOLS["P"])
+
+
+@pytest.mark.parametrize("pattern", ["-M*-", "--M*", "----"])
+def test_a_pattern_may_begin_with_an_mlp(pattern: str) -> None:
+    words = [*BASE.split(), "--mamba-num-groups", "1"] if "M" in pattern else BASE.split()
+    for given in (("--hybrid-override-pattern", pattern), (f"--hybrid-override-pattern={pattern}",)):
+        assert resolve_arguments([*words, *given], 1).config.model.hybrid.hybrid_override_pattern == pattern
+    with pytest.raises(ConfigurationError, match="a value is missing; pass --hybrid-override-pattern PATTERN"):
+        resolve_arguments([*words, "--hybrid-override-pattern", "--bf16"], 1)
 
 
 def test_layers_and_experts_follow_the_flags() -> None:
@@ -251,3 +337,13 @@ def test_the_work_of_each_part_is_counted() -> None:
     assert both.layer_forward_flops(0, 24) == (mamba[0] + attention[0], mamba[1] + attention[1])
     gated = resolve_arguments([*BASE.split(), "--attention-output-gate"], 1).config.model
     assert gated.layer_forward_flops(0, 24)[0] == 48 * (5 * 32 * 32 + 2 * 32 * 40)
+
+
+def test_flags_that_a_checkpoint_sets_for_layers_that_are_absent_are_accepted() -> None:
+    words = "--hybrid-override-pattern M-M- --mamba-num-groups 1 --no-position-embedding"
+    config = resolve_arguments([*BASE.split(), *words.split()], 1).config
+    config = dataclasses.replace(config, model=with_fields(config.model, softmax_scale=2.0, rotary_percent=0.5))
+    assert list(flags_of_absent_layers(config, ())) == []
+    assert list(flags_of_absent_layers(config, ("rotary_percent",))) == [
+        "--rotary-percent 0.5 has no effect: the model has no attention layer; omit it"
+    ]

@@ -7,11 +7,15 @@ from unittest.mock import patch
 
 import pytest
 
+import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.ops.fp8_quantizers import Float8State
+from megatron.planner.communication import step_traffic as planned_traffic
 from megatron.planner.explanation import with_known_vocabulary
+from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.verification.cells import FAMILY_SHAPES, IN_PARTS, MODULES, TP_OVERLAP, Cell, Layout, make_cell, matrix
+from megatron.verification.collective_recorder import record_step
 from megatron.verification.model_cells import (
     ExpertLayout,
     make_attention_cell,
@@ -528,3 +532,27 @@ def test_recorded_bytes_equal_the_closed_form_of_adapters(flags: str, targets: s
     config = with_known_vocabulary(resolve_arguments(words, world_size, needs_files=False).config)
     for rank in {0, world_size - 1}:
         assert_same_traffic(config, rank)
+
+
+@pytest.mark.parametrize("recompute", [(), MODULES])
+def test_states_between_context_parallel_ranks_are_counted(recompute: tuple[str, ...]) -> None:
+    """By hand: two segments per rank, with the ends of the convolution's input and the states."""
+    flags = "--hybrid-override-pattern KM --linear-key-head-dim 4 --linear-value-head-dim 6 --linear-num-key-heads 4"
+    flags += " --linear-num-value-heads 8 --mamba-state-dim 5 --mamba-head-dim 6 --mamba-num-groups 4"
+    flags += " --no-position-embedding"
+    layout = Layout(tp=2, sequence_parallel=True, cp=4, passes_states=True, recompute=recompute)
+    cell = make_cell("gpt2", layout, extra=flags.split(), num_layers=2)
+    config = resolve_cell(cell.flags, cell.world_size, "float32")
+    recorded = record_step(config, 0, pretrain_gpt.provide_model, pretrain_gpt.forward_step, cell.data)
+    gathered, reduced = (recorded[name, ("cp",)] for name in ("all_gather", "reduce_scatter"))
+    heads, mamba = 8 // 2, config.model.hybrid.mamba_heads(config.model.hidden_size) // 2
+    # A segment has two positions, and a convolution reaches three back.
+    of_ends = 2 * (2 * 2 * 4 + heads * 6 + mamba * 6 + 2 * 2 * 5)
+    of_states = heads * 4 * (6 + 4) + mamba * (6 * 5 + 1)
+    microbatches = config.training.global_batch_size // config.training.micro_batch_size
+    num_bytes = 4 * 2 * 4 * config.training.micro_batch_size * (of_ends + of_states) * microbatches
+    assert reduced == Volume(4 * microbatches, num_bytes)
+    times = 2 if recompute else 1
+    assert gathered == Volume(4 * microbatches * times, num_bytes * times)
+    if find_compiler() is not None:
+        assert planned_traffic(config, 0, (9, 0)) == recorded

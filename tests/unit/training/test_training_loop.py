@@ -19,6 +19,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.timers import Timers
+from megatron.core.transformer.qk_clip import QueryKeyClip
 from megatron.training import training
 from megatron.training.callbacks import callback, configured, layer_statistics
 from megatron.training.callbacks.callback import Callback, Callbacks, TrainingRun
@@ -105,7 +106,9 @@ class Loop:
         self.source = Noted("source", self.events)
         self.source.__dict__["data_sets"] = ("a", "b")
         self.observer: Callable[[], None] | None = None
-        self.parts: Any = SimpleNamespace(chunks=[], ddp_chunks=[], optimizer=SimpleNamespace(loss_scale=1.0))
+        self.parts: Any = SimpleNamespace(
+            chunks=[], ddp_chunks=[], optimizer=SimpleNamespace(loss_scale=1.0), qk_clip=None
+        )
         checkpoints = Noted("checkpoints", self.events, save=True)
         checkpoints.__dict__["last_seconds"] = None
         device = Noted("device", self.events, pinned_bytes=None)
@@ -547,6 +550,15 @@ def test_attention_logits_are_kept_in_the_iterations_that_are_logged(
     assert loop.of("logits.take") == [(loop.run.runtime.state.world,)] * len(measured)
     found = [report.iteration for (report,) in loop.of("metrics.write_step") if report.max_attention_logit == 8.0]
     assert found == measured
+
+
+def test_attention_logits_that_are_clipped_are_logged(make: Make) -> None:
+    loop = make("--train-iters", "4", "--log-interval", "2")
+    loop.run.runtime.device.__dict__["torch_device"] = torch.device("cpu")
+    loop.run.parts.qk_clip = loop.note(QueryKeyClip, "clip", largest=8.0)
+    loop.train()
+    found = [report.iteration for (report,) in loop.of("metrics.write_step") if report.max_attention_logit == 8.0]
+    assert found == [2, 4]
 
 
 def test_gradients_are_not_observed_by_default(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

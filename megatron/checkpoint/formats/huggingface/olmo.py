@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     window_fields,
     written_layer_types,
 )
-from megatron.checkpoint.formats.huggingface.rope import read_frequencies, checked_base, write_rope
+from megatron.checkpoint.formats.huggingface.rope import checked_base, read_frequencies, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 

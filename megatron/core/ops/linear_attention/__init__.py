@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         recurrent_gated_delta_rule,
         recurrent_selective_scan,
     )
+    from megatron.core.ops.linear_attention.segments import gated_delta_rule_of_segments, selective_scan_of_segments
     from megatron.core.ops.linear_attention.state_space import selective_scan
 
 __getattr__ = lazy_exports(
@@ -32,6 +33,7 @@ __getattr__ = lazy_exports(
         "recurrence": (
             "document_starts_of recurrent_causal_convolution recurrent_gated_delta_rule recurrent_selective_scan"
         ),
+        "segments": "gated_delta_rule_of_segments selective_scan_of_segments",
         "state_space": "selective_scan",
     },
 )

@@ -16,10 +16,12 @@ from megatron.core.ops.linear_attention import (
     convolution,
     document_starts_of,
     gated_delta_rule,
+    gated_delta_rule_of_segments,
     recurrent_causal_convolution,
     recurrent_gated_delta_rule,
     recurrent_selective_scan,
     selective_scan,
+    selective_scan_of_segments,
 )
 
 Operator = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -113,6 +115,50 @@ def test_chunks_have_the_results_and_gradients_of_the_recurrence(
     compare(
         results(chunked, arguments, document_starts=starts, **settings),
         results(recurrent, arguments, document_starts=starts),
+    )
+
+
+OF_SEGMENTS = {
+    "gated delta rule": gated_delta_rule_of_segments,
+    "kimi delta attention": gated_delta_rule_of_segments,
+    "selective scan": selective_scan_of_segments,
+}
+
+
+def states_of_zero(states: torch.Tensor, transitions: torch.Tensor, num_segments: int) -> torch.Tensor:
+    """Return the states before segments, which are in the batch in the order of the sequence."""
+    found = [torch.zeros_like(states[: len(states) // num_segments])]
+    for after, through in zip(states.chunk(num_segments), transitions.chunk(num_segments)):
+        found.append(after + (through * found[-1] if through.shape[-1] == 1 else through @ found[-1]))
+    return torch.cat(found[:-1])
+
+
+@pytest.mark.parametrize("name", OF_SEGMENTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_segments_have_the_results_and_gradients_of_the_recurrence(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    num_segments, length = [2, 4, 8][seed % 3], [70, 3, 9][seed % 3]
+    arguments = make_arguments(name, num_segments * length, STRENGTHS[seed % 4])
+    del arguments["initial_state"]
+    batch = next(iter(arguments.values())).shape[0]
+    starts = torch.rand(batch, num_segments * length) < 0.1 if seed % 2 else None
+    if starts is not None:
+        starts[0] = False
+    leaves = {key: value.requires_grad_() for key, value in arguments.items()}
+    expected, _ = FORMS[name][1](**leaves, document_starts=starts)
+    segments = {
+        key: torch.cat(value.chunk(num_segments, dim=1)) if value.dim() > 1 else value for key, value in leaves.items()
+    }
+    of_segments = None if starts is None else torch.cat(starts.chunk(num_segments, dim=1))
+    found = OF_SEGMENTS[name](*segments.values(), of_segments, partial(states_of_zero, num_segments=num_segments))
+    found = torch.cat(found.chunk(num_segments), dim=1)
+    weights = draw(*found.shape)
+    compare(
+        {"output": found.detach(), **dict(zip(leaves, torch.autograd.grad(found, list(leaves.values()), weights)))},
+        {
+            "output": expected.detach(),
+            **dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values()), weights))),
+        },
     )
 
 

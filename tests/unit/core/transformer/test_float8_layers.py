@@ -64,8 +64,8 @@ def test_delayed_scaling_has_a_place_for_each_map(q_lora_rank: int | None, num_l
 
 
 RECURRENT: dict[str, Any] = {
-    "hybrid_override_pattern": "MG*-",
-    "num_layers": 4,
+    "hybrid_override_pattern": "MG*-KP",
+    "num_layers": 6,
     "hidden_size": 48,
     "ffn_hidden_size": 64,
     "mamba_state_dim": 16,
@@ -75,7 +75,7 @@ RECURRENT: dict[str, Any] = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 6,
+    "linear_value_head_dim": 16,
     "add_bias_linear": False,
 }
 
@@ -85,26 +85,36 @@ RECURRENT: dict[str, Any] = {
 def test_all_products_of_recurrent_layers_are_those_of_quantized_operands(recipe: str, has_biases: bool) -> None:
     shape = RECURRENT | {"mamba_proj_bias": has_biases}
     model, generator = make_float8_model(recipe, **shape), torch.Generator().manual_seed(5)
-    for number in "01":
+    of_kda = ("in_proj", "out_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj")
+    for number, names in {"0": of_kda[:2], "1": of_kda[:2], "4": of_kda, "5": of_kda[:2]}.items():
         layer = model.decoder.layers[number]
         mixer = getattr(layer, layer.name_of_branch)
+        mixer = mixer.mamba if number == "5" else mixer
         for bias in (mixer.in_proj.bias, mixer.out_proj.bias):
-            assert (bias is not None) == (has_biases and number == "0")
+            assert (bias is not None) == (has_biases and number in "05")
             if bias is not None:
                 torch.nn.init.normal_(bias, generator=generator)
-        for name in ("in_proj", "out_proj"):
+        for name in names:
             assert_products(getattr(mixer, name), LENGTH, BATCH, generator, f"{number} {name}, {recipe}")
     found = [module.quantizers._place for module in model.modules() if getattr(module, "quantizers", None)]
-    assert sorted(found) == [(layer, place) for layer in range(4) for place in range(2)]
-    assert model.config.float8_places.num_places == 4
+    counts = {0: 2, 1: 2, 2: 2, 3: 2, 4: 6, 5: 4}
+    assert sorted(found) == [(layer, place) for layer, count in counts.items() for place in range(count)]
+    assert model.config.float8_places.num_places == 8
 
 
 def test_inputs_that_a_norm_of_the_stream_gives_are_known_as_such() -> None:
     """What `--recompute-modules layernorm` computes again is not kept in fp8; narrow vectors are."""
-    model = make("delayed", recompute_granularity="selective", recompute_modules=("layernorm",))
+    again: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}
+    kda = make_float8_model("delayed", **RECURRENT, **again).decoder.layers["4"].self_attention
+    assert {
+        name
+        for name, module in kda.named_children()
+        if getattr(getattr(module, "quantizers", None), "input_is_recomputed", False)
+    } == {"in_proj", "f_a_proj", "g_a_proj"}
+    model = make("delayed", **again)
     attention = model.decoder.layers["0"].self_attention
-    again = {name for name in NARROW if getattr(attention, name).quantizers.input_is_recomputed}
-    assert again == {"linear_q_down_proj", "linear_kv_down_proj"}
+    found = {name for name in NARROW if getattr(attention, name).quantizers.input_is_recomputed}
+    assert found == {"linear_q_down_proj", "linear_kv_down_proj"}
 
 
 FURTHER_SHAPE: dict[str, Any] = {

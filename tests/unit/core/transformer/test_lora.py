@@ -19,6 +19,7 @@ from megatron.core.parallel_config import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import held_of, quantized_of, spec_of
+from megatron.core.tensor_parallel.lora import LowRankAdapter
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -59,11 +60,18 @@ def test_adapters_begin_as_in_the_paper_and_by_name_alone() -> None:
     assert all(torch.equal(parameters[name], values) for name, values in fewer.items())
 
 
+def adapters_of(model: GPTModel, number: str) -> list[tuple[str, LowRankAdapter]]:
+    layer = model.decoder.layers[number]
+    return [
+        (f"{number}.{name}", module) for name, module in layer.named_modules() if isinstance(module, LowRankAdapter)
+    ]
+
+
 @torch.no_grad()
 def test_recurrent_layers_have_adapters_of_their_projections() -> None:
     fields: dict[str, Any] = {
-        "num_layers": 4,
-        "hybrid_override_pattern": "MG*-",
+        "num_layers": 6,
+        "hybrid_override_pattern": "MG*-KP",
         "mamba_head_dim": 6,
         "mamba_num_groups": 4,
         "mamba_state_dim": 5,
@@ -79,7 +87,12 @@ def test_recurrent_layers_have_adapters_of_their_projections() -> None:
     assert {name.removeprefix(layers) for name in adapted} == {
         *("0.mixer.in_proj", "0.mixer.out_proj", "1.self_attention.in_proj", "1.self_attention.out_proj"),
         *("2.self_attention.linear_qkv", "2.self_attention.linear_proj", "3.mlp.linear_fc1", "3.mlp.linear_fc2"),
+        *("4.self_attention.in_proj", "4.self_attention.out_proj", "5.mixer.mamba.in_proj", "5.mixer.mamba.out_proj"),
+        *("5.mixer.self_attention.linear_qkv", "5.mixer.self_attention.linear_proj"),
     }
+    # Each adapter of a layer has a dropout of its own.
+    both = {name.split(".")[3]: adapter.site for name, adapter in adapters_of(model, "5")}
+    assert both == {"linear_qkv": 0, "in_proj": 4, "linear_proj": 6, "out_proj": 7}
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (".adapters." in name)
         if name.endswith("lora_B"):

@@ -61,6 +61,22 @@ def keys_at(iteration: int = 1, first: int = 0) -> DropoutKeys:
         {"add_bias_linear": False},
         LATENT,
         RECURRENT,
+        RECURRENT
+        | {
+            "experimental_attention_variant": "kimi_delta_attention",
+            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 32,
+            "linear_num_value_heads": 32,
+        },
+        {
+            "hybrid_override_pattern": "P",
+            "mamba_state_dim": 12,
+            "mamba_head_dim": 4,
+            "mamba_num_groups": 2,
+            "mamba_num_heads": 16,
+            "num_query_groups": 4,
+            "add_bias_linear": False,
+        },
         {"mtp_num_layers": 1, "position_embedding_type": "rope", "add_bias_linear": False},
     ],
 )

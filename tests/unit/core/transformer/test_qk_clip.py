@@ -119,6 +119,24 @@ def test_queries_and_keys_share_the_factor_by_alpha_and_values_keep_their_weight
 
 
 @torch.no_grad()
+def test_the_rotary_part_of_latent_queries_has_the_whole_factor() -> None:
+    """All heads share the rotary part of the keys, whose weights stay."""
+    layer, config, _ = make("latent", qk_clip_threshold=0.5, qk_clip_alpha=0.25)
+    clip = QueryKeyClip([layer], config, WORLD, "cpu")
+    clip._largest[0] = torch.tensor([8.0, 0.25, 0.5, 2.0])
+    eta = torch.tensor([1 / 16, 1.0, 1.0, 1 / 4], dtype=torch.float64)
+    factors = {id(weight): rows for weight, rows in clip.row_factors()}
+    of_query = torch.stack([torch.cat(((each**0.25).expand(6), each.expand(4))) for each in eta])
+    of_key = torch.stack([torch.cat(((each**0.75).expand(6), torch.ones(5, dtype=torch.float64))) for each in eta])
+    assert isinstance(layer, LatentAttention)
+    expected = {layer.linear_q_up_proj.weight: of_query, layer.linear_kv_up_proj.weight: of_key}
+    assert factors.keys() == {id(weight) for weight in expected}
+    for weight, rows in expected.items():
+        torch.testing.assert_close(factors[id(weight)], rows.flatten())
+    assert clip.largest() == 8.0
+
+
+@torch.no_grad()
 def test_the_logits_of_all_micro_batches_of_a_step_count_within_documents() -> None:
     layer, config, seen = make("grouped", qk_clip_threshold=1e9)
     clip = QueryKeyClip([layer], config, WORLD, "cpu")
