@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 from collections import Counter
@@ -17,6 +18,8 @@ import torch
 from megatron.core.ops.linear_attention import recurrent_selective_scan, selective_scan
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.mamba_mixer import GatedNorm
+from megatron.planner.simulation.fake_triton import recorded_programs
+from megatron.planner.simulation.recorder import Recorder
 from tests.harness.distributed import run_distributed
 from tests.harness.triton_interpreter import round_to_bfloat16
 from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
@@ -231,6 +234,25 @@ def check_flops() -> None:
 
 def test_flops_of_launches_are_those_of_their_matmuls() -> None:
     interpret(check_flops)
+
+
+def test_launches_are_recorded_with_their_bytes_and_flops() -> None:
+    recorder = Recorder()
+    x, B = torch.ones(1, 128, 2, 16, dtype=torch.bfloat16), torch.ones(1, 128, 1, 16, dtype=torch.bfloat16)
+    with recorded_programs(recorder):
+        scan_chunks = importlib.import_module("megatron.core.ops.triton.selective_scan").scan_chunks
+        scan_chunks(x, torch.ones(1, 128, 2), -torch.ones(2), B, B, None, None, None, 64)
+    states, output = recorder.record.operations[-2:]
+    assert (states.name, output.name) == ("selective_scan.states_program", "selective_scan.output_program")
+    # Rows of x, dt and B, and A; two states of two heads in bfloat16, and the last ones in float32.
+    of_rows = 128 * (2 * 16 * 2 + 2 * 4 + 16 * 2)
+    assert states.num_bytes == of_rows + 2 * 4 + 2 * 2 * 16 * 16 * 2 + 2 * 16 * 16 * 4
+    assert states.flops == 2 * 128 * 2 * 16 * 16
+    # B and C are one tensor here, which counts once; the output is as large as x.
+    assert output.num_bytes == of_rows + 2 * 4 + 2 * 2 * 16 * 16 * 2 + 128 * 2 * 16 * 2
+    assert output.flops == 2 * 128 * 2 * (64 * 16 + 16 * (16 + 64))
+    assert not states.is_uncounted
+    assert not output.is_uncounted
 
 
 def make_norm(kind: str, num_groups: int, width: int, dtype: torch.dtype) -> GatedNorm:
