@@ -159,7 +159,7 @@ class _NothingToRestore:
         pass
 
 
-def _make_interpreter_fast(interpreter: Any) -> None:
+def make_interpreter_fast(interpreter: Any) -> None:
     """Let the interpreter patch the language once per function, cache types, and not check integers for overflow.
 
     It patches the language anew at each launch and at each call of a function by a program, which looks through a
@@ -275,7 +275,7 @@ def run_on_emulated_devices() -> None:
     memory = _ObservedMemory(interpreter._interpreter)
     _tell_instances(interpreter, memory)
     interpreter._interpreter = memory
-    _make_interpreter_fast(interpreter)
+    make_interpreter_fast(interpreter)
     multiply_bfloat16()
     _reject_missing_formats(interpreter)
     run_on_host = interpreter.GridExecutor.__call__

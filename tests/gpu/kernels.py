@@ -24,7 +24,7 @@ from megatron.core.ops.dot_product_attention import AttentionInputs, fused_atten
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, drop_hidden, keyed_dropout
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import linear
-from megatron.core.ops.linear_attention import selective_scan
+from megatron.core.ops.linear_attention import gated_delta_rule, selective_scan
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
@@ -200,6 +200,26 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         lambda x: F.cross_entropy(x.float().flatten(0, 1), labels.flatten(), reduction="none").view(length, batch),
         ((length, batch, 4 * width),),
     )
+    by_sequence = (batch, length, heads, width)
+    for name, decays in (("gated delta rule", by_sequence[:3]), ("Kimi delta attention", by_sequence)):
+        shapes = (by_sequence, by_sequence, by_sequence, decays, by_sequence[:3])
+        # In float64 torch computes it.
+        yield KernelPair(name, delta_rule, partial(delta_rule, dtype=torch.float64), shapes)
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the gated delta rule of normalized queries and keys, computed with inputs of a dtype."""
+    q, k, log_decay = F.normalize(q, dim=-1), F.normalize(k, dim=-1), F.logsigmoid(decay.float())
+    inputs = (q, k, v, log_decay, beta.sigmoid())
+    output, _ = gated_delta_rule(*(inputs if dtype is None else [x.to(dtype) for x in inputs]))
+    return output.to(v.dtype)
 
 
 def scan(

@@ -1633,6 +1633,14 @@ _MIXED = (
         f"{_SHORT} {_MIXERS} --hybrid-override-pattern MG --num-layers 2 --reset-attention-mask",
         triton=True,
     ),
+    prepared(
+        "Triton: chunks, gated delta-net and KDA",
+        "small-programs",
+        f"{_SHORT} --normalization RMSNorm --disable-bias-linear --no-position-embedding --hybrid-override-pattern GK "
+        "--linear-key-head-dim 4 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4 "
+        "--num-layers 2 --seq-length 24 --max-position-embeddings 24 --reset-attention-mask --bf16",
+        triton=True,
+    ),
     training("hybrid, ring of keys", f"{_HYBRID} {_SHARED} --bf16", 2),
     training(
         "hybrid, heads exchanged, stages",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.ops import runs_on_triton
 from megatron.core.ops.linear_attention.chunks import (
     Decays,
     Documents,
@@ -49,6 +50,7 @@ def gated_delta_rule(
     This is the gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464), or KDA's if every channel of the
     keys has its own decay (Kimi Team 2025, https://arxiv.org/abs/2510.26692). The caller scales ``q`` and normalizes
     ``q`` and ``k``. At a position of ``document_starts`` the preceding state is 0. ``chunk_size`` is a power of two.
+    Triton kernels compute it on CUDA if keys have at most 128 channels, not in float64.
 
     Shapes: ``q, k: [b, s, n, dk], v: [b, s, n, dv], log_decay: [b, s, n] or [b, s, n, dk], beta: [b, s, n],
     initial_state: [b, n, dk, dv], document_starts: [b, s]`` of bool ``-> [b, s, n, dv]`` in the dtype of ``v``, and
@@ -58,9 +60,55 @@ def gated_delta_rule(
         ValueError: ``chunk_size`` is no power of two.
     """
     arguments = q, k, v, log_decay, beta, initial_state, document_starts
+    chunked = _TritonGatedDeltaRule if _is_on_triton(q, k, v, log_decay, beta) else _GatedDeltaRule
     return run_in_chunks(
-        _GatedDeltaRule, recurrent_gated_delta_rule, *arguments, return_state=return_state, chunk_size=chunk_size
+        chunked, recurrent_gated_delta_rule, *arguments, return_state=return_state, chunk_size=chunk_size
     )
+
+
+def _is_on_triton(q: torch.Tensor, *others: torch.Tensor) -> bool:
+    if not runs_on_triton(q, *others):
+        return False
+    from megatron.core.ops.triton import MAX_KEY_DIM
+
+    return q.shape[-1] <= MAX_KEY_DIM
+
+
+class _TritonGatedDeltaRule(torch.autograd.Function):
+    """Chunked form in Triton kernels, which saves its inputs alone: the backward pass computes the states again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None,
+        document_starts: torch.Tensor | None,
+        length: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron.core.ops.triton import gated_delta_rule_output
+
+        keep_for_backward(ctx, length, initial_state, q, k, v, log_decay, beta, initial_state, document_starts)
+        state = None if initial_state is None else initial_state.float()
+        return gated_delta_rule_output(q, k, v, log_decay, beta, state, document_starts, length)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, last_state_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        from megatron.core.ops.triton import gated_delta_rule_gradients
+
+        q, k, v, log_decay, beta, initial_state, document_starts = ctx.saved_tensors
+        grad = torch.zeros_like(v) if grad is None else grad
+        state = None if initial_state is None else initial_state.float()
+        *grads, state_grad = gated_delta_rule_gradients(
+            grad, last_state_grad, q, k, v, log_decay, beta, state, document_starts, ctx.length
+        )
+        initial_grad = None if state_grad is None else state_grad.to(ctx.state_dtype)
+        return *grads, initial_grad, None, None
 
 
 class _GatedDeltaRule(torch.autograd.Function):

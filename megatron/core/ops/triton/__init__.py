@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from megatron.core.ops.triton.dropout_keys import keys_of_sites, write_states
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
     from megatron.core.ops.triton.fp8_scaled_cast import amaxes, cast_rows, cast_segments, cast_squares, scales_of
+    from megatron.core.ops.triton.gated_delta_rule import (
+        MAX_KEY_DIM,
+        gated_delta_rule_gradients,
+        gated_delta_rule_output,
+    )
     from megatron.core.ops.triton.gated_norm import MAX_GROUP_WIDTH, gate_and_normalize
     from megatron.core.ops.triton.nvfp4_cast import nvfp4_amax, quantize_segments
     from megatron.core.ops.triton.probe import probe_float8
@@ -34,6 +39,7 @@ __getattr__ = lazy_exports(
         "dropout_keys": "keys_of_sites write_states",
         "fp8_cast": "cast_and_transpose",
         "fp8_scaled_cast": "amaxes cast_rows cast_segments cast_squares scales_of",
+        "gated_delta_rule": "MAX_KEY_DIM gated_delta_rule_gradients gated_delta_rule_output",
         "gated_norm": "MAX_GROUP_WIDTH gate_and_normalize",
         "nvfp4_cast": "nvfp4_amax quantize_segments",
         "probe": "probe_float8",

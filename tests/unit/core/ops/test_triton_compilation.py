@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness.distributed import run_distributed
 from tests.unit.core.ops.interpreted import needs_triton
@@ -23,6 +24,11 @@ MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_CONVOLUTION_REGISTERS = 96
 """Its threads load all places of their windows at once."""
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Of which a program may take all (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+MAX_STACK_BYTES = {"bf16 per head": 0, "bf16 per channel": 80, "fp32 per head": 272, "fp32 per channel": 256}
+"""Of the spilled registers of a thread, in programs with matmuls: operands of float32 are split into parts."""
+Program = tuple[str, Any, dict[str, Any], dict[str, Any], int]
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,13 @@ class Compiled:
     name: str
     registers: int
     stack_bytes: int
+    shared_bytes: int
     wide_loads: int
     wide_stores: int
     narrow_accesses: int
 
 
-def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
+def programs(capability: int) -> Iterator[Program]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
     from megatron.core.ops.dropout import _FACTORS, _STEP
     from megatron.core.ops.triton import (
@@ -170,8 +177,47 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
             yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
 
 
-def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:
-    """Compile every program; with ``odd_is_one`` as at a launch where every "odd" number is 1, which is built in."""
+def matmul_programs(capability: int) -> Iterator[Program]:
+    """Yield the programs with matmuls, and what they need, at the greatest number of channels of the keys."""
+    from megatron.core.ops.triton import gated_delta_rule as rule
+
+    wide = ("sums", "initial_state", "last_state", "last_state_grad", "initial_grad", "log_decay", "log_decay_grad")
+    kinds = dict.fromkeys(wide, "*fp32") | {"documents": "*i32", "columns": "i32", "key_dim": "i32", "value_dim": "i32"}
+    kinds |= {"num_positions": "odd", "heads": "odd"}
+    decayed = dict.fromkeys(("q_in", "k_in", "k_out"))
+    sizes = {"LEAST": -50.0, "LENGTH": rule._BLOCKS[torch.bfloat16][0], "COLUMNS": rule._SUMS_COLUMNS}
+    yield "sums of decays", rule.sums_program, kinds, sizes, 4
+    for dtype, kind in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        length, keys, values = rule._BLOCKS[dtype]
+        pointers = ("q", "k", "v", "beta", "attention", "inverse", "output", "states", "corrections", "grad")
+        pointers += ("state_grads", "rows_grad", "q_in", "k_in", "k_out", "q_grad", "k_grad", "v_grad", "beta_grad")
+        of_dtype = dict.fromkeys(pointers, f"*{kind}")
+        for name, sizes in (
+            (f"{kind} per head", {"PER_CHANNEL": False, "LENGTH": length}),
+            (f"{kind} per channel", {"PER_CHANNEL": True, "LENGTH": length}),
+        ):
+            arguments = of_dtype | kinds | ({} if sizes["PER_CHANNEL"] else decayed)
+            blocks = {"KEYS": rule._MIN_BLOCK if sizes["PER_CHANNEL"] else keys}
+            more = blocks | {"BLOCK": rule._SUBSTITUTED_ROWS, "PRECISION": "tf32" if kind == "bf16" else "tf32x3"}
+            yield f"{name}, products", rule.products_program, arguments, sizes | more, 4
+            columns = sizes | {"KEYS": rule.MAX_KEY_DIM, "VALUES": values}
+            some = arguments | {"states": None, "corrections": None}
+            yield f"{name}, output", rule.states_program, some, columns, 8
+            some = arguments | dict.fromkeys(("q", "attention", "output", "last_state"))
+            yield f"{name}, states", rule.states_program, some, columns, 8
+            yield f"{name}, gradients of states", rule.state_gradients_program, arguments, columns, 8
+            more = blocks | {"VALUES": values, "LEAST": -50.0}
+            yield f"{name}, gradients", rule.gradients_program, arguments, sizes | more, 8
+
+
+def compile_programs(
+    capability: int,
+    folder: Path,
+    odd_is_one: bool = False,
+    of: Callable[[int], Iterator[Program]] = programs,
+    **options: int,
+) -> list[Compiled]:
+    """Compile programs; with ``odd_is_one`` as at a launch where every "odd" number is 1, which is built in."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -179,7 +225,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
     triton.knobs.cache.dir = str(folder / "cache")
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     results = []
-    for name, program, kinds, sizes, num_warps in programs(capability):
+    for name, program, kinds, sizes, num_warps in of(capability):
         signature, constants, attributes = {}, dict(sizes), {}
         for place, argument in enumerate(program.arg_names):
             kind = "constexpr" if argument in sizes else kinds.get(argument, "*bf16")
@@ -193,7 +239,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
             signature[argument] = {None: "constexpr", "odd": "i32"}.get(kind, kind)
         source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
         target = GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+        compiled = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
         binary = folder / "program.cubin"
         binary.write_bytes(compiled.asm["cubin"])
         usage = subprocess.run([disassembler, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
@@ -203,7 +249,8 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
         wide = [direction for direction, width in accesses if width.endswith(".v4.b32")]
         narrow = sum(width.endswith("b16") for _, width in accesses)
         registers, stack = map(int, found.groups())
-        results.append(Compiled(name, registers, stack, wide.count("ld"), wide.count("st"), narrow))
+        shared = compiled.metadata.shared
+        results.append(Compiled(name, registers, stack, shared, wide.count("ld"), wide.count("st"), narrow))
     return results
 
 
@@ -236,3 +283,22 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
     assert len(results) == NUM_PROGRAMS + NUM_FLOAT8
+
+
+def check_matmul_programs(capability: int, folder: Path) -> None:
+    from megatron.core.ops.triton import gated_delta_rule as rule
+
+    results = compile_programs(capability, folder, of=matmul_programs, num_stages=rule._STAGES)
+    assert len(results) == 21
+    for result in results:
+        assert result.stack_bytes <= MAX_STACK_BYTES.get(result.name.partition(",")[0], 0), result
+        assert 0 < result.registers <= 255, result
+        assert result.shared_bytes <= SHARED_BYTES[capability], result
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
+def test_programs_with_matmuls_keep_to_registers_and_shared_memory(capability: int, tmp_path: Path) -> None:
+    run_distributed(1, check_matmul_programs, capability, tmp_path, timeout_s=600.0)

@@ -78,7 +78,12 @@ def draw(case: Case, dtype: torch.dtype, strength: float = 1.0) -> dict[str, tor
 
 def make_blocks_small() -> None:
     """Cut small sizes into several blocks, and let the interpreter round operands as a GPU does."""
+    from triton.runtime import interpreter
+
+    from tests.emulated_cuda.triton_launches import make_interpreter_fast
+
     round_to_bfloat16()
+    make_interpreter_fast(interpreter)
     from megatron.core.ops.triton import selective_scan as programs
 
     programs._MIN_OPERAND = 2

@@ -34,6 +34,9 @@ def recorded_launches() -> Sequence[tuple[object, ...]]:
         cast = programs["fp8_cast"].cast_and_transpose
         cast(x, torch.float8_e4m3fn, torch.ones(1, 1), None, plain=True, transpose=False)
         cast(x, torch.float8_e4m3fn, torch.ones(1, 1), torch.ones(()), plain=True, transpose=True)
+        rule = importlib.import_module(f"{_PROGRAMS}.gated_delta_rule").gated_delta_rule_output
+        rows = torch.ones(1, 128, 2, 16, dtype=torch.bfloat16)
+        rule(rows, rows, rows, torch.zeros(1, 128, 2), rows[..., 0], None, None, 64)
     return [(each.name, each.shapes, each.num_bytes, each.flops) for each in recorder.record.operations]
 
 
@@ -51,7 +54,13 @@ def test_programs_are_counted_without_the_package_as_with_it(monkeypatch: pytest
     # 6 rows of 16 numbers in, 8 out, of two bytes each; then both and the gradient of the latter.
     assert [num_bytes for _, _, num_bytes, _ in without[:2]] == [6 * 24 * 2, 6 * 40 * 2]
     # A scale is read as well, and the transpose written. The atomic update of the greatest number is not counted.
-    assert [num_bytes for _, _, num_bytes, _ in without[2:]] == [6 * 16 * 3 + 4, 6 * 16 * 4 + 4]
+    assert [num_bytes for _, _, num_bytes, _ in without[2:4]] == [6 * 16 * 3 + 4, 6 * 16 * 4 + 4]
+    # Programs with matmuls declare their FLOPs.
+    assert [flops for _, _, _, flops in without[:5]] == [0.0] * 5
+    assert [flops for _, _, _, flops in without[5:]] == [
+        4 * 2 * (2 * 64 * 64 * 16 + 4 * 64**3),
+        4 * 2 * 64 * 16 * (3 * 16 + 2 * 64),
+    ]
     if has_package:
         assert without == with_package
     assert (triton_support.has_readable_memory, triton_support.triton_works) == before
