@@ -65,6 +65,10 @@ LATENT = (
     *("--q-lora-rank", "1536", "--kv-lora-rank", "512", "--qk-head-dim", "128", "--qk-pos-emb-head-dim", "64"),
     *("--v-head-dim", "128", "--qk-layernorm"),
 )
+SPARSE = (
+    *("--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "16", "--dsa-indexer-head-dim", "128"),
+    *("--dsa-indexer-topk", "1024", "--dsa-indexer-loss-coeff", "1e-2"),
+)
 ADAPTERS = ("--lora-rank", "16", "--load", "somewhere", "--finetune")
 _MIB = 2**20
 
@@ -119,6 +123,8 @@ def layout_cases() -> Iterator[LayoutCase]:
         ((1, 1, 1), FULLY),
     ):
         yield _case("MLA", latent, sizes, 4, 16, more)
+    for sizes, more in (((1, 1, 1), FULL), ((2, 1, 1), ("--dsa-indexer-layer-freq", "2"))):
+        yield _case("MLA", (*latent, *SPARSE), sizes, 4, 16, more)
     seventy = (*LLAMA_70B, *COMMON)
     for sizes, world, more in (
         ((1, 2, 1), 16, ("--expert-model-parallel-size", "8")),

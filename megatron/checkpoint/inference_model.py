@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.ops import CAUSAL, SelectedKeys
 from megatron.core.parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.pipeline_parallel import StageContents
@@ -189,11 +191,12 @@ def streamed_logits(source: CheckpointSource, tokens: torch.Tensor) -> torch.Ten
     """
     config = inference_config(source_config(source), ONE_RANK, "float32")
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    pattern = replace(CAUSAL, selected=SelectedKeys())
     hidden: torch.Tensor | None = None
     for contents in _one_by_one(config.num_layers):
         stage = _build_stage(config, contents)
         _fill(stage, source)
-        hidden = stage(tokens, positions, hidden=hidden)
+        hidden = stage(tokens, positions, hidden=hidden, pattern=pattern)
         del stage
     assert hidden is not None
     return hidden[:, :, : config.vocab_size].transpose(0, 1)

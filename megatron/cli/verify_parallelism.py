@@ -32,6 +32,7 @@ from megatron.verification import (
     MAX_WORLD_SIZE,
     PREDICTION_SHAPES,
     SHAPES,
+    SPARSE_SHAPES,
     Cell,
     attention_matrix,
     expert_matrix,
@@ -65,9 +66,10 @@ def build_parser() -> Parser:
         metavar="TEXT",
         help="only test cases whose name contains every word of TEXT; with --fuzz, '#7' is random case number 7",
     )
+    of_attention = (*LATENT_SHAPES, *SPARSE_SHAPES, *ATTENTION_SHAPES)
     parser.add_argument(
         "--shape",
-        choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES, *HYBRID_SHAPES),
+        choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *of_attention, *HYBRID_SHAPES),
         help="only this model shape",
     )
     parser.add_argument(

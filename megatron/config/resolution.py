@@ -253,6 +253,8 @@ def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool, *, 
     level = config.training.empty_unused_memory_level
     if level:
         yield f"--empty-unused-memory-level {level} has no effect on a CPU: only CUDA memory is cached"
+    if config.training.overlap_step_results:
+        yield "--overlap-step-results has no effect on a CPU, which computes at the launch"
     if config.initialization.disable_bf16_reduced_precision_matmul:
         yield "--disable-bf16-reduced-precision-matmul has no effect on a CPU, which accumulates in float32"
     if not config.ddp.gradient_accumulation_fusion:

@@ -40,6 +40,7 @@ def saved_by_transformer_engine(
     ``weighs_early`` says that the routing weights are applied between the two linear layers of an expert. In that case
     experts save their inputs in 8 bits too with FP8, and do not save their outputs.
     """
+    model = model.of_layer(layer_number)
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     join = _join(model, layer_number, rows, element)
     if model.recompute_granularity == "full":
@@ -82,6 +83,7 @@ def saved_by_local_layers(
     model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int
 ) -> Mapping[str, int]:
     """Return the saved activations of a local Megatron-LM layer for one micro-batch, by part, with attention scores."""
+    model = model.of_layer(layer_number)
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     join = _join(model, layer_number, rows, element)
     if model.recompute_granularity == "full":
@@ -347,7 +349,7 @@ def _feed_forward_width(plan: Plan, kind: LayerKind) -> int:
 
 def _dense_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
     """Return the bytes of a layer's memory passes; of an MoE feed-forward only those of the shared expert."""
-    model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
+    model, tokens, rows = kind.shape(plan.model), plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
     queries, keys = model.num_attention_heads * model.head_width // t, key_value_width(model)
     ffn, gates = _feed_forward_width(plan, kind), 2 if model.is_gated else 1
@@ -388,7 +390,7 @@ def _cast_bytes(plan: Plan, kind: LayerKind) -> float:
 
     Norms write FP8 outputs directly. All other operands are read in 16 bits and written in FP8.
     """
-    model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
+    model, tokens, rows = kind.shape(plan.model), plan.num_tokens, plan.num_rows
     t, h, has_weight_gradients = plan.parallel_sizes.tp, model.hidden_size, not model.lora_rank
     queries, keys = model.query_projection_size // t, key_value_width(model)
     ffn, gates = _feed_forward_width(plan, kind), 2 if model.is_gated else 1

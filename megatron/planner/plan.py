@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.core.config_base import with_fields
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -36,7 +37,9 @@ class LayerKind(NamedTuple):
 
     ``in_float8`` says whether its matmuls are in FP8. ``window`` is the number of keys that a query attends to at most,
     including its own. ``has_rotary`` is false if --no-rope-freq removes the rotary embedding. ``exchange`` is the
-    context-parallel communication type. ``is_further`` is set for the layer of an MTP module.
+    context-parallel communication type. ``is_global`` is set for a layer without a window if layers without a window
+    have another shape of attention. ``is_further`` is set for the layer of an MTP module, and ``has_indexer`` for a
+    layer with an indexer of DSA.
     """
 
     in_float8: bool
@@ -44,11 +47,17 @@ class LayerKind(NamedTuple):
     window: int
     has_rotary: bool
     exchange: str
+    is_global: bool = False
     is_further: bool = False
+    has_indexer: bool = False
 
     @property
     def has_experts(self) -> bool:
         return self.parts.feed_forward == MOE
+
+    def shape(self, model: GPTConfig) -> GPTConfig:
+        """Return the model's configuration with the shape of this layer's attention."""
+        return model.of_global_layers if self.is_global else model.of_windowed_layers
 
 
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
@@ -56,8 +65,16 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
     float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
-    own = _kinds(float8_layers, model.layer_parts, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
-    further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
+    windows, has_global = model.layer_windows, model.has_global_shape
+    own = _kinds(
+        *(float8_layers, model.layer_parts, windows, without_rotary, tuple(exchanges)),
+        *(model.layers_with_indexer, seq_length, has_global),
+    )
+    further = own[-1]._replace(
+        in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers),
+        is_further=True,
+        has_indexer=model.has_sparse_attention,
+    )
     return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
 
@@ -75,7 +92,9 @@ def _kinds(
     windows: tuple[int | None, ...],
     without_rotary: tuple[bool, ...],
     exchanges: tuple[str, ...],
+    with_indexer: tuple[bool, ...],
     seq_length: int,
+    has_global: bool,
 ) -> Sequence[LayerKind]:
     return [
         LayerKind(
@@ -84,6 +103,8 @@ def _kinds(
             window=min(window or seq_length, seq_length),
             has_rotary=not is_without,
             exchange=exchanges[0 if len(exchanges) == 1 else number],
+            is_global=has_global and window is None,
+            has_indexer=with_indexer[number],
         )
         for number, (parts, window, is_without) in enumerate(zip(layer_parts, windows, without_rotary, strict=True))
     ]
@@ -362,9 +383,13 @@ def _forward_flops(model: GPTConfig, s: int) -> float:
 @functools.lru_cache(maxsize=64)
 def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
-    of_scores = 2 * model.query_projection_size
-    if model.mla.multi_latent_attention:
-        of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-    kinds = map(model.kind_of, range(model.num_layers + model.mtp.mtp_depth))
-    unused_half = 1.0 * s * s * of_scores * sum(model.layer_parts[kind].has_attention for kind in kinds)
+    if model.has_sparse_attention:
+        causal = with_fields(causal, dsa_indexer_topk=s, dsa_indexer_loss_coeff=0.0)
+    unused_half = 0.0
+    for number in range(model.num_layers + model.mtp.mtp_depth):
+        own = model.of_layer(number)
+        of_scores = 2 * own.query_projection_size
+        if model.mla.multi_latent_attention:
+            of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
+        unused_half += 1.0 * s * s * of_scores * model.layer_parts[model.kind_of(number)].has_attention
     return 3.0 * (_forward_flops(causal, s) + unused_half)

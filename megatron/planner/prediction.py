@@ -34,11 +34,12 @@ def _shape(plan: Plan) -> Iterator[str]:
     for name, size in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_hidden_size)):
         if size % t:
             yield f"{name} {size} is not divisible by tp {t}; {_divisors(size, t)}"
-    groups = model.num_query_groups
-    if model.num_attention_heads % groups:
-        yield f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups {groups}"
-    if groups % t and t % groups:
-        yield f"num_query_groups {groups} and tp {t}: one must be a multiple of the other; {_divisors(groups, t)}"
+    for own in model.attention_shapes:
+        groups = own.num_query_groups
+        if model.num_attention_heads % groups:
+            yield f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups {groups}"
+        if groups % t and t % groups:
+            yield f"num_query_groups {groups} and tp {t}: one must be a multiple of the other; {_divisors(groups, t)}"
     if c > 1 and plan.seq_length % (2 * c):
         yield f"seq_length {plan.seq_length} is not divisible by 2 x cp {c}; use a multiple of {2 * c}"
     if model.sequence_parallel and plan.seq_length // c % t:

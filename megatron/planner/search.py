@@ -37,7 +37,9 @@ def output_layers(model: GPTConfig) -> float:
         share = sum(model.moe_layers) / model.num_layers
         width = round(share * of_experts + (1.0 - share) * width)
     ffn = width * (3 if model.is_gated else 2)
-    attention = 2 * (model.query_projection_size + model.kv_projection_size)
+    own = [model.of_layer(number) for number in range(model.num_layers)]
+    widths = (2 * each.query_projection_size + each.kv_projection_size + each.value_projection_size for each in own)
+    attention = sum(widths) / len(own)
     further, layer = model.mtp.mtp_depth, ffn + attention
     # Each MTP module has a layer, an output layer, and a linear layer that joins its two inputs.
     return ((1 + further) * model.padded_vocab_size + further * (layer + 2 * model.hidden_size)) / layer

@@ -188,9 +188,10 @@ def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
         return AUTO
     layers = [(width, inner), (inner, width)]
     if groups is None and not model.mla.multi_latent_attention:
-        heads = model.query_projection_size + model.gate_projection_size + 2 * model.kv_projection_size
         shards = model.tensor_model_parallel_size
-        layers += [(width, heads // shards), (model.context_size // shards, width)]
+        for own in model.attention_shapes:
+            heads = own.query_projection_size + own.gate_projection_size + own.kv_projection_size
+            layers += [(width, (heads + own.value_projection_size) // shards), (own.context_size // shards, width)]
     capped = [(min(fan_in, _MAX_SIZE), min(fan_out, _MAX_SIZE)) for fan_in, fan_out in layers]
     times = measure_libraries(min(rows, _MAX_SIZE), capped, dtype, groups)
     default, other = _LIBRARIES if dtype is torch.float32 else _LIBRARIES[::-1]

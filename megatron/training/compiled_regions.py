@@ -131,7 +131,7 @@ class _Regions:
                 self.left["rotary embedding"] = f"{type(module).__name__} has its own projections"
             elif self._on_triton(module):
                 self.left["rotary embedding"] = _ON_TRITON
-            elif module.rotates_first and not isinstance(module, GatedAttention):
+            elif module.rotates_first and not (isinstance(module, GatedAttention) or module.shares_keys):
                 module.split_and_rotate = self._compile("rotary embedding", split_and_rotate)
             else:
                 module.rotate = self._compile("rotary embedding", apply_rotary_to_both)
@@ -241,7 +241,7 @@ def _first_calls(chunk: Model, config: RunConfig) -> Iterator[tuple[nn.Module, C
     device = next((parameter.device for parameter in chunk.parameters()), torch.device("cpu"))
     inputs = _Inputs(config, dtype_from_name(config.model.params_dtype), device)
     if isinstance(chunk, GPTModel) and chunk.rotary is not None:
-        inputs.angles = chunk.rotary.angles(inputs.position_ids(), inputs.dtype)
+        inputs.angles = chunk.angles(inputs.position_ids(), inputs.dtype)
     seen = set[tuple[Any, ...]]()
     for module in chunk.modules():
         for key, function, arguments in inputs.of(module):
@@ -288,9 +288,10 @@ class _Inputs:
             yield from self._of_latent(module)
         elif isinstance(module, SelfAttention):
             num_gates = module.num_heads if isinstance(module, GatedAttention) else 0
-            width = (module.num_heads + num_gates + 2 * module.num_groups) * module.head_dim
-            angles = self.angles if module.has_rotary else None
-            key = (type(module), width, module.num_groups, angles is None)
+            num_parts = 1 if module.shares_keys else 2
+            width = (module.num_heads + num_gates + num_parts * module.num_groups) * module.head_dim
+            angles = module.own_angles(self.angles)
+            key = (type(module), width, module.num_groups, module.head_dim, angles is None)
             split = module.split_gated if isinstance(module, GatedAttention) else module.split_heads
             yield key, lambda mixed: split(mixed, angles), lambda: [self._zeros(self.length, batch, width)]
 

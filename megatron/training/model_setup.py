@@ -73,7 +73,8 @@ def build_optimizer(
 
     Raises:
         ConfigurationError: the host has too little memory for the offload, a pattern of --param-group-overrides matches
-            no parameter, Muon has no matrix to update, or checkpoints would not contain all state of the update rule.
+            no parameter, Muon has no matrix to update, checkpoints would not contain all state of the update rule, or a
+            CUDA graph cannot make the update.
     """
     optimizer = config.optimizer
     _check_saved(config)
@@ -97,8 +98,16 @@ def build_optimizer(
             "--optimizer muon updates matrices between the embeddings and the output layer, but this model trains "
             "none; use --optimizer adam"
         )
-    fused_adam = load_fused_adam() if runtime.device.is_cuda else None
-    return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
+    captures = optimizer.optimizer_cuda_graph
+    backend = runtime.device.graph_backend() if captures else None
+    if captures and backend is None:
+        raise ConfigurationError("--optimizer-cuda-graph needs a CUDA device, and this run is on CPU; omit it")
+    # apex's Adam passes numbers from the host.
+    fused_adam = load_fused_adam() if runtime.device.is_cuda and not captures else None
+    made = make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
+    if backend is not None:
+        made.capture_steps(backend, config.training.cuda_graph_warmup_steps)
+    return made
 
 
 def _check_saved(config: RunConfig) -> None:

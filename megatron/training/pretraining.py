@@ -284,7 +284,7 @@ def _connect(config: RunConfig, program: Program, member: RendezvousMember | Non
 
 def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
     """Return a context in which a hang is reported and the run ended."""
-    graphs = config.training.cuda_graph_impl != "none"
+    graphs = config.training.cuda_graph_impl != "none" or config.optimizer.optimizer_cuda_graph
     settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
     seconds, folder = config.initialization.hang_timeout_seconds, config.checkpoint.local_save
     leave_with = REPLACE if config.restart.inprocess_restart else 1

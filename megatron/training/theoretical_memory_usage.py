@@ -48,7 +48,7 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
     ``recomputed`` are the modules of --recompute-modules that are recomputed. Layers from ``num_layers`` on belong to
     the MTP modules.
     """
-    layer, sizes = _Layer(model, number, frozenset(recomputed)), model.parallel_sizes
+    layer, sizes = _Layer(model.of_layer(number), number, frozenset(recomputed)), model.parallel_sizes
     # A balanced load gives each rank's experts their share of the routed tokens.
     choices = tokens * model.moe.moe_router_topk * sizes.expert_tp // sizes.tp
     saved = sum(
@@ -150,6 +150,8 @@ class _Layer:
         elif model.qk_layernorm:
             # The norms' outputs; a fused norm copies the queries if several of them share a key.
             width += query_width + key_width + query_width * (heads > groups)
+        # The output of the norm of values.
+        width += key_width * model.v_layernorm
         if self.saves_core and exchange == "all_gather":
             width += (model.context_parallel_size - 1) * 2 * key_width
         elif self.saves_core and exchange.startswith("a2a") and not model.mla.multi_latent_attention:

@@ -22,7 +22,7 @@ from megatron.training.loggers import (
     pinned_memory_told,
 )
 from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size
-from megatron.training.training_step import StepReduction, TrainingStep, agree_to_exit
+from megatron.training.training_step import LaunchedStep, StepReduction, TrainingStep, agree_to_exit
 
 
 def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest) -> str | None:
@@ -37,21 +37,45 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     log = _StepLog(run)
     saved_iteration = state.iteration
     reason = None
+    unread: LaunchedStep | None = None
+    """The last iteration, if its results are read after the launch of the next."""
     callbacks.on_begin(run)
     while state.iteration < run.last_iteration and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
         reason_to_skip = callbacks.reason_to_skip(run, batch_size)
         if reason_to_skip is not None:
+            if unread is not None:
+                _report_iteration(run, log, *step.finish(unread, state, train_source))
+                unread = None
             agreement = _skip_iteration(run, train_source, batch_size, reason_to_skip, exit_request)
+        elif step.overlaps_results:
+            callbacks.before_step(run)
+            try:
+                launched = step.launch(state, train_source, batch_size, exit_request)
+            except Exception:
+                if unread is not None and (report := step.finish_last(unread)) is not None:
+                    callbacks.after_step(run, report)
+                    log.add(report)
+                raise
+            is_ending = False
+            if unread is not None:
+                agreement = _report_iteration(run, log, *step.finish(unread, state, train_source))
+                is_ending = agreement.signal_received or agreement.time_is_up
+            unread = launched
+            if is_ending or _reads_at_once(run):
+                agreement = _report_iteration(run, log, *step.finish(launched, state, train_source))
+                unread = None
         else:
-            agreement = _train_iteration(run, step, log, train_source, batch_size, exit_request)
-        if is_evaluation_due(config, state.iteration):
-            _evaluate(run, agreement)
-        callbacks.evaluate(run)
-        reason = _exit_reason(config, state.iteration, agreement)
-        if is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
-            _save(run)
-            saved_iteration = state.iteration
+            callbacks.before_step(run)
+            agreement = _report_iteration(run, log, *step.run(state, train_source, batch_size, exit_request))
+        if unread is None:
+            if is_evaluation_due(config, state.iteration):
+                _evaluate(run, agreement)
+            callbacks.evaluate(run)
+            reason = _exit_reason(config, state.iteration, agreement)
+            if is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
+                _save(run)
+                saved_iteration = state.iteration
         callbacks.after_iteration(run)
     if saved_iteration != state.iteration:
         _save(run)
@@ -67,26 +91,38 @@ def save_finished(run: TrainingRun) -> None:
         run.checkpoints.finish()
 
 
-def _train_iteration(
-    run: TrainingRun,
-    step: TrainingStep,
-    log: _StepLog,
-    train_source: BatchSource,
-    batch_size: int,
-    exit_request: ExitRequest,
-) -> StepReduction:
-    """Train one iteration and log it; return the values that the ranks agreed on."""
-    state, flight = run.train_state, run.runtime.flight
-    run.callbacks.before_step(run)
-    report, agreement = step.run(state, train_source, batch_size, exit_request)
+def _reads_at_once(run: TrainingRun) -> bool:
+    """Return whether the results of the launched iteration are needed before the next one is launched."""
+    config, iteration = run.config, run.train_state.iteration
+    intervals = (
+        config.logging.log_memory_interval,
+        config.logging.generate_interval,
+        config.validation.eval_interval,
+        config.validation.eval_tasks_interval,
+        config.checkpoint.save_interval,
+        config.training.exit_interval,
+    )
+    return (
+        # The first step may create state, and its time is not typical.
+        run.runtime.flight.iterations_done == 0
+        or run.log_interval.is_due(iteration)
+        or iteration == run.last_iteration
+        or any(is_due(interval, iteration) for interval in intervals)
+    )
+
+
+def _report_iteration(run: TrainingRun, log: _StepLog, report: StepReport, agreement: StepReduction) -> StepReduction:
+    """Report a trained iteration and log it; return the values that the ranks agreed on."""
+    flight = run.runtime.flight
     report = run.callbacks.measure(run, report)
-    flight.end_iteration(state.iteration, report.step_time_s)
+    flight.end_iteration(report.iteration, report.step_time_s)
     flight.ensure_not_given_up()  # Values read after the ranks agreed are logged from here on, so they must be valid.
     run.checkpoints.poll()
-    run.checkpoints.note_step(state.iteration, not report.is_skipped)
+    run.checkpoints.note_step(report.iteration, not report.is_skipped)
     run.callbacks.after_step(run, report)
     log.add(report)
-    num_microbatches = batch_size // (run.config.training.micro_batch_size * run.config.data_parallel_size)
+    per_microbatch = run.config.training.micro_batch_size * run.config.data_parallel_size
+    num_microbatches = report.global_batch_size // per_microbatch
     run.evaluations.step_s = report.step_time_s / num_microbatches
     return agreement
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.datasets import Batch, SkippedSamples
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
+from megatron.core.host_memory import Copied
 from megatron.core.models import Model
 from megatron.core.ops import DropoutSamples, weights_kept
 from megatron.core.optimizer import StepOutcome
@@ -163,9 +165,13 @@ def read_agreement(
     Raises:
         GivenUpError: communication was aborted meanwhile, so the sums are invalid.
     """
-    num_values = len(values)
     read = (values if read_along is None else torch.cat((values, read_along))).tolist()
     runtime.flight.ensure_not_given_up()
+    return _reduction_of(read, len(values), auxiliary_names)
+
+
+def _reduction_of(read: Sequence[float], num_values: int, auxiliary_names: Sequence[str]) -> StepReduction:
+    """Convert the values of `sum_over_ranks` that were read, and after them those that were read along."""
     loss_sum, num_tokens, signals, times, *sums_and_counts = read[:num_values]
     pairs = list(zip(sums_and_counts[::2], sums_and_counts[1::2]))
     auxiliary = {name: total / max(count, 1.0) for name, (total, count) in zip(auxiliary_names, pairs)}
@@ -241,6 +247,55 @@ class BegunStep:
     learning_rate: float
     decoupled_learning_rate: float | None
     loss_scale: float
+
+
+class _KeptMicrobatches:
+    """Source of micro-batches that keeps those it returns, to return them again."""
+
+    def __init__(self, source: MicrobatchSource) -> None:
+        self._source = source
+        self._kept: list[Batch] = []
+
+    def next(self) -> Batch:
+        self._kept.append(self._source.next())
+        return self._kept[-1]
+
+    def again(self) -> MicrobatchSource:
+        """Return a source of the same micro-batches."""
+        return _Repeated(iter(self._kept))
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    batches: Iterator[Batch]
+
+    def next(self) -> Batch:
+        return next(self.batches)
+
+
+@dataclass(frozen=True, eq=False)
+class _StepEnd:
+    """State of a run at the end of a step; ``iteration`` and ``consumed_samples`` count it."""
+
+    begun: BegunStep
+    iteration: int
+    consumed_samples: int
+    next_learning_rate: float
+    next_decoupled_learning_rate: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step whose results the host has not read: ``num_sums`` values of `sum_over_ranks`, then the optimizer's totals.
+
+    ``results`` is their copy to the host, and ``values`` keeps its source alive. ``source`` has the micro-batches.
+    """
+
+    end: _StepEnd
+    values: torch.Tensor
+    results: Copied
+    num_sums: int
+    source: _KeptMicrobatches
 
 
 class StepGuard(Protocol):
@@ -321,6 +376,14 @@ class TrainingStep:
         # The backward pass costs twice the forward pass; recomputed activations do not count.
         self._flops_per_sequence = 3.0 * parts.chunks[0].config.forward_flops_per_sequence(config.data.seq_length)
         self._peak_tflops = runtime.device.peak_tflops(config.model.params_dtype)
+        self.overlaps_results = config.training.overlap_step_results and runtime.device.is_cuda
+        """Whether the results of a step are read after the launch of the next, see `launch`."""
+        if self.overlaps_results:
+            self._copies = runtime.device.host_copies()
+            # False from the first step on whose gradients are not finite, so that no later step changes the weights.
+            self._is_sound = torch.ones((), dtype=torch.bool, device=runtime.device.torch_device)
+        self._newest: LaunchedStep | None = None
+        self._finish_time = -math.inf
 
     def run(
         self, train_state: TrainState, source: SampleSource, global_batch_size: int, exit_request: ExitRequest | None
@@ -341,11 +404,105 @@ class TrainingStep:
         expert_load = self._count_experts(outcome)
         if outcome.success:
             self.parts.scheduler.step(global_batch_size)
-        train_state.iteration += 1
-        train_state.consumed_train_samples += global_batch_size
+        self._advance(train_state, begun)
         train_state.skipped_iterations += not outcome.success
-        train_state.floating_point_operations_so_far += self._flops_per_sequence * global_batch_size
-        return self._report(begun, train_state, outcome, agreement, expert_load), agreement
+        return self._report(self._end(begun, train_state), outcome, agreement, expert_load), agreement
+
+    def launch(
+        self, train_state: TrainState, source: SampleSource, global_batch_size: int, exit_request: ExitRequest | None
+    ) -> LaunchedStep:
+        """Launch an iteration and advance ``train_state``, without waiting for the device.
+
+        Call `finish` for each launched step in order, at the latest after the launch of the next one. If the gradients
+        of a step are not finite, the device makes neither its update nor any later one.
+        """
+        begun = self._begin(train_state, source, global_batch_size)
+        if self._guard is not None:
+            self._guard.begin(begun)
+        kept = _KeptMicrobatches(source)
+        result = self.compute(kept, begun)
+        if self.parts.float8 is not None:
+            self.parts.float8.update(self.runtime.state.world, train_state.iteration)
+        optimizer = self.parts.optimizer
+        with self.timers("optimizer", log_level=1):
+            totals = optimizer.begin_step(self.timers, lambda norm: self._is_sound)
+        self._is_sound.logical_and_(totals[0] < math.inf)
+        sums = sum_over_ranks(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names)
+        values = torch.cat((sums, totals))
+        results = self._copies.to_host(values)
+        optimizer.begin_param_gather()
+        self.parts.scheduler.step(global_batch_size)
+        self._advance(train_state, begun)
+        self._newest = LaunchedStep(self._end(begun, train_state), values, results, len(sums), kept)
+        return self._newest
+
+    def finish(
+        self, launched: LaunchedStep, train_state: TrainState, source: SampleSource
+    ) -> tuple[StepReport, StepReduction]:
+        """Wait for a launched step, and return its results.
+
+        Raises:
+            TrainingError: a gradient is not finite. The weights and ``train_state`` are those before the step.
+        """
+        agreement = self._read(launched)
+        if not math.isfinite(agreement.read_along[0]):
+            self._fail(launched, agreement, train_state, source)
+        outcome = self.parts.optimizer.finish_step(agreement.read_along, gathers=False)
+        return self._report(launched.end, outcome, agreement, None), agreement
+
+    def finish_last(self, launched: LaunchedStep) -> StepReport | None:
+        """Return the report of a step after the launch of the next one has failed, or None if it has no valid results.
+
+        Other ranks need not call this.
+        """
+        if self.runtime.flight.is_given_up:
+            return None
+        agreement = self._read(launched)
+        if not math.isfinite(agreement.read_along[0]):
+            return None
+        outcome = self.parts.optimizer.finish_step(agreement.read_along, gathers=False)
+        return self._report(launched.end, outcome, agreement, None)
+
+    def _read(self, launched: LaunchedStep) -> StepReduction:
+        self._copies.wait_on_host(launched.results)
+        read = launched.results.tensor.tolist()
+        self.runtime.flight.ensure_not_given_up()
+        return _reduction_of(read, launched.num_sums, self.parts.chunks[0].auxiliary_loss_names)
+
+    def _fail(
+        self, launched: LaunchedStep, agreement: StepReduction, train_state: TrainState, source: SampleSource
+    ) -> NoReturn:
+        """Raise the error of a step whose gradients are not finite; all ranks must call this."""
+        begun = launched.end.begun
+        num_samples = train_state.consumed_train_samples - begun.consumed_samples
+        train_state.iteration, train_state.consumed_train_samples = begun.iteration, begun.consumed_samples
+        train_state.floating_point_operations_so_far -= self._flops_per_sequence * num_samples
+        self.parts.scheduler.step(-num_samples)
+        if launched is not self._newest:
+            # The gradients are those of the next step.
+            self.compute(launched.source.again(), begun)
+            if math.isfinite(self.parts.optimizer.measure()):
+                raise TrainingError(
+                    "a gradient was not finite before the optimizer step, but all are finite if the step is computed "
+                    f"again; no parameter was changed {self.name_samples(source, begun)}"
+                )
+        self._outcome(agreement, True, begun, source)
+        raise AssertionError("a step with gradients that are not finite is an error")
+
+    def _end(self, begun: BegunStep, train_state: TrainState) -> _StepEnd:
+        scheduler = self.parts.scheduler
+        return _StepEnd(
+            begun,
+            train_state.iteration,
+            train_state.consumed_train_samples,
+            scheduler.learning_rate,
+            scheduler.decoupled_learning_rate,
+        )
+
+    def _advance(self, train_state: TrainState, begun: BegunStep) -> None:
+        train_state.iteration += 1
+        train_state.consumed_train_samples += begun.global_batch_size
+        train_state.floating_point_operations_so_far += self._flops_per_sequence * begun.global_batch_size
 
     def _count_experts(self, outcome: StepOutcome) -> LoadReport | None:
         """Update the experts' biases after an optimizer step, and return the tokens per expert in MoE models."""
@@ -452,19 +609,21 @@ class TrainingStep:
 
     def _report(
         self,
-        begun: BegunStep,
-        train_state: TrainState,
+        end: _StepEnd,
         outcome: StepOutcome,
         agreement: StepReduction,
         expert_load: LoadReport | None,
     ) -> StepReport:
-        parts, config = self.parts, self.config
-        elapsed_s = time.perf_counter() - begun.start_time
+        parts, config, begun = self.parts, self.config, end.begun
+        now = time.perf_counter()
+        # A step that was launched before the end of the last one takes the time since then.
+        elapsed_s = now - max(begun.start_time, self._finish_time)
+        self._finish_time = now
         flops = self._flops_per_sequence * begun.global_batch_size
         tflops = flops / elapsed_s / self.runtime.state.world_size / 1e12
         return StepReport(
-            iteration=train_state.iteration,
-            consumed_samples=train_state.consumed_train_samples,
+            iteration=end.iteration,
+            consumed_samples=end.consumed_samples,
             global_batch_size=begun.global_batch_size,
             num_tokens=agreement.num_tokens,
             lm_loss=agreement.lm_loss,
@@ -472,9 +631,9 @@ class TrainingStep:
             auxiliary=agreement.auxiliary if expert_load is None else {**agreement.auxiliary, **expert_load.numbers()},
             expert_load=expert_load,
             learning_rate=begun.learning_rate,
-            next_learning_rate=parts.scheduler.learning_rate,
+            next_learning_rate=end.next_learning_rate,
             decoupled_learning_rate=begun.decoupled_learning_rate,
-            next_decoupled_learning_rate=parts.scheduler.decoupled_learning_rate,
+            next_decoupled_learning_rate=end.next_decoupled_learning_rate,
             loss_scale=begun.loss_scale,
             next_loss_scale=parts.optimizer.loss_scale,
             grad_norm=outcome.grad_norm,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         EXPERT_SHAPES,
         LATENT_SHAPES,
         PREDICTION_SHAPES,
+        SPARSE_SHAPES,
         attention_matrix,
         expert_matrix,
         latent_matrix,
@@ -35,8 +36,8 @@ __getattr__ = lazy_exports(
         "communication_replay": "communication_problems",
         "hybrid_cells": "HYBRID_SHAPES hybrid_matrix",
         "model_cells": (
-            "ATTENTION_SHAPES EXPERT_SHAPES LATENT_SHAPES PREDICTION_SHAPES attention_matrix expert_matrix "
-            "latent_matrix prediction_matrix"
+            "ATTENTION_SHAPES EXPERT_SHAPES LATENT_SHAPES PREDICTION_SHAPES SPARSE_SHAPES attention_matrix "
+            "expert_matrix latent_matrix prediction_matrix"
         ),
         "random_cells": "fuzz",
         "traffic": "Traffic TrafficSum Volume",

@@ -44,6 +44,13 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
         *("--window-attn-skip-freq", "3", "--rotary-base-local", "500"),
     ),
+    "gemma4": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "sandwich", "--scale-embeddings", "--qk-layernorm", "--v-layernorm", "--layer-scalar"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0", "--window-attn-skip-freq", "2"),
+        *("--global-kv-channels", "8", "--global-num-query-groups", "1", "--attention-k-eq-v", "--softmax-scale", "1"),
+        *("--rotary-base-local", "500", "--rope-type", "proportional", "--rotary-percent", "0.5"),
+    ),
     "neox": (
         *("--position-embedding-type", "rope", "--rotary-percent", "0.67", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
@@ -75,7 +82,7 @@ POSITION_PARTS = (
     *("--activation-func", "relu"),
 )
 """Sinusoidal positions from row 2 on, and ReLU, as in XGLM and OPT."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "cohere", "bloom", "apertus")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3", "gemma4", "cohere", "bloom", "apertus")
 """Shapes of further model families, each with the features of its family."""
 
 DATA: dict[str, tuple[str, ...]] = {
@@ -379,6 +386,7 @@ def _families() -> Iterator[Cell]:
         for exchange in EXCHANGES:
             yield make_cell(shape, Layout(cp=2, cp_comm_type=exchange), "packed")
             yield make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type=exchange))
+    yield make_cell("gemma4", Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params", overlap=True))
     for extra in (END_PARTS, END_PARTS[:3]):
         yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2), extra=extra)
         yield make_cell("gpt2", Layout(dp=2, sharding="optim_grads_params"), extra=extra)

@@ -50,6 +50,8 @@ SPARSEMIXER = (
 )
 """SparseMixer routing in which several experts are within reach, and attention biases, as in Phi-MoE."""
 
+EXPERT_NORMS = ("--moe-expert-norms", "--moe-router-norm", "--moe-router-expert-scale", "--norm-placement", "sandwich")
+"""Norms of experts and of the shared expert, and the router's, as in Gemma 4."""
 SQRTSOFTPLUS = ("--moe-router-score-function", "sqrtsoftplus")
 
 
@@ -88,7 +90,9 @@ DISPATCHERS = ("alltoall", "allgather")
 def expert_matrix() -> list[Cell]:
     """Return the test cases of MoE models that every release must pass, without duplicates."""
     cells = [
-        cell for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _at_random) for cell in family()
+        cell
+        for family in (_spread, _mixed, _kept, _dropped, _global, _sparsemixer, _normalized, _at_random)
+        for cell in family()
     ]
     return list({cell.name: cell for cell in cells}.values())
 
@@ -175,6 +179,18 @@ def _global() -> Iterator[Cell]:
         yield make_expert_cell("mixtral", replace(layout, expert_flags=flags), extra=extra)
 
 
+def _normalized() -> Iterator[Cell]:
+    """Yield experts whose inputs and outputs are normalized apart from the shared expert's."""
+    whole = ExpertLayout(tp=2, cp=2, ep=4, etp=1, sequence_parallel=True)
+    for layout in (
+        ExpertLayout(tp=2, etp=1, dispatcher="allgather"),
+        ExpertLayout(tp=2, pp=2, dp=2, ep=2, sharding="optim_grads", overlap=True),
+        replace(whole, recompute=("selective", "core_attn", "layernorm", "moe")),
+        replace(whole, recompute=("full", "uniform", "1"), expert_flags=("--moe-shared-expert-overlap",)),
+    ):
+        yield make_expert_cell("deepseek-experts", layout, extra=EXPERT_NORMS)
+
+
 def _sparsemixer() -> Iterator[Cell]:
     """Yield SparseMixer routing at several kinds of layouts."""
     for layout in (
@@ -215,9 +231,23 @@ LATENT_SHAPES: dict[str, tuple[str, ...]] = {
 """MLA model shapes by name: the flags that each adds to the base command line."""
 
 
+_SPARSE = (
+    *("--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "5", "--dsa-indexer-head-dim", "7"),
+    *("--dsa-indexer-topk", "6", "--dsa-indexer-loss-coeff", "0.3"),
+)
+SPARSE_SHAPES: dict[str, tuple[str, ...]] = {
+    "sparse": (*LATENT_SHAPES["latent"], *_SPARSE, "--mtp-num-layers", "1"),
+    "sparse-shared": (
+        *(*LATENT_SHAPES["latent-wide-values"], *_SPARSE, "--dsa-indexer-layer-freq", "2"),
+        "--dsa-indexer-use-sparse-loss",
+    ),
+}
+"""Shapes of DeepSeek sparse attention (DSA): every layer has an indexer, or every second one; with both losses."""
+
+
 def make_latent_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
     """Create the test case of an MLA shape at a layout; ``extra`` flags also apply to the reference."""
-    cell = make_cell("gpt2", layout, data, (*LATENT_SHAPES[shape], *extra))
+    cell = make_cell("gpt2", layout, data, (*(LATENT_SHAPES | SPARSE_SHAPES)[shape], *extra))
     further = "".join(f" {flag}" for flag in extra)
     return replace(cell, name=f"{shape} {data} {layout.name}{further}")
 
@@ -241,9 +271,30 @@ _LATENT_LAYOUTS = (
 )
 
 
+_SPARSE_LAYOUTS = (
+    *(layout for layout in _LATENT_LAYOUTS if layout.cp == 1),
+    Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params", overlap=True),
+    Layout(dp=2, sharding="optim_grads", overlap=True),
+    Layout(tp=2, sequence_parallel=True, recompute=("selective", "core_attn", "mla_up_proj")),
+    Layout(pp=2, recompute=("full", "block", "1")),
+)
+
+
 def latent_matrix() -> list[Cell]:
-    """Return the test cases of MLA models that every release must pass."""
-    return list(_latent_cells())
+    """Return the test cases of MLA models, with DSA too, that every release must pass."""
+    return [*_latent_cells(), *_sparse_cells()]
+
+
+def _sparse_cells() -> Iterator[Cell]:
+    for shape in SPARSE_SHAPES:
+        for layout in _SPARSE_LAYOUTS:
+            yield make_latent_cell(shape, layout)
+        for layout in (Layout(dp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
+            yield make_latent_cell(shape, layout, "packed")
+    yield make_latent_cell("sparse", Layout(pp=2, virtual_stages=2), extra=DROPOUT)
+    yield make_latent_cell("sparse", Layout(tp=2, dp=2, overlap=True), extra=("--dsa-indexer-loss-coeff", "0"))
+    for layout in (ExpertLayout(pp=2, dp=2, ep=2), ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)):
+        yield make_expert_cell("deepseek-experts", layout, extra=SPARSE_SHAPES["sparse"])
 
 
 def _latent_cells() -> Iterator[Cell]:

@@ -43,14 +43,15 @@ def kept_by_head_norms(
     """Return what a layer keeps of each token because queries and keys are normalized; 0 where they are not.
 
     The projection's output stays whole, as values are a part of it, unless ``is_copied`` says that an exchange has
-    copied them; a fused norm of keys needs it in any case, and has a copy of queries where several share a key.
+    copied them, or they are normalized; a fused norm of keys needs it in any case, and has a copy of queries where
+    several share a key.
     """
     if not config.qk_layernorm or config.mla.multi_latent_attention:
         return 0
     wide, queries, keys = max(element, 4), heads * config.kv_channels, groups * config.kv_channels
     if config.qk_layernorm_across_heads or is_plain:
         vectors = 2 if config.qk_layernorm_across_heads else heads + groups
-        unchanged = 0 if is_copied else (queries + keys) * element
+        unchanged = 0 if is_copied or config.v_layernorm else (queries + keys) * element
         return unchanged + (queries + keys) * (wide + before_weight(config, element)) + vectors * wide
     unchanged = queries + keys * (2 if is_copied else 1) + queries * (heads > groups)
     return unchanged * element + (heads + groups) * norm_numbers(config) * wide

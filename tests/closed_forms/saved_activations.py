@@ -58,6 +58,7 @@ def saved_bytes(
     Without a number it is a layer in fp8, if the model has one. With full recompute only ``stream`` is left, which the
     first layer of each group keeps.
     """
+    config = config.of_layer(layer_number or 0)
     tp, element = config.tensor_model_parallel_size, ELEMENT_BYTES[config.params_dtype]
     tokens = seq_length // config.context_parallel_size * micro_batch_size
     rows = tokens // tp if config.sequence_parallel else tokens
@@ -131,6 +132,7 @@ def saved_bytes(
         "norm numbers": (num_norms and num_reads) * rows * wide * norm_numbers(config),
         "norm outputs": norm_outputs,
         "norms behind": kept_behind(config, rows, element),
+        "before the scalar": hidden * config.layer_scalar,
         "norms of queries and keys": tokens
         * kept_by_head_norms(config, heads, groups, element, is_plain=False, is_copied=is_copied),
         **attention,

@@ -28,6 +28,7 @@ def saved_on_cpu(
     all three.
     """
     parts = dict(saved_bytes(model, seq_length, micro_batch_size, layer_number))
+    model = model.of_layer(layer_number or 0)
     if model.recompute_granularity == "full":
         return parts
     t, element = model.tensor_model_parallel_size, ELEMENT_BYTES[model.params_dtype]
@@ -52,6 +53,7 @@ def saved_on_cpu(
     heads, groups = model.num_attention_heads // t, key_value_width(model) // model.head_width
     of_heads = kept_by_head_norms(model, heads, groups, element, is_plain=is_plain, is_copied=exchange != "p2p")
     parts["norms of queries and keys"] = tokens * of_heads
+    parts["values in float32"] = tokens * key_value_width(model) * _WIDE * model.v_layernorm
     if latent:
         shared = "" if exchange == "p2p" else exchange
         in_float8 = is_in_float8(model, layer_number)

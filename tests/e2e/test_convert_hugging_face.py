@@ -268,6 +268,8 @@ OTHERS = (
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm", "apertus"),
     *("hunyuan_dense", "hunyuan_moe", "minimax_m2", "phimoe", "dots1", "nemotron", "ernie4_5_moe"),
     *("qwen3_5", "qwen3_5_moe", "kimi_linear"),
+    *("gemma4", "gemma4_values", "gemma4_moe"),
+    *("deepseek_v32", "glm_moe_dsa"),
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
@@ -286,12 +288,15 @@ def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", [*TRAINED, *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
 def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"num_hidden_layers": 4}
-    if kind in ("gemma2", "gemma3"):
+    if kind in ("gemma2", "gemma3", "gemma4"):
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
     if kind in ("olmo3", "exaone4", "cohere2", "ministral", "exaone_moe"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     if kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid", "granite_hybrid_dense"):
         changes |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+    if kind == "gemma4_values":
+        changes["layer_types"] = ["sliding_attention"] * 2 + ["full_attention"] * 2
+        changes["per_layer_config"] = {layer: {"head_dim": 10, "num_key_value_heads": 6} for layer in (2, 3)}
     if kind == "kimi_linear":
         changes["linear_attn_config"] = KINDS[kind]["linear_attn_config"] | {
             "kda_layers": [1, 3, 4],
@@ -301,6 +306,8 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
         changes |= {"attention_types": [[["global", "local"], 2]], "num_layers": 4}
     if kind == "glm4_moe_lite":
         changes |= {"mlp_layer_types": ["sparse", "dense"] * 2}
+    if kind == "glm_moe_dsa":
+        changes |= {"mlp_layer_types": ["sparse", "dense"] * 2, "indexer_types": ["full", "shared"] * 2}
     if kind == "smollm3":
         changes |= {"no_rope_layers": [1, 0, 1, 0]}
     if kind == "gpt_oss":
@@ -309,7 +316,9 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
     folders = f"--load {tmp_path / 'native'} --save {tmp_path / 'run'} --vocab-size {KINDS[kind]['vocab_size'] - 1}"
     experts = SPREAD if any("experts" in name and value for name, value in KINDS[kind].items()) else ""
-    fork_training([*TRAINING.split(), *FLAGS.split(), *folders.split(), *experts.split()], 4).check()
+    indexers = "--dsa-indexer-loss-coeff 1e-2" if "index_topk" in KINDS[kind] else ""
+    words = f"{folders} {experts} {indexers}".split()
+    fork_training([*TRAINING.split(), *FLAGS.split(), *words], 4).check()
     # Bits are compared, and logits with those of AutoModelForCausalLM: within 1e-5.
     lines = run_converter(tmp_path / "run", tmp_path / "back", "--saver hf --test-logits")
     assert any("transformers package" in line for line in lines)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from megatron.core.ops.fp8_groups import PaddedGroups
+from megatron.core.ops.fp8_quantizers import Float8Recipe, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -25,6 +27,9 @@ from megatron.core.ops.fp8_tensor import (
     device_product,
     quantize,
 )
+from megatron.core.ops.gemm import RowEnds
+from megatron.core.parallel_config import Fp8Config
+from megatron.core.transformer.moe.grouped_experts import _Float8Groups, float8_grouped_linear
 from tests.emulated_cuda.activation import load_bindings
 
 GPU = torch.cuda.get_device_capability()[0]
@@ -383,3 +388,26 @@ def test_scaled_groups() -> None:
         torch._scaled_grouped_mm(x, weight, scale(31), scale_weight, offs)
     with pytest.raises(ValueError, match="Expected mat_a to be Float8_e4m3 matrix"):
         torch._scaled_grouped_mm(x.to(E5M2), weight, scale_x, scale_weight, offs)
+
+
+@needs_fp8
+def test_experts_that_are_multiplied_at_once_are_those_one_by_one() -> None:
+    counts = (5, 0, 33, 16)
+    recipe = Float8Recipe.of(Fp8Config(fp8_format="e4m3", fp8_recipe="rowwise"))
+    quantizers = [Fp8Quantizers(recipe) for _ in counts]
+    results = []
+    for is_at_once in (True, False):
+        torch.manual_seed(5)
+        x = torch.randn(sum(counts), 64, device="cuda").bfloat16().requires_grad_()
+        weight = (torch.randn(4, 32, 64, device="cuda") / 8).bfloat16().requires_grad_()
+        if is_at_once:
+            ends = RowEnds(torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32))
+            groups = PaddedGroups.of(ends, len(x), x.device)
+            output = _Float8Groups.apply(x, weight, groups, quantizers[0], None)
+        else:
+            output = float8_grouped_linear(x, weight, None, counts, quantizers, adds_bias=False, library="auto")
+        output.backward(torch.randn(output.shape, device="cuda").bfloat16())
+        results.append((output, x.grad, weight.grad))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-2)
+    assert results[0][2][1].eq(0).all()

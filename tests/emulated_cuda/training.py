@@ -45,10 +45,15 @@ def run_on_device(argv: Sequence[str], faults: Faults) -> int:
 
 
 def train_on_device(
-    args: Sequence[str | Path], nproc: int = 1, gpu: str = "h100", faults: Faults = NO_FAULTS
+    args: Sequence[str | Path],
+    nproc: int = 1,
+    gpu: str = "h100",
+    faults: Faults = NO_FAULTS,
+    *,
+    triton: bool = False,
 ) -> ForkedRun:
     """Train with the command line of ``pretrain_gpt.py`` on emulated devices; fail with the output on an error."""
-    return fork_training(args, nproc, faults, TIMEOUT_S, run_on_device, settings(gpu)).check()
+    return fork_training(args, nproc, faults, TIMEOUT_S, run_on_device, settings(gpu, triton=triton)).check()
 
 
 def operators_of(run: ForkedRun) -> set[str]:

@@ -209,7 +209,7 @@ class _FaultyForwardStep:
         result = self._compute(batch, model, hidden)
         if batch.labels is None or not isinstance(result, MicrobatchLoss):
             return result
-        if any(bool((batch.labels == labels).all(dim=1).any()) for labels in self.poisoned_labels):
+        if any(bool((batch.labels.cpu() == labels).all(dim=1).any()) for labels in self.poisoned_labels):
             return dataclasses.replace(result, loss_sum=result.loss_sum * self.faults.poison)
         return result
 

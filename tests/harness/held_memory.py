@@ -179,11 +179,11 @@ def counted_flops(plan: Plan, cores: int = 0) -> float:
     the number of score matrices per layer that are in memory.
     """
     model, s = plan.model, plan.seq_length
-    of_scores = 4.0 * model.query_projection_size
-    if model.mla.multi_latent_attention:
-        of_scores = 2.0 * model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-    num_layers = model.num_layers + model.mtp.mtp_depth
-    windows = [model.layer_windows[model.kind_of(number)] or s for number in range(num_layers)]
-    used = sum(window * (s - window / 2) for window in windows)
-    counted = model.forward_flops_per_sequence(s) + of_scores * (cores * num_layers * s * s - used)
+    counted = model.forward_flops_per_sequence(s)
+    for number in range(model.num_layers + model.mtp.mtp_depth):
+        of_scores = 4.0 * model.of_layer(number).query_projection_size
+        if model.mla.multi_latent_attention:
+            of_scores = 2.0 * model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
+        window = model.layer_windows[model.kind_of(number)] or s
+        counted += of_scores * (cores * s * s - window * (s - window / 2))
     return 3.0 * plan.global_batch_size * counted

@@ -86,15 +86,22 @@ def tensor_name(weight: str, part: str, tensor: str) -> str:
     return f"{weight.removesuffix('.weight')}.adapters.{part}.{tensor}"
 
 
-def part_rows(config: GPTConfig, part: str, num_rows: int) -> tuple[RowRange, ...]:
-    """Map the rows of a weight with ``num_rows`` that form a part to the rows of the part."""
+_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
+
+
+def part_rows(config: GPTConfig, weight: str, part: str, num_rows: int) -> tuple[RowRange, ...]:
+    """Map the rows of a named weight with ``num_rows`` that form a part to the rows of the part."""
     if part == WHOLE:
         return (RowRange(0, 0, num_rows),)
     if part in GATE_UP:
         width = num_rows // len(GATE_UP)
         return (RowRange(GATE_UP.index(part) * width, 0, width),)
     assert part in QUERY_KEY_VALUE, f"a linear layer has no part {part}"
-    fused = query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels)
+    # A layer of a multi-token prediction (MTP) module has the shape of the last layer.
+    layer = _LAYER.match(weight)
+    own = config.of_layer(int(layer[1]) if layer else config.num_layers)
+    heads, groups, has_values = config.num_attention_heads, own.num_query_groups, not own.attention_k_eq_v
+    fused = query_key_value_rows(heads, groups, own.kv_channels, has_values=has_values)
     return tuple(RowRange(start, part_start, count) for kind, start, part_start, count in fused if kind == part)
 
 
@@ -106,7 +113,7 @@ def stored_adapters(source: CheckpointSource, config: GPTConfig) -> Iterator[Sto
             weight = f"{match[1]}.weight"
             # Weights of experts are stacked, and their rows are counted per expert.
             num_rows = source.tensors[weight].global_shape[-2]
-            yield StoredAdapter(weight, match[2], part_rows(config, match[2], num_rows))
+            yield StoredAdapter(weight, match[2], part_rows(config, weight, match[2], num_rows))
 
 
 _DIMS = 2
@@ -276,7 +283,7 @@ class PeftSource:
                 )
             part = _part_of(module, out_features)
             parts_of.setdefault(module.weight, set()).add(part)
-            rows = paired_rows(module.rows, part_rows(config, part, out_features))
+            rows = paired_rows(module.rows, part_rows(config, module.weight, part, out_features))
             for letter, shape in (("A", (rank, in_features)), ("B", (module.num_rows, rank))):
                 own_name = tensor_name(module.weight, part, f"lora_{letter}")
                 origin = module.tensor(letter), rows if letter == "B" else []

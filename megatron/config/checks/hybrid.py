@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from megatron.config import RunConfig
-from megatron.config.checks.parallelism import Check, divisors
+from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
 from megatron.core.config_base import field_specs
 from megatron.core.context_parallel import copies_of_key_value_heads
-from megatron.core.errors import choices
+from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,
@@ -18,8 +18,10 @@ from megatron.core.transformer import (
     MAMBA,
     MOE,
     NAMES_OF_RECURRENCES,
+    SPARSE_ATTENTION,
     HybridConfig,
     LayerParts,
+    MLAConfig,
     RotaryConfig,
 )
 
@@ -32,6 +34,7 @@ _PREFIXES = {
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
+    *("v_layernorm", "attention_k_eq_v", "global_kv_channels", "global_num_query_groups"),
     *("add_qkv_bias", "disable_qkv_bias", "add_proj_bias", "disable_proj_bias"),
 )
 _OF_FEED_FORWARD = (*GATED_ACTIVATIONS, "xielu", "mlp_output_multiplier")
@@ -66,7 +69,7 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
     model, hybrid = config.model, config.model.hybrid
     if not hybrid.is_hybrid:
         return
-    if hybrid.experimental_attention_variant is not None:
+    if hybrid.has_linear_attention:
         if hybrid.hybrid_override_pattern is not None:
             yield (
                 f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
@@ -89,8 +92,7 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
         elif f"{error}" not in _moe_problem(model):
             yield f"--linear-attention-freq {hybrid.linear_attention_freq}: {error}"
         return
-    is_linear = hybrid.experimental_attention_variant is not None
-    if is_linear and not any(each.mixer in LINEAR_ATTENTION for each in parts):
+    if hybrid.has_linear_attention and not any(each.mixer in LINEAR_ATTENTION for each in parts):
         yield (
             f"--linear-attention-freq {hybrid.linear_attention_freq} gives linear attention to none of the "
             f"{model.num_layers} layers; use a list with a 1, or omit {_given(model)}"
@@ -294,7 +296,89 @@ def _check_unsupported(config: RunConfig) -> Iterator[str]:
         yield f"{_given(model)} is not supported with {name} yet; omit {name}"
 
 
+_NEEDED_BY_SPARSE = {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048}
+"""Flags that DSA needs, with the values of DeepSeek-V3.2."""
+
+
+def _check_sparse(config: RunConfig) -> Iterator[str]:
+    """Reject DSA without its flags, flags of DSA without it, and what its attention does not support."""
+    model = config.model
+    specs = {spec.name: spec for spec in field_specs(MLAConfig) if spec.name.startswith("dsa_")}
+    given = f"--experimental-attention-variant {SPARSE_ATTENTION}"
+    if not model.has_sparse_attention:
+        for name, spec in specs.items():
+            if getattr(model.mla, name) != spec.default and model.hybrid.experimental_attention_variant is not None:
+                yield f"{spec.typed(getattr(model.mla, name))} has no effect without {given}; omit it"
+        return
+    if not model.mla.multi_latent_attention:
+        yield f"{given} needs --multi-latent-attention; add it"
+    for name, usual in _NEEDED_BY_SPARSE.items():
+        if getattr(model.mla, name) is None:
+            yield f"{given} needs {specs[name].flags[0]}; DeepSeek-V3.2 has {usual}"
+    if model.mla.dsa_indexer_loss_coeff is None and not config.training.skip_train:
+        yield (
+            f"{given} needs --dsa-indexer-loss-coeff, without which the indexer is not trained; pass 1e-2, or 0 to "
+            "keep a trained indexer as it is"
+        )
+    rotary, width = model.mla.qk_pos_emb_head_dim, model.mla.dsa_indexer_head_dim
+    if width is not None and width < rotary and model.position_embedding_type == "rope":
+        yield (
+            f"--dsa-indexer-head-dim {width} is below --qk-pos-emb-head-dim {rotary}, the channels that are rotated; "
+            f"use {rotary} or more"
+        )
+    yield from _check_indexers(config)
+    pattern = model.hybrid.hybrid_override_pattern
+    others = {
+        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
+        f"--window-size {model.window_size}": model.window_size is not None,
+        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
+        f"--attn-logit-softcapping {model.attn_logit_softcapping}": model.attn_logit_softcapping is not None,
+        f"--attention {model.attention}": model.attention != "self_attention",
+        f"--linear-attention-freq {model.hybrid.linear_attention_freq}": model.hybrid.linear_attention_freq is not None,
+        f"--hybrid-override-pattern {pattern}": pattern is not None,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            yield f"{given} is not supported with {name}; omit {name}"
+
+
+def _check_indexers(config: RunConfig) -> Iterator[str]:
+    """Reject layers without an indexer that do not follow one in their model chunk."""
+    model = config.model
+    given = f"--dsa-indexer-layer-freq {model.mla.dsa_indexer_layer_freq}"
+    try:
+        has_indexer = model.layers_with_indexer
+    except ValueError as error:
+        yield f"{given}: {error}"
+        return
+    if all(has_indexer):
+        return
+    try:
+        stages = config.stage_layout
+    except ConfigurationError:
+        return  # The check of the layout reports it.
+    for rank in range(model.pipeline_model_parallel_size):
+        for chunk in stages.chunks(rank):
+            if chunk.layer_numbers and not has_indexer[chunk.layer_numbers[0]]:
+                yield (
+                    f"{given}: layer {chunk.layer_numbers[0] + 1} has no indexer, but starts a pipeline stage "
+                    f"({stages.describe()}), which does not receive the keys that earlier layers selected; use stages "
+                    "that start with an indexer"
+                )
+                return
+
+
 HYBRID_CHECKS = (
+    Check(
+        (
+            *LAYOUT_FIELDS,
+            *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "skip_train"),
+            *("multi_latent_attention", "qk_pos_emb_head_dim", "position_embedding_type", "context_parallel_size"),
+            *(spec.name for spec in field_specs(MLAConfig) if spec.name.startswith("dsa_")),
+            *("window_size", "softmax_type", "attn_logit_softcapping", "attention"),
+        ),
+        _check_sparse,
+    ),
     Check(
         (
             *("num_layers", "experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern"),

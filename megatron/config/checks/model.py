@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
-from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
+from megatron.config.checks.parallelism import (
+    ATTENTION_SHAPE,
+    LAYOUT_FIELDS,
+    Check,
+    attention_shapes,
+    divisors,
+    query_groups,
+)
 from megatron.core.config_base import field_specs, field_value, with_fields
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
@@ -71,12 +78,13 @@ def _check_gate(config: RunConfig) -> Iterator[str]:
 
 def _check_query_groups(config: RunConfig) -> Iterator[str]:
     model = config.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if groups > 0 and heads > 0 and heads % groups != 0:
-        yield (
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
-            f"numbers of groups that work: {divisors(heads, heads)}"
-        )
+    heads = model.num_attention_heads
+    for flag, groups in query_groups(model).items():
+        if groups > 0 and heads > 0 and heads % groups != 0:
+            yield (
+                f"--num-attention-heads {heads} is not divisible by {flag} {groups}; "
+                f"numbers of groups that work: {divisors(heads, heads)}"
+            )
 
 
 def _check_positions(config: RunConfig) -> Iterator[str]:
@@ -117,13 +125,15 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
-    elif not model.mla.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
-        yield (
-            f"rotary position embeddings rotate {model.rotary_dim} of the {model.kv_channels} channels per head, but "
-            "need an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
-            f"{1.0 if model.kv_channels % 2 == 0 else 2 / model.kv_channels}"
-        )
-    elif model.rotary_ntk_alpha != 1.0 and model.rotary_dim == 2:
+    elif not model.mla.multi_latent_attention:
+        for own, flag, _ in attention_shapes(model):
+            if own.rotary_dim == 0 or own.rotary_width % 2:
+                yield (
+                    f"rotary position embeddings rotate {own.rotary_dim} of the {own.kv_channels} channels per head, "
+                    f"but need an even number; change {flag} or --num-attention-heads, or use --rotary-percent "
+                    f"{1.0 if own.kv_channels % 2 == 0 else 2 / own.kv_channels}"
+                )
+    if model.rotary_ntk_alpha != 1.0 and model.rotary_dim == 2:
         yield (
             f"--rotary-ntk-alpha {model.rotary_ntk_alpha} scales the frequencies of 4 or more rotated channels per "
             "head, but the heads have 2; increase --kv-channels or --rotary-percent, or omit it"
@@ -146,6 +156,15 @@ def _check_windows(config: RunConfig) -> Iterator[str]:
         _ = model.layer_windows
     except ValueError as error:
         yield f"--window-attn-skip-freq {model.window_attn_skip_freq}: {error}"
+        return
+    if all(model.layer_windows):
+        given = {
+            "--global-kv-channels": model.global_kv_channels is not None,
+            "--global-num-query-groups": model.global_num_query_groups is not None,
+            "--attention-k-eq-v": model.attention_k_eq_v,
+        }
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            yield f"{flag} has no effect, because every layer has a window; omit it, or set --window-attn-skip-freq"
 
 
 def _check_norms(config: RunConfig) -> Iterator[str]:
@@ -160,6 +179,13 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
             f"--apply-layernorm-1p is not supported with --normalization {model.normalization}, which a script "
             "registered; omit it"
         )
+    without_weight = {"--v-layernorm": model.v_layernorm, "--moe-router-norm": model.moe.moe_router_norm}
+    for flag in (flag for flag, is_given in without_weight.items() if is_given):
+        if is_registered("normalization", model.normalization):
+            yield (
+                f"{flag} is not supported with --normalization {model.normalization}, which a script registered; "
+                "omit it"
+            )
     if model.norm_parameters != "all" and is_registered("normalization", model.normalization):
         yield (
             f"--norm-parameters {model.norm_parameters} is not supported with --normalization {model.normalization}, "
@@ -297,7 +323,8 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
     widths = {"--hidden-size": (model.hidden_size, 1)}
     mixers = _mixers(model)
     if ATTENTION in mixers:
-        widths["--num-attention-heads x --kv-channels"] = model.context_size, tp
+        for own, flag, _ in attention_shapes(model):
+            widths[f"--num-attention-heads x {flag}"] = own.context_size, tp
     if not mixers.isdisjoint(LINEAR_ATTENTION):
         widths["--linear-num-value-heads x --linear-value-head-dim"] = model.hybrid.linear_value_size, tp
     if KIMI_DELTA_ATTENTION in mixers:
@@ -348,7 +375,8 @@ def _check_parameters(config: RunConfig) -> Iterator[str]:
     ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
     if ranks < 1:
         return
-    attention = model.hidden_size * 2 * (model.query_projection_size + model.kv_projection_size)
+    shapes = [shape for shape, _, _ in attention_shapes(model)]
+    attention = model.hidden_size * 2 * max(own.query_projection_size + own.kv_projection_size for own in shapes)
     feed_forward = model.hidden_size * model.ffn_hidden_size * (3 if model.is_gated else 2)
     rows = model.vocab_size or config.tokenizer.vocab_size or 0
     if model.position_embedding_type == "learned_absolute":
@@ -378,7 +406,7 @@ def _check_activations(config: RunConfig) -> Iterator[str]:
 MODEL_CHECKS = (
     Check(
         (
-            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", *ATTENTION_SHAPE),
             *("vocab_size", "max_position_embeddings", *MODEL_SIZE_NAMES),
         ),
         _check_parameters,
@@ -386,7 +414,7 @@ MODEL_CHECKS = (
     Check(("seq_length", "micro_batch_size", "hidden_size", "context_parallel_size"), _check_activations),
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
-    Check(("num_attention_heads", "num_query_groups"), _check_query_groups),
+    Check(("num_attention_heads", *ATTENTION_SHAPE), _check_query_groups),
     Check(
         (
             *("seq_length", "max_position_embeddings", "position_embedding_type", "position_embedding_offset"),
@@ -397,15 +425,15 @@ MODEL_CHECKS = (
     Check(("seq_length",), _check_sequence_length),
     Check(
         (
-            *("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
-            *("rotary_ntk_alpha", "qk_layernorm_after_rope"),
+            *("hidden_size", "num_attention_heads", "rotary_percent", "position_embedding_type"),
+            *("rotary_ntk_alpha", "qk_layernorm_after_rope", *ATTENTION_SHAPE),
         ),
         _check_rotary,
     ),
-    Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl"), _check_norms),
+    Check(("normalization", "norm_placement", "norm_parameters", "transformer_impl", "v_layernorm"), _check_norms),
     Check(("glu_linear_offset", "activation_func_clamp_value", "mlp_gate_multiplier"), _check_gate),
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
-    Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
+    Check(("num_layers", "window_size", "window_attn_skip_freq", *ATTENTION_SHAPE), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
     Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS, *_PATTERN), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
@@ -427,8 +455,8 @@ MODEL_CHECKS = (
                 "hidden_size",
                 "num_attention_heads",
             ),
-            *("kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-            *LAYOUT_FIELDS,
+            *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+            *(*ATTENTION_SHAPE, *LAYOUT_FIELDS),
         ),
         _check_quantized_base,
     ),
@@ -540,6 +568,8 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
 
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
+    if model.rope.rope_type == "proportional":
+        yield from _check_proportional(model)
     if model.mla.multi_latent_attention:
         for spec in field_specs(GPTConfig) if model.position_embedding_type == "none" else ():
             value = field_value(model, spec.name)
@@ -572,6 +602,22 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
     for name, is_given in others.items():
         if is_given:
             yield f"--rope-type yarn and {name} both scale rotary frequencies; omit one of them"
+
+
+def _check_proportional(model: GPTConfig) -> Iterator[str]:
+    given = "--rope-type proportional"
+    if model.position_embedding_type != "rope":
+        yield (
+            f"{given} has no effect with --position-embedding-type {model.position_embedding_type}; use "
+            "--position-embedding-type rope, or omit it"
+        )
+    others = {
+        "--multi-latent-attention": model.mla.multi_latent_attention,
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-ntk-alpha": model.rotary_ntk_alpha != 1.0,
+    }
+    for name in (name for name, is_given in others.items() if is_given):
+        yield f"{given} is not supported with {name}; omit one of them"
 
 
 def _check_clipped_logits(config: RunConfig) -> Iterator[str]:
@@ -626,7 +672,7 @@ MLA_CHECKS = (
     Check(
         (
             *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
-            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta", *STRETCH_FIELDS),
+            *("rotary_seq_len_interpolation_factor", "attention_temperature_beta", *STRETCH_FIELDS, "rotary_ntk_alpha"),
         ),
         _check_yarn,
     ),
@@ -961,8 +1007,8 @@ _LATENT = (
     "num_attention_heads",
 )
 _SHAPE = (
-    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
-    "mtp_num_layers",
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "mtp_num_layers"),
+    *ATTENTION_SHAPE,
 )
 
 
@@ -1036,23 +1082,29 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"--ffn-hidden-size {width} is {width // tensor} on each tensor-parallel rank, {needed}; "
             f"use {_rounded(width, multiple * tensor)}"
         )
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if ATTENTION not in _mixers(model):
+    if ATTENTION not in _mixers(model) or model.mla.multi_latent_attention:
         return
-    if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
+    for own, flag, _ in attention_shapes(model):
+        yield from _check_head_channels(own, flag, multiple, needed)
+
+
+def _check_head_channels(model: GPTConfig, flag: str, multiple: int, needed: str) -> Iterator[str]:
+    heads, groups, tensor = model.num_attention_heads, model.num_query_groups, model.tensor_model_parallel_size
+    if heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
-    num_rows = own_heads * (2 if model.attention_output_gate else 1) + 2 * own_groups
+    num_keys = own_groups * (1 if model.attention_k_eq_v else 2)
+    num_rows = own_heads * (2 if model.attention_output_gate else 1) + num_keys
     columns, rows = own_heads * model.kv_channels, num_rows * model.kv_channels
     if columns % multiple or rows % multiple:
         fitting = next(
             width
             for width in count(model.kv_channels)
-            if not (own_heads * width % multiple or 2 * own_groups * width % multiple)
+            if not (own_heads * width % multiple or num_keys * width % multiple)
         )
         yield (
-            f"--kv-channels {model.kv_channels} makes {columns} query channels and {rows} query, key and value "
-            f"channels on each tensor-parallel rank, {needed}; use --kv-channels {fitting}"
+            f"{flag} {model.kv_channels} makes {columns} query channels and {rows} query, key and value "
+            f"channels on each tensor-parallel rank, {needed}; use {flag} {fitting}"
         )
 
 

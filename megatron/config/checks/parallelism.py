@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from megatron.config import RunConfig
 from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.errors import ConfigurationError, choices
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import default_schedule, layout_problems, schedule_problems
 
@@ -33,6 +34,26 @@ def divisors_of(number: int) -> list[int]:
     """Return the divisors of a positive number in ascending order; empty for other numbers."""
     small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
+
+
+ATTENTION_SHAPE = ("global_kv_channels", "global_num_query_groups", "num_query_groups", "kv_channels")
+
+
+def attention_shapes(model: GPTConfig) -> Iterator[tuple[GPTConfig, str, str]]:
+    """Yield each shape of attention, with the flags of its head width and of its number of query groups.
+
+    Layers without a window count, whether or not the model has any.
+    """
+    yield model.of_windowed_layers, "--kv-channels", "--num-query-groups"
+    if model.global_kv_channels is not None or model.global_num_query_groups is not None:
+        width = "--kv-channels" if model.global_kv_channels is None else "--global-kv-channels"
+        groups = "--num-query-groups" if model.global_num_query_groups is None else "--global-num-query-groups"
+        yield model.of_global_layers, width, groups
+
+
+def query_groups(model: GPTConfig) -> dict[str, int]:
+    """Return the numbers of query groups of the layers, by flag."""
+    return {flag: shape.num_query_groups for shape, _, flag in attention_shapes(model)}
 
 
 _MAX_SEED = 2**32 - 1
@@ -118,15 +139,16 @@ def _check_heads_of_tensor_ranks(config: RunConfig) -> Iterator[str]:
 
 
 def _check_key_value_heads(config: RunConfig) -> Iterator[str]:
-    groups, tensor = config.model.num_query_groups, config.model.tensor_model_parallel_size
-    if groups <= 0 or tensor <= 0 or groups == config.model.num_attention_heads:
-        return
-    if groups % tensor != 0 and tensor % groups != 0:
-        yield (
-            f"--num-query-groups {groups} and --tensor-model-parallel-size {tensor}: "
-            f"one must be a multiple of the other; "
-            f"tensor-parallel sizes that work: {divisors(groups, groups)} and multiples of {groups}"
-        )
+    tensor = config.model.tensor_model_parallel_size
+    for flag, groups in query_groups(config.model).items():
+        if groups <= 0 or tensor <= 0 or groups == config.model.num_attention_heads:
+            continue
+        if groups % tensor != 0 and tensor % groups != 0:
+            yield (
+                f"{flag} {groups} and --tensor-model-parallel-size {tensor}: "
+                f"one must be a multiple of the other; "
+                f"tensor-parallel sizes that work: {divisors(groups, groups)} and multiples of {groups}"
+            )
 
 
 def _check_feed_forward(config: RunConfig) -> Iterator[str]:
@@ -202,7 +224,7 @@ DATA_PARALLEL_CHECKS = (
 LAYOUT_CHECKS = (
     Check(MODEL_SIZE_NAMES, _check_world_size),
     Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads_of_tensor_ranks),
-    Check(("num_attention_heads", "num_query_groups", "tensor_model_parallel_size"), _check_key_value_heads),
+    Check(("num_attention_heads", "tensor_model_parallel_size", *ATTENTION_SHAPE), _check_key_value_heads),
     Check(("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"), _check_feed_forward),
     Check(("seq_length", "tensor_model_parallel_size", "context_parallel_size"), _check_sequence_parallel),
 )
@@ -350,18 +372,21 @@ def _check_heads_of_context_ranks(config: RunConfig) -> Iterator[str]:
 def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str) -> Iterator[str]:
     model = config.model
     tensor = model.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if tensor <= 0 or groups <= 0 or heads <= 0 or heads % tensor or heads % groups:
-        return
-    local_heads, local_groups = heads // tensor, key_value_heads_of_rank(groups, tensor)
-    if copies_of_key_value_heads(local_heads, local_groups, context) is not None:
-        return
-    sizes = [size for size in range(1, local_heads + 1) if copies_of_key_value_heads(local_heads, local_groups, size)]
-    yield (
-        f"--cp-comm-type {exchange} cannot divide the {local_heads} heads of a tensor-parallel rank, in {local_groups} "
-        f"query groups, among {sharers} {context} ranks; context-parallel sizes that work: {choices(sizes)}; or use "
-        "--cp-comm-type p2p or all_gather"
-    )
+    heads = model.num_attention_heads
+    for groups in query_groups(model).values():
+        if tensor <= 0 or groups <= 0 or heads <= 0 or heads % tensor or heads % groups:
+            continue
+        local_heads, local_groups = heads // tensor, key_value_heads_of_rank(groups, tensor)
+        if copies_of_key_value_heads(local_heads, local_groups, context) is not None:
+            continue
+        sizes = [
+            each for each in range(1, local_heads + 1) if copies_of_key_value_heads(local_heads, local_groups, each)
+        ]
+        yield (
+            f"--cp-comm-type {exchange} cannot divide the {local_heads} heads of a tensor-parallel rank, in "
+            f"{local_groups} query groups, among {sharers} {context} ranks; context-parallel sizes that work: "
+            f"{choices(sizes)}; or use --cp-comm-type p2p or all_gather"
+        )
 
 
 CONTEXT_PARALLEL_CHECKS = (
@@ -375,7 +400,7 @@ CONTEXT_PARALLEL_CHECKS = (
             "context_parallel_size",
             "tensor_model_parallel_size",
             "num_attention_heads",
-            "num_query_groups",
+            *ATTENTION_SHAPE,
             "num_layers",
             "experimental_attention_variant",
             "linear_attention_freq",

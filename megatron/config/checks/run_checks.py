@@ -62,6 +62,86 @@ def _check_decoupled(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_step_results(config: RunConfig) -> Iterator[str]:
+    """Reject what needs the results of an iteration before the next one is launched."""
+    if not config.training.overlap_step_results:
+        return
+    if config.faults.rerun_mode != "disabled":
+        yield (
+            f"--overlap-step-results: --rerun-mode {config.faults.rerun_mode} checks each iteration before the next "
+            "one; add --rerun-mode disabled"
+        )
+        return
+    logging, faults, model = config.logging, config.faults, config.model
+    given = [
+        flag
+        for flag, is_given in (
+            ("--fp16", model.fp16),
+            ("--no-check-for-nan-in-loss-and-grad", not config.ddp.check_for_nan_in_loss_and_grad),
+            ("--spike-policy", faults.spike_policy is not None),
+            ("--check-for-spiky-loss", faults.check_for_spiky_loss),
+            ("--check-for-large-grads", faults.check_for_large_grads),
+            ("--error-injection-rate", faults.error_injection_rate > 0),
+            ("--check-weight-hash-across-dp-replicas-interval", _has_weight_checks(config)),
+            (
+                "--check-gradient-hash-across-dp-replicas-interval",
+                faults.check_gradient_hash_across_dp_replicas_interval is not None,
+            ),
+            ("--inprocess-restart", config.restart.inprocess_restart),
+            ("--num-experts", model.moe.num_experts is not None),
+            ("--qk-clip", model.qk_clip),
+            ("--fp8-recipe delayed", model.fp8.fp8_format is not None and model.fp8.fp8_recipe == "delayed"),
+            ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
+            ("--log-params-norm", logging.log_params_norm),
+            ("--log-layer-norms", logging.log_layer_norms is not None),
+            ("--log-max-attention-logit", logging.log_max_attention_logit),
+            ("--log-straggler", logging.log_straggler),
+            ("--timing-log-level", logging.timing_log_level > 0),
+            ("--profile", logging.profile),
+            ("--record-schedule", logging.record_schedule is not None),
+        )
+        if is_given
+    ]
+    if given:
+        yield (
+            f"--overlap-step-results: {' and '.join(given)} must see the results of an iteration before the next "
+            "one is launched; omit --overlap-step-results"
+        )
+
+
+def _has_weight_checks(config: RunConfig) -> bool:
+    return config.training.check_weight_hash_across_dp_replicas_interval is not None
+
+
+def _check_optimizer_graph(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if not optimizer.optimizer_cuda_graph:
+        return
+    if optimizer.optimizer != "adam":
+        yield (
+            f"--optimizer-cuda-graph supports --optimizer adam, not {optimizer.optimizer}; use --optimizer adam, or "
+            "omit --optimizer-cuda-graph"
+        )
+    given = [
+        flag
+        for flag, is_given in (
+            ("--optimizer-cpu-offload", optimizer.optimizer_cpu_offload),
+            ("--use-precision-aware-optimizer", optimizer.use_precision_aware_optimizer),
+            ("--decoupled-lr", optimizer.decoupled_lr is not None),
+            ("--clip-grad-matrices", optimizer.clip_grad_matrices > 0),
+            ("--clip-grad-embeddings", optimizer.clip_grad_embeddings > 0),
+            ("--clip-grad-vectors", optimizer.clip_grad_vectors > 0),
+        )
+        if is_given
+    ]
+    if given:
+        yield (
+            f"--optimizer-cuda-graph does not support {' and '.join(given)}: only Adam's fused kernel is captured, "
+            "which updates float32 state on the device with one learning rate and one clipping factor; omit "
+            "--optimizer-cuda-graph"
+        )
+
+
 def _check_overrides(config: RunConfig) -> Iterator[str]:
     for text in config.optimizer.param_group_overrides:
         try:
@@ -308,6 +388,25 @@ OPTIMIZER_CHECKS = (
         _check_mup,
     ),
     Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
+    Check(
+        (
+            *("overlap_step_results", "rerun_mode", "fp16", "check_for_nan_in_loss_and_grad", "spike_policy"),
+            *("check_for_spiky_loss", "check_for_large_grads", "error_injection_rate", "inprocess_restart"),
+            "check_weight_hash_across_dp_replicas_interval",
+            "check_gradient_hash_across_dp_replicas_interval",
+            *("num_experts", "qk_clip", "fp8_format", "fp8_recipe", "optimizer_cpu_offload", "log_params_norm"),
+            *("log_layer_norms", "log_max_attention_logit", "log_straggler", "timing_log_level", "profile"),
+            "record_schedule",
+        ),
+        _check_step_results,
+    ),
+    Check(
+        (
+            *("optimizer_cuda_graph", "optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"),
+            *("decoupled_lr", "clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors"),
+        ),
+        _check_optimizer_graph,
+    ),
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
     Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         select_attention_core,
     )
     from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, merge_block
-    from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+    from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern, SelectedKeys
     from megatron.core.ops.attention_sinks import merge_sinks, sinks_gradient
     from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.dot_product_attention import AttentionCore, AttentionInputs
@@ -42,9 +42,19 @@ if TYPE_CHECKING:
         quantize_blocks,
         quantize_scales,
     )
+    from megatron.core.ops.fp8_groups import (
+        PaddedGroups,
+        QuantizedGroups,
+        grouped_scaled_product,
+        has_scaled_groups,
+        quantize_groups,
+        quantize_weights,
+        unfinished_scaled_gradient,
+    )
     from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers, weights_kept
     from megatron.core.ops.fp8_tensor import (
         E4M3,
+        ROWS,
         WHOLE,
         Blocks,
         Quantized,
@@ -77,6 +87,12 @@ if TYPE_CHECKING:
     )
     from megatron.core.ops.nvfp4_quantizers import Nvfp4Quantizers
     from megatron.core.ops.nvfp4_tensor import has_nvfp4_products
+    from megatron.core.ops.sparse_attention import (
+        attention_of_all_heads,
+        index_scores,
+        indexer_divergence,
+        select_keys,
+    )
     from megatron.core.ops.token_rows import (
         RowOrder,
         add_groups,
@@ -98,7 +114,7 @@ __getattr__ = lazy_exports(
     {
         "attention_backend": "AttentionCall PLAIN_BACKENDS describe_missing_flash select_attention_core",
         "attention_block": "AttentionBlocks BlockMask merge_block",
-        "attention_pattern": "AttentionPattern CAUSAL",
+        "attention_pattern": "AttentionPattern CAUSAL SelectedKeys",
         "attention_sinks": "merge_sinks sinks_gradient",
         "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "dot_product_attention": "AttentionCore AttentionInputs",
@@ -108,8 +124,12 @@ __getattr__ = lazy_exports(
             "quantize_scales"
         ),
         "flash_implementation": "FlashShape activate_flash_implementation active_flash_implementation",
+        "fp8_groups": (
+            "PaddedGroups QuantizedGroups grouped_scaled_product has_scaled_groups quantize_groups quantize_weights "
+            "unfinished_scaled_gradient"
+        ),
         "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers weights_kept",
-        "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
+        "fp8_tensor": "Blocks E4M3 Quantized ROWS WHOLE has_scaled_products quantize scale_of scaled_product",
         "gemm": (
             "Groups RowCounts RowEnds add_rows add_wide_product adds_wide_products gradient_library group_gradient "
             "grouped_gradient grouped_product has_grouped_kernel has_library lengthened_group linear linear_into "
@@ -117,6 +137,7 @@ __getattr__ = lazy_exports(
         ),
         "nvfp4_quantizers": "Nvfp4Quantizers",
         "nvfp4_tensor": "has_nvfp4_products",
+        "sparse_attention": "attention_of_all_heads index_scores indexer_divergence select_keys",
         "token_rows": "RowOrder add_groups combine_gradients combine_rows gather_rows sum_rows",
         "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
         "triton_support": "casts_to_float8 runs_on_triton triton_works",

@@ -12,6 +12,19 @@ import torch
 Made = TypeVar("Made")
 
 
+@dataclass(eq=False)
+class SelectedKeys:
+    """Keys that an indexer selected for each query, which later layers of the same forward pass attend to, too.
+
+    ``is_known`` is False before the first indexer. Model chunks that run one after the other may share one object.
+
+    Shapes: ``mask: [b, 1, sq, sk]`` of bool, or None if all keys are selected.
+    """
+
+    mask: torch.Tensor | None = None
+    is_known: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionPattern:
     """Which keys each query attends to: by default those up to its own position (causal).
@@ -23,7 +36,8 @@ class AttentionPattern:
     other rules.
 
     The queries are the last positions of the keys, or the positions from ``first_query`` on. The output of ``blind``
-    queries is 0, whatever they attend to; it must be some key, since kernels differ in what no key gives.
+    queries is 0, whatever they attend to; it must be some key, since kernels differ in what no key gives. Layers with
+    an indexer leave the keys that they select in ``selected``, for layers without.
 
     Shapes: ``document_ids: [b, sk]``; ``mask: [b or 1, 1, sq, sk]`` and ``blind: [b, sq]`` of bool.
     """
@@ -34,6 +48,7 @@ class AttentionPattern:
     window: int | None = None
     first_query: int | None = None
     blind: torch.Tensor | None = None
+    selected: SelectedKeys | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_reduce
+from megatron.core.ops.fp8_groups import QuantizedGroups, quantize_weights
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -188,6 +189,7 @@ class Fp8Quantizers:
         self._place = place
         # By whether it is the transpose; None while nothing is kept.
         self._kept_weight: dict[bool, Quantized] | None = None
+        self._kept_groups: QuantizedGroups | None = None
 
     def keep_weight(self) -> None:
         """Quantize the weight only once, together with its transpose, until `forget_weight` is called."""
@@ -195,7 +197,7 @@ class Fp8Quantizers:
 
     def forget_weight(self) -> None:
         """Quantize the weight for every GEMM again, because its values may change."""
-        self._kept_weight = None
+        self._kept_weight = self._kept_groups = None
 
     def of_microbatch(self) -> Fp8Quantizers:
         """Return the quantizers of the micro-batch whose forward pass begins, for both of its passes."""
@@ -282,6 +284,17 @@ class Fp8Quantizers:
                 self._kept_weight = {False: both[0], True: both[1]}
             return self._kept_weight[transpose]
         return self._weight(x, scale, plain=not transpose, transpose=transpose, records=records)[0]
+
+    def weight_of_groups(self, weight: torch.Tensor) -> QuantizedGroups:
+        """Return the weights of all groups and their transposes, quantized along their rows by `quantize_weights`.
+
+        Shapes: ``[groups, out, in]``.
+        """
+        if self._kept_weight is None:
+            return quantize_weights(weight)
+        if self._kept_groups is None:
+            self._kept_groups = quantize_weights(weight)
+        return self._kept_groups
 
     def _weight(
         self, x: torch.Tensor, scale: torch.Tensor | None, *, plain: bool, transpose: bool, records: bool

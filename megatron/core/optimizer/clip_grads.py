@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce
+from megatron.core.cuda_graph import Work
 from megatron.core.distributed import (
     PARAM_ALIGNMENT,
     BadWeightsError,
@@ -147,32 +148,40 @@ class GradNorm:
         return self.measure_kinds(count_zeros, timers)[0]
 
     def measure_kinds(
-        self, count_zeros: bool = False, timers: Timers | None = None
+        self,
+        count_zeros: bool = False,
+        timers: Timers | None = None,
+        run: Callable[[str, Work], tuple[torch.Tensor, ...]] = lambda name, work: work(),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return, on the device, the sum of squares over the whole model and, if requested, the number of zeros.
 
         The second tensor has the sum of squares of each kind, and is empty if kinds are not distinguished.
 
         All ranks that hold a part of the model must call this. Nothing waits for the device except ``timers``, which
-        time the counting; see `GradStatistics.from_totals`.
+        time the counting; see `GradStatistics.from_totals`. ``run`` runs the named work of this rank.
 
         Shapes: ``-> [1 or 2], [kinds]`` float64.
         """
-        device = self._bucket_shards[0][0].device
         num_totals = 2 if count_zeros else 1
+        (totals,) = run("norm", lambda: (self._own_totals(num_totals, timers or Timers()),))
+        all_reduce(totals, self._counting.group)
+        return totals[:num_totals], totals[num_totals:]
+
+    def _own_totals(self, num_totals: int, timers: Timers) -> torch.Tensor:
+        """Return the totals of this rank, and after these the sums of squares of its kinds."""
+        device = self._bucket_shards[0][0].device
         totals = torch.zeros(num_totals + len(self._kinds), dtype=torch.float64, device=device)
         square_sum = totals[0]
         for norms, (_, weights, of_kinds) in zip(self._block_norms(), self._bucket_shards, strict=True):
             square_sum.add_(torch.dot(norms, norms if weights is None else norms * weights))
             for index, of_kind in enumerate(of_kinds, num_totals):
                 totals[index].add_(torch.dot(norms, norms * of_kind))
-        if count_zeros:
-            with (timers or Timers())("optimizer-count-zeros", log_level=1):
+        if num_totals > 1:
+            with timers("optimizer-count-zeros", log_level=1):
                 for shard in self._shards:
                     if self._counting.counts(shard.spec):
                         totals[1].add_(_num_zeros(shard))
-        all_reduce(totals, self._counting.group)
-        return totals[:num_totals], totals[num_totals:]
+        return totals
 
     def _block_norms(self) -> Sequence[torch.Tensor]:
         """Return the norms of each bucket shard's blocks, in float64; one operation converts them all."""
@@ -232,20 +241,25 @@ def kind_of(spec: ParamSpec) -> str:
     return "vectors" if len(spec.global_shape) < 2 or spec.name.endswith("bias") else "matrices"
 
 
+def multiplied_kinds(config: OptimizerConfig) -> tuple[str, ...]:
+    """Return the kinds for which `grad_multipliers` returns multipliers, in order."""
+    return (*KINDS, ALL_KINDS) if config.clips_by_kind else (ALL_KINDS,)
+
+
 def grad_multipliers(
-    norm: torch.Tensor, of_kinds: torch.Tensor, scale: float, config: OptimizerConfig
+    norm: torch.Tensor, of_kinds: torch.Tensor, scale: float | torch.Tensor, config: OptimizerConfig
 ) -> Mapping[str, torch.Tensor]:
     """Return the gradient multipliers of each kind: clipping per kind, then global clipping.
 
     ``norm`` is the norm of all gradients, and ``of_kinds`` are the sums of squares of each kind. The multipliers divide
-    by ``scale``, the loss scale. Without limits per kind there is one multiplier for all; with them, there is also one
-    for gradients that are clipped only globally.
+    by ``scale``, the loss scale, a number or a tensor. Without limits per kind there is one multiplier for all; with
+    them, there is also one for gradients that are clipped only globally.
 
     Shapes: ``norm: []``, ``of_kinds: [3]``, in float64.
     """
     limits = _limits(config)
     if not any(limits):
-        if scale == 1.0:
+        if isinstance(scale, float) and scale == 1.0:
             return {ALL_KINDS: clip_coefficient(norm, config.clip_grad)}
         return {ALL_KINDS: clip_coefficient(norm / scale, config.clip_grad) / scale}
     norms = of_kinds.sqrt() / scale

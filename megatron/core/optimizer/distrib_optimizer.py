@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.host_memory import HostCopies
-from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import ShardGroup, UpdateBucket
 from megatron.core.parallel_state import ParallelState
@@ -63,15 +63,13 @@ class DistributedOptimizer(MegatronOptimizer):
             self._start_gathers()
 
     @torch.no_grad()
-    def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
-        """Finish the step as `MegatronOptimizer.finish_step` does, and start the all-gathers for the next forward pass.
+    def begin_param_gather(self) -> None:
+        """Start the all-gathers for the next forward pass, if they are overlapped with it.
 
-        If they started earlier, they would delay the collectives after an update that the host waits for.
+        If they started with the update, they would delay the collectives after it, which the host waits for.
         """
-        outcome = super().finish_step(totals, is_accepted)
         if self._gathers_in_forward:
             self._start_gathers()
-        return outcome
 
     def _start_gathers(self) -> None:
         with self._timers("params-all-gather", log_level=1):
@@ -84,9 +82,8 @@ class DistributedOptimizer(MegatronOptimizer):
             # The host reads these for each bucket, and must not wait for the updates of earlier buckets.
             is_finite = is_finite.cpu()
             grad_multipliers = {kind: multiplier.cpu() for kind, multiplier in grad_multipliers.items()}
-        for buckets, gather in self._gathers:
-            for bucket in buckets:
-                bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], self._timers)
+        for number, (buckets, gather) in enumerate(self._gathers):
+            self._step_buckets(f"update {number}", buckets, is_finite, grad_multipliers)
             gather()
 
     def _device_buckets(self, groups: list[ShardGroup]) -> Iterator[list[ShardGroup]]:

@@ -46,6 +46,9 @@ class FlatState:
         device = shards[0].values.device
         self._num_updates = torch.zeros((), dtype=torch.float32, device=device)
         self._betas = torch.tensor(betas, dtype=torch.float64).to(device)
+        # The learning rate and two weight decays, and the numbers that were written there.
+        self._rates: torch.Tensor | None = None
+        self._written: tuple[float, ...] = ()
         for run in _runs_of(shards):
             self._add_run(run, [place[id(shard)] for shard in run])
 
@@ -66,6 +69,22 @@ class FlatState:
     def state_of(self, main_param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of a main parameter; the number of updates is shared by all."""
         return self._states[id(main_param)]
+
+    def keep_rates_on_device(self) -> None:
+        """Let updates read the learning rate and the weight decays from the device, as a CUDA graph must."""
+        self._rates = torch.zeros(1 + _MAX_DECAYS, dtype=torch.float64, device=self._num_updates.device)
+        self._written = (0.0,) * (1 + _MAX_DECAYS)
+
+    def write_rates(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Write the numbers of the next step to the device if they are kept there; the host waits for nothing."""
+        if self._rates is None:
+            return
+        decays = [group["weight_decay"] for group in param_groups]
+        numbers = (param_groups[0]["lr"], decays[0], decays[-1])
+        for index, (number, written) in enumerate(zip(numbers, self._written, strict=True)):
+            if number != written:
+                self._rates[index].fill_(number)
+        self._written = numbers
 
     @torch.no_grad()
     def step(
@@ -97,6 +116,7 @@ class FlatState:
                 corrections,
                 numbers,
                 PARAM_ALIGNMENT,
+                self._rates,
             )
 
     def _add_run(self, shards: Sequence[ParamShard], places: Sequence[int]) -> None:

@@ -229,6 +229,19 @@ class InnerOptimizer:
         for group, multiplier in zip(self._torch_optimizer.param_groups, self._weight_decay_multipliers):
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay * multiplier
+        if self._flat_state is not None:
+            self._flat_state.write_rates(self._torch_optimizer.param_groups)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Return whether a CUDA graph can make the update: it reads all its numbers from the device."""
+        return self._flat_state is not None
+
+    def keep_rates_on_device(self) -> None:
+        """Prepare for updates by a CUDA graph, see `can_be_captured`."""
+        assert self._flat_state is not None
+        self._flat_state.keep_rates_on_device()
+        self._flat_state.write_rates(self._torch_optimizer.param_groups)
 
     def step_if(
         self, is_finite: torch.Tensor, parameters: Sequence[torch.Tensor], grad_multiplier: torch.Tensor

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce, any_rank
+from megatron.core.cuda_graph import GraphBackend, Work
 from megatron.core.distributed import DistributedDataParallel, ParamShard
 from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.host_memory import HostCopies
@@ -24,16 +25,18 @@ from megatron.core.optimizer.clip_grads import (
     describe_bad_gradients,
     grad_multipliers,
     kind_of,
+    multiplied_kinds,
     sum_of_squares,
 )
 from megatron.core.optimizer.cpu_offloading import HostOffload, split_groups
-from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler, make_grad_scaler
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer, UpdateRule, examine_rule
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.optimizer.quantized_state import QuantizedState
+from megatron.core.optimizer.step_graphs import StepGraphs
 from megatron.core.optimizer.update_bucket import ShardGroup, UpdateBucket, cut_into_buckets, described_state
 from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
 from megatron.core.parallel_state import ParallelState
@@ -118,6 +121,10 @@ class MegatronOptimizer:
         self._lent: list[tuple[QuantizedState, torch.Tensor]] = []
         self.row_factors: Callable[[], Iterable[tuple[torch.nn.Parameter, torch.Tensor]]] | None = None
         """Called after each update for factors of the rows of some parameters (see `QueryKeyClip`); collective."""
+        self._graphs: StepGraphs | None = None
+        # The loss scale of the next step on the device, for graphs, and the number that was written there.
+        self._scale: torch.Tensor | None = None
+        self._written_scale = 0.0
         self.learning_rate = 0.0
         self.set_learning_rate(config.lr, config.weight_decay, config.decoupled_lr)
 
@@ -125,6 +132,30 @@ class MegatronOptimizer:
     def loss_scale(self) -> float:
         """Return the factor by which the loss must be multiplied before the backward pass."""
         return self._scaler.scale
+
+    def capture_steps(self, backend: GraphBackend, num_warmup_steps: int) -> None:
+        """Run norm, clipping and update as CUDA graphs after ``num_warmup_steps`` steps.
+
+        The learning rate, the weight decay, the number of updates and a dynamic loss scale are then on the device.
+        Collective.
+
+        Raises:
+            ConfigurationError: the host takes part in the update of some parameters. All ranks raise.
+        """
+        updated = [bucket.inner for bucket in self._buckets if bucket.shards]
+        captured = [inner for inner in updated if isinstance(inner, InnerOptimizer) and inner.can_be_captured]
+        if any_rank(len(captured) < len(updated), self._state.world):
+            raise ConfigurationError(
+                "--optimizer-cuda-graph: only the fused kernel of Adam, with one learning rate and at most two weight "
+                "decays, can be captured, and some parameters are updated without it; install Triton, or omit "
+                "--optimizer-cuda-graph"
+            )
+        for inner in captured:
+            inner.keep_rates_on_device()
+        if isinstance(self._scaler, DynamicGradScaler):
+            device = self._chunks[0].grad_buffers[0].grad_data.device
+            self._scale = torch.zeros((), dtype=torch.float64, device=device)
+        self._graphs = StepGraphs(backend, num_warmup_steps)
 
     def set_learning_rate(
         self, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None
@@ -161,32 +192,91 @@ class MegatronOptimizer:
             if self.num_steps == 0:
                 inner.drop_made_state()
         self._timers = timers or Timers()
+        if self._graphs is not None:
+            self._graphs.begin_step()
         with self._timers("optimizer-unscale-and-check-inf", log_level=1):
-            totals, of_kinds = self._meter.measure_kinds(self.config.log_num_zeros_in_grad, self._timers)
+            totals, of_kinds = self._meter.measure_kinds(
+                self.config.log_num_zeros_in_grad, self._inner_timers, self._run
+            )
         with self._timers("optimizer-clip-main-grad", log_level=1):
-            norm = totals[0].sqrt()
-            scale = self._scaler.scale
-            multipliers = grad_multipliers(norm, of_kinds, scale, self.config)
-        # A norm is not negative: this is one operation on CUDA, ``isfinite`` four.
-        is_wanted = norm < math.inf
+            scale = self._scale_of_step()
+            norm, is_wanted, *factors = self._run("clip", lambda: self._clip(totals[0], of_kinds, scale))
+            multipliers = dict(zip(multiplied_kinds(self.config), factors, strict=True))
         if accept is not None:
-            is_wanted = is_wanted & accept(norm / scale)
+            is_wanted.logical_and_(accept(norm / scale))
         self._update(is_wanted, multipliers)
-        if self._average is not None:
-            self._average.follow(is_wanted)
+        if (average := self._average) is not None:
+
+            def follow() -> tuple[torch.Tensor, ...]:
+                average.follow(is_wanted)
+                return ()
+
+            self._run("average", follow)
         return totals
+
+    def _clip(
+        self, square_sum: torch.Tensor, of_kinds: torch.Tensor, scale: float | torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the norm, whether it is finite, and the gradient multipliers of `multiplied_kinds`."""
+        norm = square_sum.sqrt()
+        multipliers = grad_multipliers(norm, of_kinds, scale, self.config)
+        # A norm is not negative: this is one operation on CUDA, ``isfinite`` four.
+        return norm, norm < math.inf, *multipliers.values()
+
+    def _scale_of_step(self) -> float | torch.Tensor:
+        """Return the loss scale, on the device if graphs read it there."""
+        scale = self._scaler.scale
+        if self._scale is None:
+            return scale
+        if scale != self._written_scale:
+            self._scale.fill_(scale)
+            self._written_scale = scale
+        return self._scale
+
+    @property
+    def _inner_timers(self) -> Timers:
+        """Return the timers of parts of a graph: none, because a graph cannot wait for the device."""
+        return self._timers if self._graphs is None else Timers()
+
+    def _run(self, name: str, work: Work) -> tuple[torch.Tensor, ...]:
+        """Run a part of the step, as a CUDA graph if steps are captured."""
+        return work() if self._graphs is None else self._graphs.run(name, work)
+
+    def _step_buckets(
+        self,
+        name: str,
+        buckets: Sequence[UpdateBucket],
+        is_finite: torch.Tensor,
+        grad_multipliers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Update some buckets, as one part of the step."""
+        timers = self._inner_timers
+
+        def step() -> tuple[torch.Tensor, ...]:
+            for bucket in buckets:
+                bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], timers)
+            return ()
+
+        if self._graphs is None:
+            step()
+        elif any(bucket.shards for bucket in buckets):
+            with self._timers("optimizer-inner-step", log_level=1):
+                self._graphs.run(name, step)
 
     @torch.no_grad()
     def measure(self) -> float:
         """Return the norm of the reduced gradients without the loss scale, without updating anything; collective."""
         return GradStatistics.from_totals(self._meter.measure().tolist()).norm / self._scaler.scale
 
+    def begin_param_gather(self) -> None:
+        """Start the all-gathers for the next forward pass, if it waits for any."""
+
     @torch.no_grad()
-    def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
+    def finish_step(self, totals: Sequence[float], is_accepted: bool = True, *, gathers: bool = True) -> StepOutcome:
         """Update the loss scale and the step count after `begin_step`, and return the outcome of the step.
 
         ``is_accepted`` is the result of ``accept`` in `begin_step`. A step that was vetoed or that raises does not
-        change the loss scale, because it may be computed again.
+        change the loss scale, because it may be computed again. With ``gathers``, `begin_param_gather` follows.
 
         Raises:
             BadWeightsError: a gradient is not finite because a weight is not.
@@ -198,12 +288,16 @@ class MegatronOptimizer:
         if not statistics.is_finite:
             self._refuse_or_skip()
             self._scaler.update(found_inf=True)
+            if gathers:
+                self.begin_param_gather()
             return StepOutcome(success=False, grad_norm=None, num_zeros=None)
         self._num_skipped = self._num_at_minimum = 0
         grad_norm = statistics.norm / self._scaler.scale
         if is_accepted:
             self._scaler.update(found_inf=False)
             self.num_steps += 1
+        if gathers:
+            self.begin_param_gather()
         return StepOutcome(success=is_accepted, grad_norm=grad_norm, num_zeros=statistics.num_zeros)
 
     @torch.no_grad()
@@ -344,8 +438,7 @@ class MegatronOptimizer:
         """Update the model from the gradients times the multipliers of their kinds, if they are finite."""
         if self.offload is not None:
             self.offload.begin()
-        for bucket in self._on_device:
-            bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], self._timers)
+        self._step_buckets("update", self._on_device, is_finite, grad_multipliers)
         if self.offload is not None:
             with self._timers("optimizer-inner-step", log_level=1):
                 self.offload.finish(is_finite, grad_multipliers[ALL_KINDS])

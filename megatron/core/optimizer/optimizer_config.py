@@ -99,6 +99,8 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
         True, negative="--no-pin-cpu-params", where=("optimizer_cpu_offload", True), in_args=False
     )
     """Copy updated parameters from pinned memory. Off: copy updated parameters from unpinned memory, synchronously."""
+    optimizer_cuda_graph: bool = flag(False, in_args=False)
+    """Replay norm, clipping and Adam's update as CUDA graphs after --cuda-graph-warmup-steps iterations."""
     use_precision_aware_optimizer: bool = flag(False, in_args=False)
     """Keep gradients, main parameters and Adam's moments in the types given; update in float32."""
     main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs="use_precision_aware_optimizer", in_args=False)

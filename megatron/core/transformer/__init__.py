@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.decoder_config import (
         GATED_ACTIVATIONS,
         INDEPENDENT_SCORES,
+        INDEXER_LOSS,
         DecoderConfig,
         MLAConfig,
         MoEConfig,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         MAMBA,
         MOE,
         NAMES_OF_RECURRENCES,
+        SPARSE_ATTENTION,
         SYMBOLS,
         HybridConfig,
         LayerParts,
@@ -73,19 +75,29 @@ if TYPE_CHECKING:
         further_losses,
         mtp_targets,
     )
-    from megatron.core.transformer.norm import Norm, ResidualNorm, ResidualSum, add_and_normalize, add_branch, normalize
+    from megatron.core.transformer.norm import (
+        Norm,
+        ResidualNorm,
+        ResidualSum,
+        add_and_normalize,
+        add_branch,
+        make_norm,
+        normalize,
+    )
     from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
         RotaryEmbedding,
         apply_rotary_to_both,
+        proportional_frequencies,
         split_and_rotate,
         yarn_frequencies,
     )
+    from megatron.core.transformer.sparse_attention import SparseLatentAttention
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+    from megatron.core.transformer.transformer_layer import TransformerLayer
     from megatron.core.transformer.xielu import XIELU
 
 __getattr__ = lazy_exports(
@@ -98,7 +110,7 @@ __getattr__ = lazy_exports(
         "gated_attention": "GatedAttention",
         "hybrid_config": (
             "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
-            "NAMES_OF_RECURRENCES SYMBOLS HybridConfig LayerParts layer_parts pattern_symbols"
+            "NAMES_OF_RECURRENCES SPARSE_ATTENTION SYMBOLS HybridConfig LayerParts layer_parts pattern_symbols"
         ),
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
@@ -110,17 +122,21 @@ __getattr__ = lazy_exports(
         "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation with_scaled_gate",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
-        "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch normalize",
+        "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch make_norm normalize",
         "qk_clip": "QueryKeyClip largest_logits",
-        "rotary_pos_embedding": "RotaryAngles RotaryEmbedding apply_rotary_to_both split_and_rotate yarn_frequencies",
+        "rotary_pos_embedding": (
+            "RotaryAngles RotaryEmbedding apply_rotary_to_both proportional_frequencies split_and_rotate "
+            "yarn_frequencies"
+        ),
+        "sparse_attention": "SparseLatentAttention",
         "spec_utils": "ModuleSpec build_module",
         "transformer_block": "TransformerBlock",
         "decoder_config": (
-            "GATED_ACTIVATIONS INDEPENDENT_SCORES MLAConfig MTPConfig MoEConfig RotaryConfig DecoderConfig "
-            "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
+            "GATED_ACTIVATIONS INDEPENDENT_SCORES INDEXER_LOSS MLAConfig MTPConfig MoEConfig RotaryConfig "
+            "DecoderConfig default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
         "transformer_config": "MLATransformerConfig TransformerConfig",
-        "transformer_layer": "TransformerLayer make_norm",
+        "transformer_layer": "TransformerLayer",
         "xielu": "XIELU",
     },
 )

@@ -93,7 +93,7 @@ def make_query_key_value(config: DecoderConfig, tp: Group, device: torch.device 
     if config.num_query_groups % tp.size == 0:
         linear = ColumnShardedLinear(
             config.hidden_size,
-            config.query_projection_size + config.gate_projection_size + 2 * config.kv_projection_size,
+            _num_fused_rows(config),
             tp,
             config=config,
             init_std=config.init_method_std,
@@ -106,9 +106,15 @@ def make_query_key_value(config: DecoderConfig, tp: Group, device: torch.device 
     return SharedGroupQueryKeyValue(config, tp, device)
 
 
+def _num_fused_rows(config: DecoderConfig) -> int:
+    queries = config.query_projection_size + config.gate_projection_size
+    return queries + config.kv_projection_size + config.value_projection_size
+
+
 def _rows_of_a_group(config: DecoderConfig) -> tuple[int, ...]:
     query_rows = config.query_projection_size // config.num_query_groups
-    return (*(query_rows,) * (2 if config.attention_output_gate else 1), config.kv_channels, config.kv_channels)
+    key_rows = (config.kv_channels,) * (1 if config.attention_k_eq_v else 2)
+    return (*(query_rows,) * (2 if config.attention_output_gate else 1), *key_rows)
 
 
 class SharedGroupQueryKeyValue(nn.Module):
@@ -117,8 +123,8 @@ class SharedGroupQueryKeyValue(nn.Module):
     The query rows, and those of an output gate, belong to this rank alone. The key and value rows are equal on the
     ranks that share the group, and their gradients are partial sums that must be added over those ranks.
 
-    Shapes: ``[s, b, h] -> [s, b, (heads/tp + 2) * d]``, with a gate ``[s, b, (2 * heads/tp + 2) * d]``; the input is
-    ``[s/tp, b, h]`` under sequence parallelism.
+    Shapes: ``[s, b, h] -> [s, b, (heads/tp + 2) * d]``, with a gate ``[s, b, (2 * heads/tp + 2) * d]``, with keys as
+    values ``[s, b, (heads/tp + 1) * d]``; the input is ``[s/tp, b, h]`` under sequence parallelism.
     """
 
     def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
@@ -132,10 +138,10 @@ class SharedGroupQueryKeyValue(nn.Module):
         width = config.hidden_size
         ranks_per_group = tp.size // config.num_query_groups
         group, member = divmod(tp.rank, ranks_per_group)
-        total_rows = config.query_projection_size + config.gate_projection_size + 2 * config.kv_projection_size
+        total_rows = _num_fused_rows(config)
         rows_per_group = total_rows // config.num_query_groups
         query_rows = config.query_projection_size // tp.size
-        kv_rows = 2 * config.kv_channels
+        kv_rows = (1 if config.attention_k_eq_v else 2) * config.kv_channels
         query_start = group * rows_per_group + member * query_rows
         kv_start = (group + 1) * rows_per_group - kv_rows
         query_starts = [query_start]
@@ -191,12 +197,17 @@ def describe_attention(
     softcap, size = config.attn_logit_softcapping, config.context_parallel_size
     kernels = select_attention_core(config.attention_backend, device, softcap, config.transformer_impl)
     blocks = AttentionBlocks(config.attention_backend in PLAIN_BACKENDS, softcap)
-    dtype, head_dim = dtype_from_name(config.params_dtype), config.head_width
-    pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
+    dtype = dtype_from_name(config.params_dtype)
+    selects = config.has_sparse_attention and seq_length > (config.mla.dsa_indexer_topk or 0)
+    pattern = AttentionPattern(
+        document_ids=torch.empty(0) if has_documents else None, mask=torch.empty(0) if selects else None
+    )
     names: Counter[str] = Counter()
     for number, window in enumerate(config.layer_windows):
         if not config.layer_parts[number].has_attention:
             continue
+        own = config.of_layer(number)
+        head_dim = own.head_width
         exchange = config.cp_exchange(number) if size > 1 else ""
         has_window = window is not None and window < seq_length
         if exchange in ("p2p", "a2a+p2p"):
@@ -212,11 +223,11 @@ def describe_attention(
         call = AttentionCall(
             *(dtype, head_dim, seq_length // (2 * size if exchange == "all_gather" else 1), seq_length),
             replace(pattern, window=window if has_window else None),
-            has_groups=config.num_query_groups != config.num_attention_heads,
+            has_groups=own.num_query_groups != config.num_attention_heads,
             has_dropout=config.attention_dropout > 0.0,
             has_softcap=softcap is not None,
             has_sinks=config.has_sinks,
-            value_dim=value_width_of_core(config),
+            value_dim=value_width_of_core(own),
         )
         names[kernels.choose(call).name] += 1
     if not names:
@@ -237,7 +248,9 @@ def value_width_of_core(config: DecoderConfig) -> int:
 
 
 def _activate_flash(config: DecoderConfig, device: torch.device | str) -> None:
-    widths = (config.head_width, config.head_width if config.context_parallel_size > 1 else config.value_width)
+    """Select the implementation of all layers, which must support their widest heads."""
+    widest = max(config.attention_shapes, key=lambda own: own.head_width)
+    widths = (widest.head_width, widest.head_width if config.context_parallel_size > 1 else widest.value_width)
     shape = FlashShape(dtype_from_name(config.params_dtype), *widths, config.attention_dropout > 0.0)
     activate_flash_implementation(config.attention_backend, device, shape)
 
@@ -263,6 +276,8 @@ class SelfAttention(nn.Module):
         cp: Group | None = None,
     ) -> None:
         super().__init__()
+        _activate_flash(config, device)
+        config = config.of_layer(layer_number)
         self.layer_number = layer_number
         self.head_dim = config.value_width if config.alibi_slopes is not None else config.head_width
         self.num_heads = config.num_attention_heads // tp.size
@@ -272,6 +287,7 @@ class SelfAttention(nn.Module):
         self.has_rotary = not config.layers_without_rotary[config.kind_of(layer_number)]
         self.score_factor = self._factor_of_scores(config)
         self.clip = config.clip_qkv
+        self.shares_keys = config.attention_k_eq_v
         self.rotates_first = not config.qk_layernorm or config.qk_layernorm_after_rope
         self.dropout = config.attention_dropout
         self.logit_observers: list[LogitObserver] = []
@@ -280,7 +296,6 @@ class SelfAttention(nn.Module):
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         slopes = config.alibi_slopes
         self.biases = None if slopes is None else LinearBiases([slopes[head] for head in self.heads], self.cp)
-        _activate_flash(config, device)
         self.core = with_context_parallel(
             select_attention_core(
                 config.attention_backend, device, config.attn_logit_softcapping, config.transformer_impl
@@ -311,6 +326,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm: nn.Module | None
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
         self.k_layernorm = self._norm(config, config.num_query_groups, tp, device) if config.qk_layernorm else None
+        self.v_layernorm = self._head_norm(config, tp, device, ()) if config.v_layernorm else None
 
     def _factor_of_scores(self, config: DecoderConfig) -> float | None:
         """Return the factor of the attention scores, relative to division by the square root of the head width."""
@@ -327,6 +343,12 @@ class SelfAttention(nn.Module):
     def _norm(config: DecoderConfig, num_heads: int, tp: Group, device: torch.device | str) -> nn.Module:
         if config.qk_layernorm_across_heads:
             return AcrossHeadsNorm(config, num_heads, tp, device)
+        return SelfAttention._head_norm(config, tp, device, config.norm_parameter_names)
+
+    @staticmethod
+    def _head_norm(
+        config: DecoderConfig, tp: Group, device: torch.device | str, parameters: Sequence[str]
+    ) -> nn.Module:
         return Norm(
             config.normalization,
             config.kv_channels,
@@ -337,7 +359,7 @@ class SelfAttention(nn.Module):
             dtype=dtype_from_name(config.params_dtype),
             device=device,
             transformer_impl=config.transformer_impl,
-            parameters=config.norm_parameter_names,
+            parameters=parameters,
         )
 
     def forward(
@@ -354,11 +376,14 @@ class SelfAttention(nn.Module):
             ConfigurationError: attention dropout is active in training, and ``dropout`` is None.
         """
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
-        if not self.has_rotary:
-            angles = None
-        elif angles is not None and self.window is not None and angles.local is not None:
-            angles = angles.local
+        angles = self.own_angles(angles)
         return LayerOutput(self.linear_proj(self.context(x, pattern, angles, cache, dropout)))
+
+    def own_angles(self, angles: RotaryAngles | None) -> RotaryAngles | None:
+        """Return the angles of this layer: those of layers with a window, of layers without, or None."""
+        if not self.has_rotary or angles is None:
+            return None
+        return angles.local if self.window is not None and angles.local is not None else angles
 
     def context(
         self,
@@ -431,17 +456,26 @@ class SelfAttention(nn.Module):
 
         If ``bias``, which is already added, is given, Triton computes its gradient.
 
-        Shapes: ``mixed: [s, b, (n + 2 groups)/tp * d]``; results as those of `projected`.
+        Shapes: ``mixed: [s, b, (n + 2 groups)/tp * d]``, or ``n + groups`` if keys are the values; results as those of
+        `projected`.
         """
         if self.clip is not None:
             mixed = mixed.clamp(-self.clip, self.clip)
-        mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
-        if angles is not None and self.rotates_first:
+        mixed = mixed.view(*mixed.shape[:2], self.num_groups, -1, self.head_dim)
+        if self.shares_keys:
+            query, value = mixed.split_with_sizes((mixed.shape[3] - 1, 1), dim=3)
+            query, value = query.flatten(2, 3), value.squeeze(3)
+            key = value
+            if angles is not None and self.rotates_first:
+                query, key = self.rotate(query, key, angles)
+        elif angles is not None and self.rotates_first:
             query, key, value = self.split_and_rotate(mixed, angles)
         else:
             query, key, value = split_projection(mixed, bias)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.v_layernorm is not None:
+            value = self.v_layernorm(value)
         if angles is not None and not self.rotates_first:
             query, key = self.rotate(query, key, angles)
         return query, key, value
@@ -474,6 +508,8 @@ class SelfAttention(nn.Module):
 
     def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the projection's bias if Triton sums its gradient while joining the QKV gradients, else None."""
+        if self.shares_keys:
+            return None
         bias = self.linear_qkv.bias if isinstance(self.linear_qkv, ColumnShardedLinear) else None
         return bias if bias is not None and bias.requires_grad and runs_on_triton(x, bias) else None
 

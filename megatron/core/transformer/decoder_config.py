@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING
 
 from megatron.core.config_base import (
     BELOW_ONE,
@@ -28,6 +29,7 @@ from megatron.core.transformer.hybrid_config import (
     KIMI_DELTA_ATTENTION,
     MOE,
     NUM_KDA_MAPS,
+    SPARSE_ATTENTION,
     HybridConfig,
     LayerParts,
     format_layers,
@@ -35,6 +37,9 @@ from megatron.core.transformer.hybrid_config import (
 )
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts, linear_layers_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
@@ -50,7 +55,7 @@ def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
     return tuple(not kind for kind in kinds) if pattern.strip().isdecimal() else kinds
 
 
-_LATENT = "multi_latent_attention"
+_LATENT, _VARIANT = "multi_latent_attention", "experimental_attention_variant"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,21 @@ class MLAConfig(Config):
         idle=idle_without("qk_layernorm"),
         seen_as="epsilon_of_latent_norms",
     )
-    """Epsilon of the norms of MLA's latent vectors; by default --norm-epsilon."""
+    """Epsilon of the norms of MLA's latent vectors, and of the keys of DSA's indexer; by default --norm-epsilon."""
+    dsa_indexer_n_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: query heads of the indexer, which selects the keys that a query attends to."""
+    dsa_indexer_head_dim: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: query and key dimension per head of the indexer, its rotary part included."""
+    dsa_indexer_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs=_VARIANT)
+    """DSA: keys per query, those with the largest scores of the indexer."""
+    dsa_indexer_layer_freq: str = flag("1", metavar="N", role="shape", needs=_VARIANT, seen_as="layers_with_indexer")
+    """DSA: layers with an indexer: every Nth from the first on, or a list of 1 or 0 per layer: ([1]+[0]*3)*4. The
+    others attend to the keys that the last indexer before them selected."""
+    dsa_indexer_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, needs=_VARIANT)
+    """DSA: coefficient of the indexer loss, the KL divergence from the indexer's distribution to that of the attention,
+    which alone trains the indexer; 0 does not train it."""
+    dsa_indexer_use_sparse_loss: bool = flag(False, role="recipe", needs="dsa_indexer_loss_coeff")
+    """DSA: compare the two distributions over the selected keys only, not over all keys."""
 
     @property
     def latent_query_width(self) -> int:
@@ -106,14 +125,25 @@ class MLAConfig(Config):
         up = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
         return of_queries + down + up + num_heads * self.v_head_dim * hidden_size
 
+    def indexer_multiply_adds(self, hidden_size: int, seq_length: int) -> tuple[int, float]:
+        """Return the multiply-adds per token of one indexer of DSA: of its linear layers, and of its causal scores.
+
+        Without a loss, sequences of at most top-k tokens need no scores.
+        """
+        heads, width = self.dsa_indexer_n_heads or 0, self.dsa_indexer_head_dim or 0
+        of_hidden = hidden_size * (width + heads)
+        if not self.dsa_indexer_loss_coeff and seq_length <= (self.dsa_indexer_topk or 0):
+            return of_hidden, 0.0
+        return of_hidden + (self.q_lora_rank or hidden_size) * heads * width, heads * width * seq_length / 2
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig(Config):
     """Kind of rotary position embedding, and its YaRN scaling."""
 
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
+    rope_type: str | None = flag(None, choices=("rope", "yarn", "proportional"), role="meaning")
     """Type of rotary embedding: plain (rope), or scaled by --rotary-scaling-factor (yarn); by default yarn with MLA,
-    else rope."""
+    else rope. proportional: the channels of --rotary-percent have the highest frequencies of a whole head."""
     rotary_scaling_factor: float = flag(1.0, role="meaning", bounds=POSITIVE)
     """YaRN: factor of the number of positions."""
     original_max_position_embeddings: int = flag(4096, role="meaning", bounds=POSITIVE)
@@ -223,6 +253,9 @@ class MupConfig(Config):
         return hidden_size / (self.mup_base_hidden_size or hidden_size)
 
 
+INDEXER_LOSS = "indexer loss"
+"""Log name of the loss of DSA's indexers."""
+
 _BIASED = ("moe_router_enable_expert_bias", True)
 INDEPENDENT_SCORES = ("sigmoid", "sqrtsoftplus")
 """Score functions of one logit each; the weights are normalized over the selected experts."""
@@ -242,6 +275,14 @@ class MoEConfig(Config, in_args=False):
     """FFN hidden size of the shared expert, which processes every token; by default there is no shared expert."""
     moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
     """Gate the shared expert's output by one number per token."""
+    moe_expert_norms: bool = flag(
+        False,
+        role="weights",
+        needs="moe_shared_expert_intermediate_size",
+        excludes=("hybrid_override_pattern", "apply_residual_connection_post_layernorm"),
+    )
+    """Normalize the routed experts' input apart from the shared expert's, and both outputs before their sum. The router
+    reads the residual stream."""
     moe_shared_expert_overlap: bool = flag(False, role="run", needs="moe_shared_expert_intermediate_size")
     """Compute the shared expert during token dispatch."""
 
@@ -277,6 +318,11 @@ class MoEConfig(Config, in_args=False):
     """Best experts whose scores rank a group; by default --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
     """Multiply the weights of the selected experts by this factor."""
+    moe_router_norm: bool = flag(False, role="weights", needs="num_experts")
+    """Normalize the router's input without parameters, and multiply it by a learned vector / square root of the hidden
+    size."""
+    moe_router_expert_scale: bool = flag(False, role="weights", needs="num_experts")
+    """Multiply the weight of a selected expert by a learned number per expert, initially 1."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
     """Type of the router's GEMM and of expert weights until outputs are summed; by default the model's. Scores use
     float32 at least."""
@@ -345,12 +391,13 @@ def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
     """
     if config.num_experts is None:
         return (False,) * num_layers
-    return _layers_with_experts(config.moe_layer_freq.strip(), num_layers)
+    return _chosen_layers(config.moe_layer_freq.strip(), num_layers)
 
 
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.
 @functools.lru_cache(maxsize=64)
-def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
+def _chosen_layers(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Parse a list of layers, or a number N, which stands for every Nth layer from the first on."""
     if text.isdecimal() and int(text) > 0:
         return tuple(layer % int(text) == 0 for layer in range(num_layers))
     return parse_layer_pattern(text, num_layers)
@@ -406,6 +453,31 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Use grouped-query attention (GQA)."""
     num_query_groups: int = flag(0, role="shape", bounds=POSITIVE)
     """Number of key/value heads with GQA (1 if only --group-query-attention is given)."""
+    global_kv_channels: int | None = flag(
+        None,
+        role="shape",
+        bounds=POSITIVE,
+        needs="window_size",
+        excludes=("multi_latent_attention", "qk_clip"),
+        in_args=False,
+    )
+    """Dimension of an attention head in layers without a window; by default --kv-channels."""
+    global_num_query_groups: int | None = flag(
+        None,
+        role="shape",
+        bounds=POSITIVE,
+        needs="window_size",
+        excludes=("multi_latent_attention", "qk_clip"),
+        in_args=False,
+    )
+    """Number of key/value heads in layers without a window; by default --num-query-groups."""
+    attention_k_eq_v: bool = flag(
+        False,
+        role="shape",
+        excludes=("multi_latent_attention", "qk_clip", "attention_output_gate", "attention"),
+        in_args=False,
+    )
+    """Use keys, before their norm and rotary embedding, as values too, in layers without a window."""
     attention_head_type: str = flag(
         "multihead", choices=("multihead", "multiquery"), role="meaning", in_args=False, seen_as="num_query_groups"
     )
@@ -435,6 +507,13 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Learned parameters of norms: weight, and bias with LayerNorm (all), weight only, or none."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, per head."""
+    v_layernorm: bool = flag(
+        False,
+        role="meaning",
+        excludes=("multi_latent_attention", "attention_output_gate", "attention"),
+        in_args=False,
+    )
+    """Normalize values, per head, without learned parameters."""
     qk_layernorm_after_rope: bool = flag(
         False,
         role="meaning",
@@ -466,6 +545,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
     """Use one norm for attention and feed-forward, instead of one each."""
     residual_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, in_args=False)
     """Multiplier of the outputs of attention and feed-forward before the residual sum."""
+    layer_scalar: bool = flag(False, role="weights", excludes=("hybrid_override_pattern",), in_args=False)
+    """Multiply the output of each layer by a learned number, initially 1."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
     """Soft-cap attention scores at this value with tanh; fused kernels: only flash-attn and FlexAttention on CUDA."""
     query_pre_attn_scalar: int | None = flag(
@@ -651,6 +732,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
         if self.num_query_groups == 0:
             groups = 1 if self.group_query_attention else self.num_attention_heads
             object.__setattr__(self, "num_query_groups", groups)
+        for name, own in (("global_kv_channels", "kv_channels"), ("global_num_query_groups", "num_query_groups")):
+            if getattr(self, name) == getattr(self, own):
+                object.__setattr__(self, name, None)
         if (self.recompute_activations or self.moe_layer_recompute) and self.recompute_granularity is None:
             object.__setattr__(self, "recompute_granularity", "selective")
         has_experts = self.moe.num_experts is not None
@@ -659,6 +743,59 @@ class DecoderConfig(ParallelConfig, in_args=True):
             object.__setattr__(self, "recompute_modules", (*self.recompute_modules, "moe"))
         if self.use_flash_attn and self.attention_backend == "auto":
             object.__setattr__(self, "attention_backend", "flash")
+
+    def of_layer(self, layer_number: int) -> Self:
+        """Return the configuration with the shape of one layer's attention: of its heads, query groups and values.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
+        """
+        return self.of_global_layers if self.is_global(layer_number) else self.of_windowed_layers
+
+    def is_global(self, layer_number: int) -> bool:
+        """Return whether a layer has the shape of attention of layers without a window, if theirs is another one.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
+        """
+        return self.has_global_shape and self.layer_windows[self.kind_of(layer_number)] is None
+
+    @property
+    def has_global_shape(self) -> bool:
+        """Return whether the attention of layers without a window has a shape of its own."""
+        return (self.global_kv_channels, self.global_num_query_groups, self.attention_k_eq_v) != (None, None, False)
+
+    @functools.cached_property
+    def of_windowed_layers(self) -> Self:
+        """Return the configuration with the shape of attention in layers with a window."""
+        if not self.has_global_shape:
+            return self
+        return dataclasses.replace(self, global_kv_channels=None, global_num_query_groups=None, attention_k_eq_v=False)
+
+    @functools.cached_property
+    def of_global_layers(self) -> Self:
+        """Return the configuration with the shape of attention in layers without a window."""
+        if self.global_kv_channels is None and self.global_num_query_groups is None:
+            return self
+        return dataclasses.replace(
+            self,
+            kv_channels=self.global_kv_channels or self.kv_channels,
+            num_query_groups=self.global_num_query_groups or self.num_query_groups,
+            global_kv_channels=None,
+            global_num_query_groups=None,
+        )
+
+    @property
+    def attention_shapes(self) -> tuple[Self, ...]:
+        """Return the configuration with each shape of attention that layers have.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.
+        """
+        if not self.has_global_shape:
+            return (self,)
+        kinds = {window is not None for window in self.layer_windows}
+        return tuple(self.of_windowed_layers if has_window else self.of_global_layers for has_window in sorted(kinds))
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
@@ -716,6 +853,26 @@ class DecoderConfig(ParallelConfig, in_args=True):
             ValueError: --hybrid-override-pattern or another pattern is invalid; the message gives the reason.
         """
         return format_layers(self.layer_parts) if self.hybrid.is_hybrid else ""
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Return whether every layer has DeepSeek sparse attention (DSA)."""
+        return self.hybrid.experimental_attention_variant == SPARSE_ATTENTION
+
+    @property
+    def layers_with_indexer(self) -> tuple[bool, ...]:
+        """Return for each layer whether it has an indexer of DSA; MTP modules always have their own.
+
+        Raises:
+            ValueError: --dsa-indexer-layer-freq is invalid; the message gives the reason.
+        """
+        if not self.has_sparse_attention:
+            return (False,) * self.num_layers
+        return _chosen_layers(self.mla.dsa_indexer_layer_freq.strip(), self.num_layers)
+
+    def has_indexer(self, layer_number: int) -> bool:
+        """Return whether a layer has an indexer; layers from ``num_layers`` on belong to the MTP modules."""
+        return self.has_sparse_attention and (layer_number >= self.num_layers or self.layers_with_indexer[layer_number])
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
@@ -887,6 +1044,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return float(self.init_method_std / (branches * self.num_layers) ** 0.5)
 
     @property
+    def value_projection_size(self) -> int:
+        """Return the width of the projection of all value heads together, 0 if keys are the values."""
+        return 0 if self.attention_k_eq_v else self.kv_projection_size
+
+    @property
     def attention_exchanges(self) -> frozenset[str]:
         """Return the context-parallel communication types of the layers with attention.
 
@@ -930,8 +1092,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
         Layers from ``num_layers`` on belong to the MTP modules. For causal attention only the used half of the score
         matrix counts, and only the part inside the window if there is a window.
         """
-        hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        gemms, of_scores = hidden * (2 * queries + self.gate_projection_size + 2 * keys), 2 * queries
+        own, hidden = self.of_layer(layer_number), self.hidden_size
+        queries, keys_and_values = own.query_projection_size, own.kv_projection_size + own.value_projection_size
+        gemms, of_scores = hidden * (2 * queries + own.gate_projection_size + keys_and_values), 2 * queries
         if self.mla.multi_latent_attention:
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
@@ -939,9 +1102,14 @@ class DecoderConfig(ParallelConfig, in_args=True):
         parts = self.layer_parts[kind]
         mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
+        if self.has_sparse_attention:
+            window = min(window, self.mla.dsa_indexer_topk or seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)
         if is_registered("attention", self.attention):
-            gemms += find_registered("attention", self.attention).properties["multiply_adds"](self)
+            gemms += find_registered("attention", self.attention).properties["multiply_adds"](own)
+        if self.has_indexer(layer_number):
+            of_indexer = self.mla.indexer_multiply_adds(hidden, seq_length)
+            gemms, core = gemms + of_indexer[0], core + of_indexer[1]
         if not parts.has_attention:
             gemms, core = 0, 0.0
         if mixer is not None:

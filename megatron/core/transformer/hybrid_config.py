@@ -18,6 +18,8 @@ ATTENTION_AND_MAMBA = "attention_and_mamba"
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
 LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
 """Sequence mixers with the shapes of ``linear_*``."""
+SPARSE_ATTENTION = "dsa"
+"""DeepSeek sparse attention (DSA), a variant of MLA in all layers."""
 NUM_KDA_MAPS = 6
 """Linear layers of a KDA layer: input, output, and two low-rank pairs. Other recurrent layers have two."""
 MLP, MOE = "mlp", "moe"
@@ -78,13 +80,13 @@ class HybridConfig(Config, in_args=False):
 
     experimental_attention_variant: str | None = flag(
         None,
-        choices=LINEAR_ATTENTION,
-        not_built=("dsa", "dsv4_hybrid"),
+        choices=(*LINEAR_ATTENTION, SPARSE_ATTENTION),
+        not_built=("dsv4_hybrid",),
         role="shape",
-        seen_as="hybrid_layers",
+        seen_as="has_sparse_attention",
     )
     """Linear attention instead of attention in the layers of --linear-attention-freq: gated delta-net, as Qwen3-Next
-    has, or Kimi Delta Attention (KDA), as Kimi Linear has."""
+    has, or Kimi Delta Attention (KDA), as Kimi Linear has; or DeepSeek sparse attention (dsa) in all layers."""
     linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT, seen_as="hybrid_layers")
     """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
     linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
@@ -133,7 +135,12 @@ class HybridConfig(Config, in_args=False):
 
     @property
     def is_hybrid(self) -> bool:
-        return self.experimental_attention_variant is not None or self.hybrid_override_pattern is not None
+        return self.has_linear_attention or self.hybrid_override_pattern is not None
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Return whether --experimental-attention-variant is a linear attention."""
+        return self.experimental_attention_variant in LINEAR_ATTENTION
 
     @property
     def linear_key_size(self) -> int:
@@ -226,7 +233,7 @@ def layer_parts(hybrid: HybridConfig, num_layers: int, has_experts: tuple[bool, 
             raise ValueError(f"the pattern has {len(parts)} layers; use --num-layers {len(parts)}")
         return parts
     is_linear = (False,) * num_layers
-    if hybrid.experimental_attention_variant is not None:
+    if hybrid.has_linear_attention:
         is_linear = parse_layer_pattern(hybrid.linear_attention_freq or "0", num_layers)
     return tuple(
         LayerParts(hybrid.experimental_attention_variant if linear else ATTENTION, MOE if has else MLP)

@@ -197,6 +197,11 @@ def _adapt_linear(
         only = RowAdapter(options, layer_number, site, in_features, out_features)
         adapt(module, LinearAdapters({WHOLE: only}, {WHOLE: 0}))
         return
+    config = config.of_layer(layer_number)
+    if config.attention_k_eq_v:
+        parts = tuple(part for part in parts if part != "v")
+        if not parts:
+            return
     widths, num_groups = _widths(linear, parts, config, options.tp)
     adapters = {
         part: ColumnAdapter(
@@ -241,7 +246,8 @@ def _widths(linear: str, parts: tuple[str, ...], config: DecoderConfig, tp: Grou
         return dict.fromkeys(PART_OF[linear], config.ffn_hidden_size // tp.size), 1
     num_groups = max(config.num_query_groups // tp.size, 1)
     queries = config.query_projection_size // tp.size // num_groups
-    return {"q": queries, "k": config.kv_channels, "v": config.kv_channels}, num_groups
+    keys = ("k",) if config.attention_k_eq_v else ("k", "v")
+    return {"q": queries, **dict.fromkeys(keys, config.kv_channels)}, num_groups
 
 
 def _row_blocks(module: nn.Module, part: str, config: DecoderConfig, options: AdapterOptions) -> Iterable[RowBlock]:

@@ -149,6 +149,16 @@ class LatentAttention(SelfAttention):
     def _narrow(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the results of `_compressed`, of the new and the cached positions."""
+        of_query, latent, rotary_key = self._compressed(x, angles)
+        if cache is not None:
+            latents, rotary_key = cache.update(self.layer_number, latent.unsqueeze(2), rotary_key)
+            latent = latents.squeeze(2)
+        return of_query, latent, rotary_key
+
+    def _compressed(
+        self, x: torch.Tensor, angles: RotaryAngles | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the input of the query up-projection, the key-value latent vectors, and the keys' rotary part.
 
         Shapes: ``-> [s, b, q]``, ``[s, b, r]``, ``[s, b, 1, p]``; the first two are ``[s/tp, ...]`` under sequence
@@ -162,11 +172,7 @@ class LatentAttention(SelfAttention):
             rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), group=self.tp)
         else:
             rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp)
-        rotary_key = _rotated(rotary_key.unsqueeze(2), angles)
-        if cache is not None:
-            latents, rotary_key = cache.update(self.layer_number, latent.unsqueeze(2), rotary_key)
-            latent = latents.squeeze(2)
-        return of_query, latent, rotary_key
+        return of_query, latent, _rotated(rotary_key.unsqueeze(2), angles)
 
     def _widen(
         self, angles: RotaryAngles | None, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor

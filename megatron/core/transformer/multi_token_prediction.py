@@ -27,8 +27,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig, MTPConfig, further_loss_names
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
+from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
-from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,6 +95,33 @@ class Norm(nn.Module):
         return self.weight + 1 if self.centered_weight and self.weight is not None else self.weight
 
 
+def make_norm(
+    config: DecoderConfig,
+    tp: Group,
+    device: torch.device | str,
+    kind: type[Norm] = Norm,
+    *,
+    partial_gradient: bool | None = None,
+    parameters: Sequence[str] | None = None,
+) -> Norm:
+    """Return the configured normalization of hidden states.
+
+    By default gradients are partial with sequence parallelism, and ``parameters`` are the configured ones.
+    """
+    return kind(
+        config.normalization,
+        config.hidden_size,
+        config.norm_epsilon,
+        tp,
+        partial_gradient=config.sequence_parallel if partial_gradient is None else partial_gradient,
+        centered_weight=config.apply_layernorm_1p,
+        dtype=dtype_from_name(config.params_dtype),
+        device=device,
+        transformer_impl=config.transformer_impl,
+        parameters=config.norm_parameter_names if parameters is None else parameters,
+    )
+
+
 def _registered_norm(
     kind: str,
     width: int,

@@ -196,6 +196,16 @@ def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.T
     return *apply_rotary_to_both(query, key, angles), value
 
 
+def proportional_frequencies(base: float, width: int, rotary_dim: int) -> torch.Tensor:
+    """Return the frequencies of a head of ``width`` channels, 0 after those of the first ``rotary_dim`` channels.
+
+    Shapes: ``-> [width / 2]`` float64.
+    """
+    frequencies = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    frequencies[rotary_dim // 2 :] = 0.0
+    return frequencies
+
+
 def yarn_frequencies(config: RotaryConfig, base: float, width: int) -> torch.Tensor:
     """Return YaRN's frequencies: high ones unchanged, low ones divided by the scaling factor, interpolated between.
 

@@ -86,7 +86,7 @@ class SingleBranchLayer(TransformerLayer):
             elif self.recomputes_mlp and self.training:
                 branch, losses = recompute(self._feed, normalized, dropout, padding_mask)
             else:
-                branch, losses = self._feed(normalized, dropout, padding_mask)
+                branch, losses = self._feed(normalized, dropout, padding_mask, x)
         branch, probability = self._scaled(branch), self.hidden_dropout.probability
         if ahead is None or ahead.following is None:
             x = self.add_branch(x, branch, keys, probability)

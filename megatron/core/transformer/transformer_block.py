@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import cast
@@ -13,7 +14,7 @@ from torch import nn
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
-from megatron.core.ops import AttentionPattern, DropoutKeys
+from megatron.core.ops import AttentionPattern, DropoutKeys, SelectedKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import ActivationOffload, saved_in_parts
@@ -21,10 +22,10 @@ from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.cuda_graphs import GraphedLayers, GraphUnit
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.norm import NormAhead
+from megatron.core.transformer.norm import NormAhead, make_norm
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.single_branch_layer import make_layer
-from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.weight_prefetch import WeightPrefetch
 
 
@@ -52,6 +53,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.shares_selected_keys = config.has_sparse_attention and not all(config.layers_with_indexer)
         self.layers = nn.ModuleDict()
         for number in layer_numbers:
             self.layers[str(number)] = layer = make_layer(config, number, tp, device, cp, experts)
@@ -79,6 +81,9 @@ class TransformerBlock(nn.Module):
             ConfigurationError: layers use dropout in training, and ``dropout`` is None.
         """
         losses: list[AuxiliaryLoss] = []
+        if self.shares_selected_keys and pattern.selected is None:
+            pattern = replace(pattern, selected=SelectedKeys())
+        selected = pattern.selected
 
         def run(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
             losses_of_group: list[AuxiliaryLoss] = []
@@ -93,8 +98,18 @@ class TransformerBlock(nn.Module):
         def run_again(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
             """Run with recomputation: save only the input, or this rank's part of it."""
             in_parts = self.config.distribute_saved_activations
+            mask = None if selected is None else selected.mask
+
+            def run_with_mask(
+                group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None
+            ) -> LayerOutput:
+                """Restore the keys that earlier layers selected, and run."""
+                if selected is not None:
+                    selected.mask = mask
+                return run(group, hidden, keys)
+
             with saved_in_parts(hidden, self.tp) if in_parts else nullcontext():
-                return recompute(run, group, hidden, keys)
+                return recompute(run_with_mask, group, hidden, keys)
 
         def units() -> list[GraphUnit]:
             """Return each group of layers with the function that runs it."""

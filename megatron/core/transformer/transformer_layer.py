@@ -15,7 +15,7 @@ from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.registry import find_registered
-from megatron.core.tensor_parallel import LowRankAdapter, saved_as_inputs
+from megatron.core.tensor_parallel import LowRankAdapter, make_parameter, replicated_spec, saved_as_inputs
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.attention_and_mamba import AttentionAndMamba
@@ -35,30 +35,22 @@ from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.mlp import FeedForward
 from megatron.core.transformer.moe import ExpertLayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
-from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
+from megatron.core.transformer.norm import (
+    NormAhead,
+    PostNormResidual,
+    ResidualNorm,
+    ResidualSum,
+    add_branch,
+    make_norm,
+)
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.sparse_attention import SparseLatentAttention
 
 _RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
     GATED_DELTA_NET: GatedDeltaNet,
     KIMI_DELTA_ATTENTION: KimiDeltaAttention,
     MAMBA: MambaMixer,
 }
-
-
-def make_norm(config: DecoderConfig, tp: Group, device: torch.device | str, kind: type[Norm] = Norm) -> Norm:
-    """Return the configured normalization of hidden states."""
-    return kind(
-        config.normalization,
-        config.hidden_size,
-        config.norm_epsilon,
-        tp,
-        partial_gradient=config.sequence_parallel,
-        centered_weight=config.apply_layernorm_1p,
-        dtype=dtype_from_name(config.params_dtype),
-        device=device,
-        transformer_impl=config.transformer_impl,
-        parameters=config.norm_parameter_names,
-    )
 
 
 def make_stream_norm(config: DecoderConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
@@ -99,6 +91,8 @@ def _make_self_attention(
 ) -> nn.Module:
     latent, name = config.mla.multi_latent_attention, config.attention
     kind: Callable[..., nn.Module] = LatentAttention if latent else SelfAttention
+    if config.has_sparse_attention:
+        kind = SparseLatentAttention
     if config.attention_output_gate:
         kind = GatedAttention
     if name == "self_attention":
@@ -136,7 +130,8 @@ class TransformerLayer(nn.Module):
 
     With ``apply_residual_connection_post_layernorm`` the norm's output is the residual stream. ``norm_placement`` puts
     norms before, after, or both before and after attention and feed-forward. Norms before them and the feed-forward
-    layer are recomputed in the backward pass if configured.
+    layer are recomputed in the backward pass if configured. With ``layer_scalar`` the output of the layer is multiplied
+    by a learned number.
 
     ``layer_number`` counts from 0 over the whole model.
 
@@ -157,6 +152,10 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer_number = layer_number
         self._add_parts(config, tp, device, cp, experts)
+        self.layer_scalar: nn.Parameter | None = None
+        if config.layer_scalar:
+            spec = replicated_spec("layer_scalar", (1,), tp, config.sequence_parallel, mean=1.0)
+            self.layer_scalar = make_parameter((1,), spec, dtype_from_name(config.params_dtype), device)
         self.is_parallel = config.use_parallel_residual
         self.residual_multiplier = config.residual_multiplier
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
@@ -226,11 +225,13 @@ class TransformerLayer(nn.Module):
         norm = self.input_layernorm if self.shares_norm else self.pre_mlp_layernorm
         with self._recomputed(norm, stream, normalized):
             if self.recomputes_mlp and self.training:
-                fed, more_losses = recompute(self._feed, normalized, dropout, padding_mask)
+                fed, more_losses = recompute(self._feed, normalized, dropout, padding_mask, stream)
             else:
-                fed, more_losses = self._feed(normalized, dropout, padding_mask)
+                fed, more_losses = self._feed(normalized, dropout, padding_mask, stream)
         branch = self._scaled(self.post_mlp_layernorm(fed))
-        if ahead is None or ahead.following is None:
+        if self.layer_scalar is not None:
+            x = self.add_branch(x, branch, fed_keys, probability) * self.layer_scalar
+        elif ahead is None or ahead.following is None:
             x = self.add_branch(x, branch, fed_keys, probability)
         else:
             x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)
@@ -240,12 +241,19 @@ class TransformerLayer(nn.Module):
         return branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier
 
     def _feed(
-        self, normalized: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
+        self,
+        normalized: torch.Tensor,
+        dropout: DropoutKeys | None,
+        padding_mask: torch.Tensor | None,
+        stream: torch.Tensor,
     ) -> LayerOutput:
         """Run the feed-forward layer; recomputation uses the same dropout keys."""
         self.hand_keys(dropout)
-        takes_mask = isinstance(self.mlp, ExpertLayer) and padding_mask is not None
-        output: LayerOutput = self.mlp(normalized, padding_mask) if takes_mask else self.mlp(normalized)
+        output: LayerOutput
+        if isinstance(self.mlp, ExpertLayer):
+            output = self.mlp(normalized, padding_mask, stream if self.mlp.has_norms else None)
+        else:
+            output = self.mlp(normalized)
         return output
 
     def hand_keys(self, dropout: DropoutKeys | None) -> None:

@@ -131,6 +131,11 @@ def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
             of_gemms, _ = model.layer_forward_flops(number, length)
             of_attention = documents * model.layer_forward_flops(number, length // documents)[1]
             of_gemms += _beyond_choices(config, number)
+            if model.has_indexer(number):
+                # An indexer's linear layers have no input gradients, and without its loss no weight gradients.
+                is_trained = bool(model.mla.dsa_indexer_loss_coeff) and not model.lora_rank
+                of_indexer = 2.0 * length * model.mla.indexer_multiply_adds(model.hidden_size, length)[0]
+                gemms -= of_indexer * (backward - is_trained)
             gemms += of_gemms * (1 if is_forward_only else 1 + backward)
             attention += of_attention * (1 if is_forward_only else 1 + _BACKWARD)
         if chunk.has_loss:

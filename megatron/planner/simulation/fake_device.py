@@ -205,7 +205,8 @@ class FakeDevice(Device):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "--cuda-graph-impl local is not supported in a dry run; omit it: the kernels are the same"
+            "--cuda-graph-impl local and --optimizer-cuda-graph are not supported in a dry run; omit them: the kernels "
+            "are the same"
         )
 
     def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None] | None:

@@ -19,6 +19,7 @@ from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import WeightGradQueue, main_grad_of
 from megatron.core.models import compute_in_float8, wrap_model
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ops import CAUSAL, AttentionPattern, SelectedKeys
 from megatron.core.parallel_config import ParallelSizes
 from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state
 from megatron.core.pipeline_parallel import StageInput
@@ -139,6 +140,7 @@ class _Tracer:
             ids,
             hidden=given,
             labels=ids if contents.has_loss else None,
+            pattern=self._pattern(batch),
             loss_mask=torch.ones(ids.shape, device="cuda") if contents.has_loss else None,
             losses=losses,
         )
@@ -223,6 +225,15 @@ class _Tracer:
                 # After the first micro-batch of a step, every micro-batch adds to the gradients.
                 main_grad.is_empty = False
         return chunk, WeightGradQueue(chunk.parameters()) if request.splits_backward else None
+
+    def _pattern(self, batch: int) -> AttentionPattern:
+        """Return the causal pattern, with the keys that an earlier indexer selected for a layer without one."""
+        model, length, numbers = self.request.model, self.request.seq_length, self.request.contents.layer_numbers
+        if not model.has_sparse_attention or not numbers or model.has_indexer(numbers[0]):
+            return CAUSAL
+        has_choice = length > (model.mla.dsa_indexer_topk or 0)
+        mask = torch.empty(batch, 1, length, length, dtype=torch.bool, device="cuda") if has_choice else None
+        return replace(CAUSAL, selected=SelectedKeys(mask, is_known=True))
 
     def _inputs(self, batch: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return hidden states (None for a piece with the embedding), and integers for tokens and positions."""

@@ -76,6 +76,7 @@ DEFAULT = tuple(
             make_cell("gpt2", Layout(tp=2), extra=MUON),
             make_cell("gpt2", Layout(dp=2), "uneven", extra=FUSED_LORA),
             make_latent_cell("latent", Layout(tp=2)),
+            make_latent_cell("sparse", SP),
         ),
     )
 )

@@ -29,6 +29,7 @@ from megatron.verification.cells import (
     with_micro_batch_size,
 )
 from megatron.verification.model_cells import (
+    EXPERT_NORMS,
     SPARSEMIXER,
     ExpertLayout,
     expert_matrix,
@@ -86,6 +87,7 @@ REPRESENTATIVE = (
     make_cell("cohere", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("selective",))),
     make_cell("bloom", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",)), "packed"),
     make_cell("apertus", Layout(tp=2, sequence_parallel=True, pp=2, cp=2)),
+    make_cell("gemma4", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=("selective",))),
     # Dropout: the reference is run once for each shape and kind of data.
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.
@@ -100,6 +102,7 @@ REPRESENTATIVE = (
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", recompute=("full", "uniform", "1"))),
     make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
     make_expert_cell("mixtral", ExpertLayout(tp=2, cp=2, ep=4, etp=1, sequence_parallel=True), extra=SPARSEMIXER),
+    make_expert_cell("deepseek-experts", ExpertLayout(tp=2, etp=1, dispatcher="allgather"), extra=EXPERT_NORMS),
 )
 FURTHER = (
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),

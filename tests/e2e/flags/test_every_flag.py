@@ -46,6 +46,8 @@ ANSWERED = {
     "--no-gradient-accumulation-fusion": "--no-gradient-accumulation-fusion has no effect on a CPU",
     "--no-pin-cpu-grads": "--no-pin-cpu-grads has no effect on a CPU",
     "--no-pin-cpu-params": "--no-pin-cpu-params has no effect on a CPU",
+    "--optimizer-cuda-graph": "error: --optimizer-cuda-graph needs a CUDA device",
+    "--overlap-step-results": "--overlap-step-results has no effect on a CPU",
     "--optimizer-offload-auto-threshold": "--optimizer-offload-auto-threshold 1024 has no effect on a CPU",
     "--use-torch-optimizer-for-cpu-offload": "--use-torch-optimizer-for-cpu-offload has no effect on a CPU",
     "--max-consecutive-skipped-iterations": "1 iterations in a row had gradients that are not finite",

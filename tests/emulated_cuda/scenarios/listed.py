@@ -419,6 +419,17 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 _GRAPHED = (
     training("Triton: graphs, one micro-batch", f"{_SHORT} {_GRAPHS} --bf16", triton=True),
+    training(
+        "results read after the next launch",
+        f"--bf16 {_OVERLAPS} --overlap-step-results --rerun-mode disabled --log-interval 5 --train-iters 6",
+        2,
+    ),
+    training(
+        "Triton: optimizer graphs",
+        f"{_SHORT} --train-iters 4 --bf16 {_OVERLAPS} --optimizer-cuda-graph --cuda-graph-warmup-steps 1",
+        2,
+        triton=True,
+    ),
     training("Triton: graphs, fp8", f"{_SHORT} {_GRAPHS} {_FP8} delayed {_ROPE}", triton=True),
     training("graphs, fp8 delayed", f"{_GRAPHS} {_FP8} delayed --fp8-amax-history-len 2 --train-iters 7"),
     training("graphs, fp8 by blocks", f"{_GRAPHS} {_E4M3} blockwise {_WIDE} --train-iters 4"),

@@ -19,7 +19,9 @@ SHAPE = """
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_layer_freq
     softmax_type attention activation_func attention_output_gate
+    global_kv_channels global_num_query_groups attention_k_eq_v
     hybrid_override_pattern experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups mamba_conv_kernel_dim mamba_norm
@@ -27,7 +29,8 @@ SHAPE = """
 WEIGHTS = """
     num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights
     mtp_num_layers shared_parallel_norm norm_parameters add_output_bias add_embedding_norm disable_proj_bias
-    mamba_conv_bias mamba_proj_bias xielu add_proj_bias
+    mamba_conv_bias mamba_proj_bias xielu add_proj_bias layer_scalar
+    moe_expert_norms moe_router_norm moe_router_expert_scale
 """
 
 

@@ -121,6 +121,23 @@ WRONG = [
         "--apply-residual-connection-post-layernorm",
         (),
     ),
+    (
+        "--group-query-attention --num-query-groups 2 --window-size 4,0 --window-attn-skip-freq 2 "
+        "--global-num-query-groups 4",
+        1,
+        "--num-attention-heads",
+        ("1, 2, 3, 6",),
+    ),
+    ("--window-size 4,0 --global-kv-channels 10", 1, "--global-kv-channels", ("--window-attn-skip-freq",)),
+    ("--window-size 4,0 --attention-k-eq-v", 1, "--attention-k-eq-v", ()),
+    ("--global-kv-channels 10", 1, "--global-kv-channels", ()),
+    ("--rope-type proportional", 1, "--rope-type", ("--position-embedding-type rope",)),
+    (
+        "--position-embedding-type rope --rope-type proportional --rotary-ntk-alpha 4",
+        1,
+        "--rope-type",
+        (),
+    ),
     ("--shared-parallel-norm --use-parallel-residual --norm-placement post", 1, "--shared-parallel-norm", ()),
     ("--norm-parameters none --apply-layernorm-1p", 1, "--apply-layernorm-1p", ()),
     ("--qk-layernorm --qk-layernorm-after-rope", 1, "--qk-layernorm-after-rope", ("--position-embedding-type rope",)),

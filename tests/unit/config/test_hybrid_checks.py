@@ -15,6 +15,11 @@ from tests.unit.config.test_model_checks import BASE
 
 DELTA = "--experimental-attention-variant gated_delta_net"
 KDA = "--experimental-attention-variant kimi_delta_attention"
+DSA = "--experimental-attention-variant dsa --position-embedding-type rope"
+WHOLE_DSA = (
+    f"{DSA} --multi-latent-attention --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 8 "
+    "--dsa-indexer-loss-coeff 1e-2"
+)
 FOUR = f"{DELTA} --linear-attention-freq 4"
 MIXED = "--hybrid-override-pattern M*-M"
 WRONG = [
@@ -184,6 +189,24 @@ WRONG = [
         "--activation-func squared_relu has no effect: the model has no feed-forward layer; omit it",
     ),
     ("--attention-output-gate --multi-latent-attention", "exclude each other"),
+    (DSA, "--experimental-attention-variant dsa needs --multi-latent-attention; add it"),
+    (DSA, "--experimental-attention-variant dsa needs --dsa-indexer-topk; DeepSeek-V3.2 has 2048"),
+    (DSA, "needs --dsa-indexer-loss-coeff, without which the indexer is not trained; pass 1e-2, or 0 to keep"),
+    ("--dsa-indexer-topk 8", "--dsa-indexer-topk 8 has no effect without --experimental-attention-variant"),
+    (f"{FOUR} --dsa-indexer-topk 8", "--dsa-indexer-topk 8 has no effect without --experimental-attention-variant dsa"),
+    (f"{WHOLE_DSA} --dsa-indexer-head-dim 8", "--dsa-indexer-head-dim 8 is below --qk-pos-emb-head-dim 64"),
+    (f"{WHOLE_DSA} --context-parallel-size 2", "dsa is not supported with --context-parallel-size 2; omit"),
+    (f"{WHOLE_DSA} --window-size 4,0", "dsa is not supported with --window-size 4,0; omit --window-size 4,0"),
+    (f"{WHOLE_DSA} --softmax-type learnable", "dsa is not supported with --softmax-type learnable; omit"),
+    (f"{WHOLE_DSA} --linear-attention-freq 2", "dsa is not supported with --linear-attention-freq 2; omit"),
+    (f"{WHOLE_DSA} --hybrid-override-pattern M*-M", "dsa is not supported with --hybrid-override-pattern M*-M; omit"),
+    (f"{WHOLE_DSA} --dsa-indexer-layer-freq [1,0]", "the list has 2 entries, but the model has 4 layers"),
+    (f"{WHOLE_DSA} --dsa-indexer-layer-freq [0,1,1,1]", "layer 1 has no indexer, but starts a pipeline stage"),
+    (
+        f"{WHOLE_DSA} --dsa-indexer-layer-freq 3 --pipeline-model-parallel-size 2",
+        "layer 3 has no indexer, but starts a pipeline stage (Ett|ttL), which does not receive the keys",
+    ),
+    (f"{WHOLE_DSA} --save x --ckpt-format torch", "cannot store a model with --experimental-attention-variant dsa"),
     (f"{KDA} --linear-attention-freq 1", "gives linear attention to none of the 4 layers; use a list with a 1"),
     (f"{KDA} --linear-attention-freq 4 --linear-num-value-heads 24", "not divisible by --linear-num-key-heads 16"),
     (

@@ -11,8 +11,9 @@ import pytest
 
 from tests.e2e.toy_run import exact_figures, toy_args
 from tests.emulated_cuda.build import BuildError, built_libraries
-from tests.emulated_cuda.training import operators_of, train_on_device
-from tests.harness.forked_training import ForkedRun, fork_training
+from tests.emulated_cuda.training import operators_of, run_on_device, settings, train_on_device
+from tests.harness.faults import Faults
+from tests.harness.forked_training import NO_FAULTS, ForkedRun, fork_training
 
 pytestmark = pytest.mark.full
 
@@ -51,6 +52,16 @@ FEATURES = {
     "experts": Feature(f"--bf16 {EXPERTS} --moe-grouped-gemm", operators=("aten::_grouped_mm",), tolerance=3e-3),
     "experts on b200": Feature(
         f"--bf16 {EXPERTS} --moe-grouped-gemm", operators=("aten::_grouped_mm",), tolerance=3e-3, gpu="b200"
+    ),
+    "experts in fp8": Feature(
+        f"--bf16 {EXPERTS} --fp8-format e4m3 --fp8-recipe rowwise --swiglu --disable-bias-linear",
+        operators=("aten::_scaled_grouped_mm",),
+        tolerance=3e-3,
+    ),
+    "experts in fp8 over ranks": Feature(
+        f"--bf16 {EXPERTS} --fp8-format e4m3 --fp8-recipe rowwise --swiglu --disable-bias-linear "
+        "--expert-model-parallel-size 2",
+        *(2, ("aten::_scaled_grouped_mm", "nccl:all_to_all"), 3e-3),
     ),
     "experts over ranks": Feature(f"{EXPERTS} --expert-model-parallel-size 2", 2, ("nccl:all_to_all",), EXACT),
     "experts over tensor-parallel ranks": Feature(
@@ -149,3 +160,85 @@ def test_an_asynchronous_save_is_resumed_from(tmp_path: Path) -> None:
     train_on_device(args_of(folder, f"{flags} --train-iters 2", save=True), 2)
     resumed = train_on_device(args_of(folder, f"{flags} --train-iters 4", save=True), 2)
     assert exact_figures(resumed.iterations())[-2:] == exact_figures(whole.iterations())[-2:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "nproc"),
+    [
+        ("--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2", 1),
+        ("--bf16 --use-distributed-optimizer --overlap-param-gather-with-optimizer-step --overlap-grad-reduce", 2),
+    ],
+    ids=["fp16", "gathers"],
+)
+def test_captured_optimizer_steps_equal_eager_steps(flags: str, nproc: int, tmp_path: Path) -> None:
+    """The learning rate, the weight decay and the loss scale change in each replay."""
+    flags += " --overlap-param-gather" if nproc > 1 else ""
+    shape = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --seq-length 8 --max-position-embeddings 8"
+    decay = "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.2"
+    common = f"{shape} {decay} {flags} --ddp-bucket-size 2000 --train-iters 6"
+    graphs = "--optimizer-cuda-graph --cuda-graph-warmup-steps 1"
+    eager, captured = (
+        train_on_device(args_of(tmp_path / name, f"{common} {more}"), nproc, triton=True)
+        for name, more in (("eager", ""), ("captured", graphs))
+    )
+    assert exact_figures(captured.iterations()) == exact_figures(eager.iterations())
+    lines = captured.iterations()
+    assert len({line["learning_rate"] for line in lines if not line["skipped"]}) >= 2
+    assert (len({line["loss_scale"] for line in lines}) > 1) == ("--fp16" in flags)
+
+
+LATE = "--overlap-step-results"
+
+
+def train_to_the_end(folder: Path, flags: str, faults: Faults = NO_FAULTS, nproc: int = 2) -> ForkedRun:
+    """Train twelve iterations on devices, or until an error; a log line is due after each fourth iteration."""
+    common = "--rerun-mode disabled --log-interval 4 --train-iters 12 --bf16 --use-distributed-optimizer"
+    args = args_of(folder, f"{common} --overlap-grad-reduce --overlap-param-gather {flags}", save=True)
+    return fork_training(args, nproc, faults, 300.0, run_on_device, settings("h100"))
+
+
+def reason_of(run: ForkedRun) -> str:
+    """Return the line with which a run ended."""
+    return next(line for text in run.errors for line in text.splitlines() if "not finite" in line)
+
+
+def test_results_that_are_read_late_are_those_read_at_once(tmp_path: Path) -> None:
+    flags = "--eval-interval 6 --eval-iters 1 --save-interval 5 --manual-gc --manual-gc-interval 3"
+    late, at_once = (train_to_the_end(tmp_path / name, f"{flags} {name}").check() for name in (LATE, ""))
+    assert exact_figures(late.metrics) == exact_figures(at_once.metrics)
+    assert len(late.iterations()) == 12
+    lines = [[line for line in run.stdout.splitlines() if "iteration" in line] for run in (late, at_once)]
+    numbers = [[line.split("iteration", 1)[1].split("|")[0].split()[0] for line in of_run] for of_run in lines]
+    assert numbers[0] == numbers[1]
+
+
+def test_a_bad_step_that_is_noticed_late_is_reported_as_at_once(tmp_path: Path) -> None:
+    """Iteration 6 begins before the host sees that a gradient of iteration 5 is not finite."""
+    runs = [train_to_the_end(tmp_path / name, name, Faults(poisoned=(18,))) for name in (LATE, "--no-load-optim")]
+    assert all(status == 1 for run in runs for status in run.statuses)
+    assert "iteration 5, sample ids 16, 17, 18, 19" in reason_of(runs[0])
+    assert reason_of(runs[0]) == reason_of(runs[1])
+    assert exact_figures(runs[0].iterations()) == exact_figures(runs[1].iterations())
+
+
+def test_a_fault_that_does_not_recur_is_reported_as_such(tmp_path: Path) -> None:
+    run = train_to_the_end(tmp_path, LATE, Faults(rank=1, nan_loss_at=(9,)))
+    assert all(status == 1 for status in run.statuses)
+    assert "all are finite if the step is computed again" in reason_of(run)
+    assert "(iteration 9, sample ids 32, 33, 34, 35)" in reason_of(run)
+    assert [line["iteration"] for line in run.iterations()] == list(range(1, 9))
+
+
+def test_a_signal_ends_the_run_one_iteration_later_and_all_is_saved(tmp_path: Path) -> None:
+    flags = f"{LATE} --exit-signal-handler"
+    ended = train_to_the_end(tmp_path, flags, Faults(rank=1, sigterm_at=5)).check()
+    assert [line["iteration"] for line in ended.iterations()] == list(range(1, 7))
+    resumed = train_to_the_end(tmp_path, flags).check()
+    whole = train_to_the_end(tmp_path / "whole", LATE).check()
+    assert exact_figures(resumed.iterations())[-6:] == exact_figures(whole.iterations())[-6:]
+
+
+def test_the_last_iteration_before_an_error_is_reported(tmp_path: Path) -> None:
+    run = train_to_the_end(tmp_path, LATE, Faults(rank=0, data_error_at=13), nproc=1)
+    assert all(run.statuses)
+    assert [line["iteration"] for line in run.iterations()] == list(range(1, 7))

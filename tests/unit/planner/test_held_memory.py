@@ -127,6 +127,8 @@ def norm_cells() -> Iterator[Cell]:
         ("qwen", Layout(), two_groups),
         ("olmo2", split, ()),
         ("gemma3", split, ()),
+        ("gemma4", split, ()),
+        ("gemma4", Layout(), ()),
         ("gemma3", Layout(), two_groups),
         ("gpt2", Layout(), layernorm),
         ("gpt2", Layout(), (*layernorm, *two_groups)),

@@ -112,6 +112,8 @@ PUBLISHED = ROWS | {
     "hunyuan-a13b": 8.04e10,
     "granite4.0-h-small": 3.22e10,
     "glm4-9b": 9.4e09,
+    "gemma4-31b": 3.0697e10,
+    "gemma4-26b-a4b": 2.5233e10,
     "gemma2-27b": 2.7227e10,
     "gemma2-2b": 2.614e09,
     "gemma-2b": 2.506e09,

@@ -112,6 +112,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (SHAPES["llama"], "residual addition, norms, rotary embedding, activation", ""),
         (SHAPES["qwen"], "residual addition, norms, rotary embedding, activation", ""),
         (SHAPES["apertus"], "residual addition, norms, rotary embedding, activation", ""),
+        (SHAPES["gemma4"], "residual addition, norms, rotary embedding, activation", ""),
         (HYBRID_SHAPES["gated-attention"], "residual addition, norms, rotary embedding, activation", ""),
         (
             DROPOUT,
@@ -129,7 +130,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ),
         (HYBRID_SHAPES["kimi-linear"], "residual addition, norms, activation, activation of experts, heads of MLA", ""),
     ],
-    ids=["llama", "qwen", "apertus", "gated", "gpt2 with dropout", "MLA and experts", "Kimi Linear"],
+    ids=["llama", "qwen", "apertus", "gemma4", "gated", "gpt2 with dropout", "MLA and experts", "Kimi Linear"],
 )
 def test_one_line_names_the_parts(flags: tuple[str, ...], parts: str, left: str, compiled: list[Any]) -> None:
     lines: list[str] = []

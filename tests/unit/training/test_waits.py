@@ -25,6 +25,7 @@ from megatron.config.run_config import RunConfig
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.data_history import SkippedSamples
 from megatron.core.device import Device
+from megatron.core.host_memory import HostCopies
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.parallel_state import create_parallel_state
@@ -154,6 +155,27 @@ def test_a_step_waits_once_and_copies_nothing(flags: str) -> None:
     crossings = next(run)
     assert crossings.to_host == ["_to_copy"]
     assert crossings.to_device == []
+
+
+@pytest.mark.usefixtures("_kernels_take_meta")
+@pytest.mark.parametrize("flags", ["", " --bf16 --log-num-zeros-in-grad --ema-decay 0.9"])
+def test_a_launched_step_waits_only_when_it_is_finished(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, runtime, parts = build(f"{FLAGS} {flags} --overlap-step-results --rerun-mode disabled")
+    monkeypatch.setattr(MetaDevice, "is_cuda", property(lambda device: True))
+    monkeypatch.setattr(MetaDevice, "host_copies", lambda device: HostCopies())
+    monkeypatch.setattr(MetaDevice, "peak_tflops", lambda device, dtype: None)
+    step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
+    train_state, unread = TrainState(), []
+    for number in range(3):
+        with Crossings() as crossings:
+            unread.append(step.launch(train_state, Source(), config.training.global_batch_size, None))
+        assert crossings.to_host == []
+        assert number == 0 or crossings.to_device == []
+        if number:
+            with Crossings() as crossings:
+                report, _ = step.finish(unread.pop(0), train_state, Source())
+            assert crossings.to_host == ["_to_copy"]
+            assert (report.iteration, train_state.iteration) == (number, number + 1)
 
 
 @pytest.mark.usefixtures("_kernels_take_meta")

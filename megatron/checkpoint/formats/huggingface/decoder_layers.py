@@ -138,6 +138,12 @@ def layer_frequency(has_experts: Sequence[bool]) -> str:
     return "1" if all(has_experts) else str([int(has) for has in has_experts])
 
 
+def windows_before_full_layers(settings: Settings, period: int) -> list[bool]:
+    """Return whether each layer has a window: by default not every ``period``-th, and never the last layer."""
+    by_default = [(layer + 1) % period != 0 for layer in range(settings.integer("num_hidden_layers"))]
+    return [*read_layer_types(settings, by_default)[:-1], False]
+
+
 def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Yield the links of a layer's router and experts; each expert's projections are separate tensors in files."""
     assert config.moe.num_experts is not None
@@ -149,6 +155,18 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
             first = f"{ours}mlp.experts.linear_fc1.weight"
             yield one_of(first, expert, number * ffn, f"{of_expert}{name}.weight", (ffn, width))
         yield one_of(f"{ours}mlp.experts.linear_fc2.weight", expert, 0, f"{of_expert}{names.down}.weight", (width, ffn))
+
+
+def stacked_expert_links(
+    config: GPTConfig, ours: str, theirs: str, router: str, first: str, second: str
+) -> Iterator[TensorLink]:
+    """Yield the links of a layer's router and experts, whose files stack all experts under these names."""
+    assert config.moe.num_experts is not None
+    count, width, ffn = config.moe.num_experts, config.hidden_size, config.moe.moe_ffn_hidden_size
+    ours = f"{ours}mlp."
+    yield whole(f"{ours}experts.linear_fc1.weight", f"{theirs}{first}", (count, 2 * ffn, width))
+    yield whole(f"{ours}experts.linear_fc2.weight", f"{theirs}{second}", (count, width, ffn))
+    yield whole(f"{ours}router.weight", f"{theirs}{router}", (count, width))
 
 
 def shared_expert_links(
@@ -216,7 +234,8 @@ def projection_links(config: GPTConfig, native: str, foreign: str) -> Iterator[T
 
     ``foreign`` has ``{}`` for ``q``, ``k`` or ``v``, or is the name of one projection, with all queries first.
     """
-    fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
+    heads, groups, has_values = config.num_attention_heads, config.num_query_groups, not config.attention_k_eq_v
+    fused = list(query_key_value_rows(heads, groups, config.kv_channels, has_values=has_values))
     starts, keys = {"q": 0, "k": 0, "v": 0}, config.query_projection_size
     if "{}" not in foreign:
         starts = {"q": 0, "k": keys, "v": keys + config.kv_projection_size}
@@ -252,7 +271,6 @@ def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames)
     return found
 
 
-_VISION = "model.visual."
 _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -270,13 +288,15 @@ class RotaryDecoderFamily:
 
     ``other_names`` pairs parts of tensor names with those of other folders, or of models in memory, and
     ``stacked_in_memory`` maps a part of the name of a tensor in memory to those of the tensors that it stacks.
-    ``multimodal_architecture`` names folders whose ``text_config`` describes the model; their vision part is left out.
+    ``multimodal_architecture`` names folders whose ``text_config`` describes the model; their ``other_parts``, for
+    images and audio, are left out.
     ``setting_names`` maps names of settings to the names that are read here, the one that is written first.
     """
 
     model_type: str
     architecture: str
     multimodal_architecture: str | None = None
+    other_parts: tuple[str, ...] = ("model.visual.",)
     base_prefix = "model."
     has_qkv_bias = False
     default_positions: int
@@ -402,7 +422,7 @@ class RotaryDecoderFamily:
         yield whole("model.embedding.word_embeddings.weight", embedding, (config.vocab_size, width))
         for layer in range(config.num_layers):
             ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer // self.native_layers}."
-            yield from self.layer_links(config, ours, theirs, config.layer_parts[layer])
+            yield from self.layer_links(config.of_layer(layer), ours, theirs, config.layer_parts[layer])
         yield from norm_links(config, "model.decoder.final_layernorm", f"{prefix}{self.final_norm}")
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
@@ -422,9 +442,9 @@ class RotaryDecoderFamily:
         return weights
 
     def is_buffer(self, name: str) -> bool:
-        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain, or of a vision part."""
-        is_vision = self.multimodal_architecture is not None and name.startswith(_VISION)
-        return is_vision or _BUFFER.fullmatch(name) is not None
+        """Return whether the tensor is a buffer of RoPE frequencies, which older files contain, or of other parts."""
+        is_other = self.multimodal_architecture is not None and name.startswith(self.other_parts)
+        return is_other or _BUFFER.fullmatch(name) is not None
 
     def fc1_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a dense layer's gate and up projections."""

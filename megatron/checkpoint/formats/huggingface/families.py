@@ -14,6 +14,7 @@ from megatron.checkpoint.formats.huggingface.cohere import Cohere2Family, Cohere
 from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
 from megatron.checkpoint.formats.huggingface.deepseek_v2 import DeepseekV2Family
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
+from megatron.checkpoint.formats.huggingface.deepseek_v32 import DeepseekV32Family
 from megatron.checkpoint.formats.huggingface.dots1 import Dots1Family
 from megatron.checkpoint.formats.huggingface.ernie4_5 import Ernie4_5Family, Ernie4_5MoeFamily
 from megatron.checkpoint.formats.huggingface.exaone4 import Exaone4Family, ExaoneMoeFamily
@@ -21,8 +22,10 @@ from megatron.checkpoint.formats.huggingface.falcon import FalconFamily
 from megatron.checkpoint.formats.huggingface.falcon_h1 import FalconH1Family
 from megatron.checkpoint.formats.huggingface.family import Family, model_features
 from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family, GemmaFamily
+from megatron.checkpoint.formats.huggingface.gemma4 import Gemma4Family
 from megatron.checkpoint.formats.huggingface.glm4 import Glm4Family
 from megatron.checkpoint.formats.huggingface.glm4_moe import Glm4MoeFamily, Glm4MoeLiteFamily, SolarOpenFamily
+from megatron.checkpoint.formats.huggingface.glm_moe_dsa import GlmMoeDsaFamily
 from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
 from megatron.checkpoint.formats.huggingface.gpt_bigcode import GPTBigCodeFamily
 from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
@@ -120,6 +123,8 @@ FAMILIES: tuple[Family, ...] = (
     Cohere2Family(),
     NanoChatFamily(),
     DeepseekV2Family(),
+    DeepseekV32Family(),
+    GlmMoeDsaFamily(),
     Qwen3NextFamily(),
     BambaFamily(),
     GraniteMoeHybridFamily(),
@@ -139,6 +144,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3_5Family(),
     Qwen3_5MoEFamily(),
     KimiLinearFamily(),
+    Gemma4Family(),
 )
 
 HOW_TO_ADD = "docs/how_to_add.md#a-family-of-hugging-face-models"

@@ -124,6 +124,31 @@ def stacked_rows(native: str, parts: Iterable[tuple[str, int]], trailing: tuple[
         start += num_rows
 
 
+def rotated_rows(
+    names: tuple[str, str],
+    num_heads: int,
+    channels: int,
+    rotated: int,
+    trailing: tuple[int, ...],
+    *,
+    has_pairs: bool,
+) -> Iterator[TensorLink]:
+    """Link the rows of heads, given our and their name; the first ``rotated`` of theirs are the last of ours.
+
+    Ours are rotated in pairs of adjacent channels. Theirs are, too, if they have pairs, or else by halves.
+    """
+    native, foreign = names
+    plain, half = channels - rotated, rotated // 2
+    blocks = [(0, rotated, plain)] if plain else []
+    if has_pairs:
+        blocks.append((plain, 0, rotated))
+    else:
+        blocks += [(plain + 2 * pair + part, part * half + pair, 1) for pair in range(half) for part in (0, 1)]
+    for first in range(0, num_heads * channels, channels):
+        for start, their_start, count in blocks:
+            yield rows(native, first + start, foreign, first + their_start, count, trailing)
+
+
 def one_of(native: str, number: int, first_row: int, foreign: str, shape: tuple[int, ...]) -> TensorLink:
     """Link a whole tensor of theirs, of the given shape, to item ``number`` of our stacked tensor.
 
@@ -134,17 +159,21 @@ def one_of(native: str, number: int, first_row: int, foreign: str, shape: tuple[
     return TensorLink(native, native_box, foreign, Box(zeros, shape))
 
 
-def query_key_value_rows(num_heads: int, num_groups: int, head_dim: int) -> Iterator[tuple[str, int, int, int]]:
+def query_key_value_rows(
+    num_heads: int, num_groups: int, head_dim: int, *, has_values: bool = True
+) -> Iterator[tuple[str, int, int, int]]:
     """Yield (``q``, ``k`` or ``v``; first row in our fused tensor; first row among all of that kind; number of rows).
 
-    Our rows are ``[q ... q, k, v]`` per key-value group; theirs are all queries, all keys, all values.
+    Our rows are ``[q ... q, k, v]`` per key-value group, without values ``[q ... q, k]``; theirs are all queries, all
+    keys, all values.
     """
     query_rows = num_heads // num_groups * head_dim
     for group in range(num_groups):
-        start = group * (query_rows + 2 * head_dim)
+        start = group * (query_rows + (2 if has_values else 1) * head_dim)
         yield "q", start, group * query_rows, query_rows
         yield "k", start + query_rows, group * head_dim, head_dim
-        yield "v", start + query_rows + head_dim, group * head_dim, head_dim
+        if has_values:
+            yield "v", start + query_rows + head_dim, group * head_dim, head_dim
 
 
 def shapes_of(boxes: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
@@ -217,6 +246,9 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
     features = {name: field_value(config, name) for name in names if name not in unused}
+    features["proportional_rope"] = (
+        config.rope.rope_type == "proportional" and config.rotary_dim < config.of_global_layers.rotary_width
+    )
     if config.moe.num_experts is not None:
         # Without a factor, the weights are as with a factor of 1.
         features["moe_router_topk_scaling_factor"] = config.moe.moe_router_topk_scaling_factor or 1.0
@@ -228,7 +260,6 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
 
 _YARN = frozenset(
     (
-        "rope_type",
         "rotary_scaling_factor",
         "original_max_position_embeddings",
         "beta_fast",
@@ -242,11 +273,12 @@ _YARN = frozenset(
 
 def _unused_features(config: GPTConfig) -> set[str]:
     """Return the features without effect on a model: router precision, and fields of features that it does not use."""
-    unused = {"moe_router_dtype"}
+    unused = {"moe_router_dtype", "rope_type"}
     if config.mla.multi_latent_attention:
         unused |= {"kv_channels", "rotary_dim", "score_scale", "rotary_interleaved"}
     # A factor of 1 leaves RoPE unchanged. MLA uses YaRN by default.
-    unused |= {"rope_type"} if config.stretches_positions else _YARN
+    if not config.stretches_positions:
+        unused |= _YARN
     if config.moe.num_experts is not None and all(parts.feed_forward in (None, MOE) for parts in config.layer_parts):
         unused.add("ffn_hidden_size")
     return unused

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, expert_fields
-from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    RotaryDecoderFamily,
+    expert_fields,
+    stacked_expert_links,
+)
+from megatron.checkpoint.formats.huggingface.family import TensorLink
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
@@ -80,8 +84,5 @@ class GraniteMoeFamily(GraniteFamily):
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's router and experts, which are stacked in the files."""
-        count, width, ffn = config.moe.num_experts or 0, config.hidden_size, config.moe.moe_ffn_hidden_size
-        ours, theirs = f"{ours}mlp.", f"{theirs}{_EXPERTS}"
-        yield whole(f"{ours}experts.linear_fc1.weight", f"{theirs}input_linear.weight", (count, 2 * ffn, width))
-        yield whole(f"{ours}experts.linear_fc2.weight", f"{theirs}output_linear.weight", (count, width, ffn))
-        yield whole(f"{ours}router.weight", f"{theirs}router.layer.weight", (count, width))
+        names = ("router.layer.weight", "input_linear.weight", "output_linear.weight")
+        yield from stacked_expert_links(config, ours, f"{theirs}{_EXPERTS}", *names)

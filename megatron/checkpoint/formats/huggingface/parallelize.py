@@ -303,14 +303,15 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
     Raises:
         ConfigurationError: heads or feed-forward layers are not divisible; the message lists every reason.
     """
-    heads, groups = config.num_attention_heads, config.num_query_groups
+    heads = config.num_attention_heads
     problems = []
     if heads % size:
         problems.append(f"{heads} attention heads are not divisible by tensor-parallel size {size}")
-    if groups % size and size % groups:
-        problems.append(
-            f"{groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
-        )
+    problems += [
+        f"{own.num_query_groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
+        for own in config.attention_shapes
+        if own.num_query_groups % size and size % own.num_query_groups
+    ]
     if any(parts.mixer in LINEAR_ATTENTION for parts in config.layer_parts):
         keys = config.hybrid.linear_num_key_heads
         if keys % size:

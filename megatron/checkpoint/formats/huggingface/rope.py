@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.settings import Settings
@@ -127,6 +128,59 @@ def write_rope(config: GPTConfig) -> dict[str, Any]:
     elif config.rotary_seq_len_interpolation_factor is not None:
         scaling = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return {"rope_theta": float(config.rotary_base), "rope_scaling": scaling}
+
+
+def read_kinds_of_rope(
+    settings: Settings, default: Mapping[str, Any], has_window: Sequence[bool], width: int, positions: int
+) -> dict[str, Any]:
+    """Return the fields of ``rope_parameters`` with an object per kind of layer, unscaled in layers with a window.
+
+    ``default`` are the objects if the setting is absent, ``width`` is the head size of layers without a window.
+    """
+    kinds = settings.inner("rope_parameters") or Settings(dict(default), settings.place, settings.problems)
+    full, sliding = kinds.inner("full_attention"), kinds.inner("sliding_attention")
+    if full is None or (any(has_window) and sliding is None):
+        settings.refuse("rope_parameters must have the objects full_attention and sliding_attention")
+        return {}
+    fields = _read_proportional(full, width, positions)
+    if sliding is not None and any(has_window):
+        sliding.require("rope_type", "default", "default", "sliding-window layers use unscaled RoPE frequencies")
+        base = sliding.number("rope_theta", _DEFAULT_BASE)
+        fields["rotary_base_local"] = checked_base(settings, base, "the rope_theta of sliding-window layers")
+    return fields
+
+
+def _read_proportional(scaling: Settings, width: int, positions: int) -> dict[str, Any]:
+    """Return the fields of one kind of layers, whose RoPE may be proportional."""
+    kind = scaling.text("rope_type", "default")
+    if kind != "proportional":
+        if kind != "default":
+            scaling.require("partial_rotary_factor", 1.0, 1.0, "only proportional RoPE is partial")
+        return read_frequencies(scaling, scaling, positions, _DEFAULT_BASE)
+    share, factor = scaling.number("partial_rotary_factor", 1.0), scaling.positive("factor", 1.0)
+    if not 2 <= width * share <= width:
+        scaling.refuse(f"partial_rotary_factor is {share}; 2 to all of the {width} channels of a head must rotate")
+        share = 1.0
+    return {
+        **_base(scaling, scaling.number("rope_theta", _DEFAULT_BASE)),
+        "rope_type": "proportional",
+        "rotary_percent": share,
+        "rotary_seq_len_interpolation_factor": None if factor == 1.0 else factor,
+    }
+
+
+def write_kinds_of_rope(config: GPTConfig) -> dict[str, Any]:
+    """Return ``rope_parameters`` with an object for each kind of layer that the model has."""
+    full: dict[str, Any] = write_rope(config)["rope_scaling"] or {"rope_type": "default"}
+    if config.rope.rope_type == "proportional":
+        full = {"rope_type": "proportional", "partial_rotary_factor": config.rotary_percent}
+        if config.rotary_seq_len_interpolation_factor is not None:
+            full["factor"] = config.rotary_seq_len_interpolation_factor
+    kinds = {"full_attention": {"rope_theta": float(config.rotary_base), **full}}
+    if any(config.layer_windows):
+        base = config.rotary_base if config.rotary_base_local is None else config.rotary_base_local
+        kinds["sliding_attention"] = {"rope_theta": float(base), "rope_type": "default"}
+    return {"rope_parameters": kinds}
 
 
 def _base(settings: Settings, base: float) -> dict[str, Any]:

@@ -112,9 +112,10 @@ def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: in
     return _layer_parameters(known, model, contents, _kind(model, number))
 
 
-def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool]:
+def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool, bool, bool]:
     """Return the properties of a layer that determine its parameters, apart from fields that all layers share."""
-    return model.layer_parts[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
+    parts, in_float8 = model.layer_parts[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
+    return parts, in_float8, model.is_global(number), model.has_indexer(number)
 
 
 def _layer_parameters(

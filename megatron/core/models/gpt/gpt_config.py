@@ -176,7 +176,14 @@ class GPTConfig(DecoderConfig, in_args=True):
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.kv_channels * self.rotary_percent)
+        """Return the number of rotated channels per head, in layers without a window if their heads are different."""
+        channels = int(self.of_global_layers.kv_channels * self.rotary_percent)
+        return channels // 2 * 2 if self.rope.rope_type == "proportional" else channels
+
+    @property
+    def rotary_width(self) -> int:
+        """Return the number of channels per head that have a rotary angle, which may be 0."""
+        return self.kv_channels if self.rope.rope_type == "proportional" else self.rotary_dim
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
         """Return the FLOPs of one forward pass over one sequence, including the output layer."""
@@ -202,7 +209,8 @@ HYBRID_FIELDS = (
 
 _IN_NO_ARGS = (
     *("moe_router_group_score_topk", "latent_norm_epsilon", "yarn_correction_range_round_to_int"),
-    "attention_temperature_beta",
+    *("attention_temperature_beta", "moe_expert_norms", "moe_router_norm", "moe_router_expert_scale"),
+    "dsa_indexer_layer_freq",
 )
 """Fields of experts, MLA and YaRN that Megatron's ``args`` never contain."""
 _SPELLED_OTHERWISE = (

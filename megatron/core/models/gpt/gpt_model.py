@@ -44,6 +44,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import (
     ADAPTERS,
+    INDEXER_LOSS,
     HiddenDropout,
     KeyValueCache,
     MultiTokenPrediction,
@@ -57,6 +58,7 @@ from megatron.core.transformer import (
     keys_of_rank,
     make_norm,
     mtp_targets,
+    proportional_frequencies,
     quantize_base,
     require_keys,
     yarn_frequencies,
@@ -273,8 +275,10 @@ class GPTModel(Model):
         self.mtp: MultiTokenPrediction | None = None
         if self.has_further_tokens:
             self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts, made)
+        names = (*auxiliary_loss_names(config.moe), *further_loss_names(config.mtp))
+        of_indexers = (INDEXER_LOSS,) if config.mla.dsa_indexer_loss_coeff else ()
         of_logits = (LOGIT_Z_LOSS,) if config.z_loss_coeff else ()
-        self.auxiliary_loss_names = (*auxiliary_loss_names(config.moe), *further_loss_names(config.mtp), *of_logits)
+        self.auxiliary_loss_names = (*names, *of_indexers, *of_logits)
         self._logits_memory = ReusedMemory()
         self.output_layer: ColumnShardedLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights
@@ -294,7 +298,7 @@ class GPTModel(Model):
             # Used as embedding, as embedding of the MTP modules, and as output layer.
             uses = pre_process + self.has_further_tokens + (post_process and is_tied)
             set_gradient_uses(self.embedding.word_embeddings.weight, uses)
-        self.rotary, self.local_rotary = _make_rotary(config), _make_local_rotary(config)
+        self.rotary, self.local_rotary = _make_rotary(config.of_global_layers), _make_local_rotary(config)
         if config.lora_rank:
             add_adapters(self, config, tp, device)
         self.name_parameters()
@@ -366,7 +370,7 @@ class GPTModel(Model):
         else:
             assert hidden is not None, "a later stage is given the previous stage's output"
             dropout = self._dropout(dropout_samples, hidden)
-        angles = self._angles(position_ids, hidden.dtype)
+        angles = self.angles(position_ids, hidden.dtype)
         hidden, found = self.decoder(hidden, pattern, angles, cache, dropout, padding_mask)
         if losses is not None:
             losses += found
@@ -466,7 +470,8 @@ class GPTModel(Model):
         numbers = (*self.layer_numbers, *(further_layer_numbers(self.config) if self.has_further_tokens else ()))
         return keys_of_rank(samples, numbers, length, self.tp, self.cp, self.config.sequence_parallel)
 
-    def _angles(self, position_ids: torch.Tensor | None, dtype: torch.dtype) -> RotaryAngles | None:
+    def angles(self, position_ids: torch.Tensor | None, dtype: torch.dtype) -> RotaryAngles | None:
+        """Return the rotary angles of positions, None if the model has none. Shapes: ``position_ids: [b or 1, s]``."""
         if self.rotary is None:
             return None
         assert position_ids is not None, "rotary positions are needed on every stage"
@@ -500,9 +505,11 @@ def _keep_memory(module: nn.Module) -> None:
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
-    width = config.mla.qk_pos_emb_head_dim if config.mla.multi_latent_attention else config.rotary_dim
+    width = config.mla.qk_pos_emb_head_dim if config.mla.multi_latent_attention else config.rotary_width
     base = config.scaled_rotary_base
     stretched = yarn_frequencies(config.rope, base, width) if config.stretches_positions else None
+    if config.rope.rope_type == "proportional":
+        stretched = proportional_frequencies(base, width, config.rotary_dim)
     if config.mla.multi_latent_attention:
         return RotaryEmbedding(
             width,
@@ -527,10 +534,12 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
 
 
 def _make_local_rotary(config: GPTConfig) -> RotaryEmbedding | None:
+    """Return the rotary embedding of layers with a window, None if it is that of all layers."""
+    own = config.of_windowed_layers
     if config.position_embedding_type != "rope" or config.rotary_base_local is None:
-        return None
+        return None if own.kv_channels == config.of_global_layers.kv_channels else _make_rotary(own)
     return RotaryEmbedding(
-        config.rotary_dim,
+        own.rotary_width,
         config.rotary_base_local,
         interleaved=config.rotary_interleaved,
         temperature=config.attention_temperature,

@@ -30,10 +30,19 @@ def adamw_program(
     beta2: tl.tensor,
     rest2: tl.tensor,
     eps: tl.tensor,
+    rates: tl.tensor,
     GRAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one block if ``is_wanted``; elements of each ``GRAIN`` with ``is_second`` have the second weight decay."""
+    """Update one block if ``is_wanted``; elements of each ``GRAIN`` with ``is_second`` have the second weight decay.
+
+    With ``rates``, the learning rate and the two weight decays are read from the device instead of the arguments.
+    """
+    if rates is not None:
+        rate = tl.load(rates)
+        learning_rate = rate.to(tl.float32)
+        first_decay = (rate * tl.load(rates + 1)).to(tl.float32)
+        second_decay = (rate * tl.load(rates + 2)).to(tl.float32)
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (offset < num_elements) & (tl.load(is_wanted) != 0)
     g = tl.load(gradient + offset, mask=inside, other=0.0).to(tl.float32) * tl.load(multiplier).to(tl.float32)
@@ -77,20 +86,23 @@ def update_adamw(
     corrections: torch.Tensor,
     numbers: AdamWNumbers,
     grain: int,
+    rates: torch.Tensor | None = None,
 ) -> None:
     """Update flat parameters and moments in place if ``is_wanted``, and write the parameters to ``rounded``.
 
     AdamW: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. The gradients are multiplied by ``multiplier``
     first. ``corrections`` are 1 - beta^t of both moments. Elements of blocks of ``grain`` with a non-zero ``is_second``
-    have the second weight decay. The arithmetic is float32.
+    have the second weight decay. ``rates`` are the learning rate and both weight decays, instead of those of
+    ``numbers``. The arithmetic is float32.
 
     Shapes: ``gradient, rounded: [n]`` of any training dtype, ``parameter, exp_avg, exp_avg_sq: [n]`` float32,
-    ``is_second: [ceil(n / grain)]`` uint8, ``is_wanted: []`` bool, ``multiplier: []`` and ``corrections: [2]`` float64.
+    ``is_second: [ceil(n / grain)]`` uint8, ``is_wanted: []`` bool, ``multiplier: []``, ``corrections: [2]`` and
+    ``rates: [3]`` float64.
     """
     first, *others = (numbers.learning_rate * decay for decay in numbers.weight_decays)
     (beta1, beta2), num_elements = numbers.betas, parameter.numel()
     adamw_program[(triton.cdiv(num_elements, _BLOCK),)](
         gradient, parameter, exp_avg, exp_avg_sq, rounded, is_second, is_wanted.view(torch.uint8), multiplier,
         corrections, num_elements, numbers.learning_rate, first, others[0] if others else first, 1.0 - beta1, beta2,
-        1.0 - beta2, numbers.eps, GRAIN=grain, BLOCK=_BLOCK,
+        1.0 - beta2, numbers.eps, rates, GRAIN=grain, BLOCK=_BLOCK,
     )  # fmt: skip

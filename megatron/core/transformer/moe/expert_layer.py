@@ -17,7 +17,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer import DecoderConfig, FeedForward
+from megatron.core.transformer import DecoderConfig, FeedForward, make_norm
 from megatron.core.transformer.moe.expert_dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -56,6 +56,9 @@ class SharedExperts(FeedForward):
 class ExpertLayer(nn.Module):
     """Route each token to its top-k experts, and sum their weighted outputs and the shared expert's output.
 
+    With ``moe_expert_norms`` the router reads the residual stream, and the experts its norm. Their summed output is
+    normalized, and so is the shared expert's, before both are added.
+
     Each tensor-parallel rank routes a part of the tokens, with or without sequence parallelism.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
@@ -69,20 +72,32 @@ class ExpertLayer(nn.Module):
         self.experts = GroupedExperts(config, groups, device)
         has_shared = config.moe.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
+        self.has_norms = config.moe.moe_expert_norms
+        if self.has_norms:
+            # A tensor-parallel rank normalizes the tokens that it routes, and the shared expert's output.
+            self.pre_experts_layernorm = make_norm(config, groups.tp, device, partial_gradient=True)
+            self.post_experts_layernorm = make_norm(config, groups.tp, device, partial_gradient=True)
+            self.post_shared_experts_layernorm = make_norm(config, groups.tp, device)
         self.recomputes_shared = "shared_experts" in config.recomputed_modules
         kind = AllGatherDispatcher if config.moe.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
         self.dispatch: TokenDispatcher = kind(config.moe.num_experts, groups)
 
-    def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> LayerOutput:
+    def forward(
+        self, x: torch.Tensor, padding_mask: torch.Tensor | None = None, stream: torch.Tensor | None = None
+    ) -> LayerOutput:
         """Return the sum of the experts' outputs, and the router's auxiliary losses.
 
         Padding, where ``padding_mask`` is True, is not routed, uses no capacity, and is excluded from losses and
-        counts. It still passes the shared expert.
+        counts. It still passes the shared expert. Experts with norms read ``stream``, the residual stream.
 
-        Shapes: ``padding_mask: [b, s]`` of the whole sequences.
+        Shapes: ``padding_mask: [b, s]`` of the whole sequences, ``stream`` as ``x``.
         """
         tp, is_cut = self.groups.tp, self.config.sequence_parallel
-        flat, batch_size = x.reshape(-1, x.shape[-1]), x.shape[1]
+        routed = x
+        if self.has_norms:
+            assert stream is not None, "experts with norms read the residual stream"
+            routed = stream
+        flat, batch_size = routed.reshape(-1, x.shape[-1]), x.shape[1]
         if is_cut or tp.size == 1:
             rows = TokenRows(len(flat), len(flat) * tp.size, batch_size, tp.rank * len(flat), padding_mask)
             own = flat
@@ -93,6 +108,8 @@ class ExpertLayer(nn.Module):
             whole = F.pad(flat, (0, 0, 0, num_empty)) if num_empty else flat
             own = scatter_to_sequence_parallel_region(whole, tp)
         routing = self.router(own, rows)
+        if self.has_norms:
+            own = self.pre_experts_layernorm(own)
         shared: list[torch.Tensor] = []
 
         def meanwhile() -> None:
@@ -115,6 +132,9 @@ class ExpertLayer(nn.Module):
         )
         if not overlaps:
             meanwhile()
+        if self.has_norms:
+            output = self.post_experts_layernorm(output)
+            shared[0] = self.post_shared_experts_layernorm(shared[0])
         if not (is_cut or tp.size == 1):
             output = gather_copies(output, tp)[: len(flat)]
         output = output.view_as(x)

@@ -15,7 +15,7 @@ from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import ParamSpec, full_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
-from megatron.core.transformer import DecoderConfig, require_keys
+from megatron.core.transformer import DecoderConfig, Norm, make_norm, require_keys
 from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTokenCounts, router_losses
 from megatron.core.transformer.moe.routing import (
     ROUTER_DTYPES,
@@ -46,7 +46,8 @@ class ExpertRouter(BiasedRouter):
     """Choose the experts of each token and count the choices; in training also compute the auxiliary losses.
 
     The weight is replicated. Each rank has the gradient of its own tokens. Scores are computed in at least float32. The
-    expert bias has no gradient: it is updated after each step.
+    expert bias has no gradient: it is updated after each step. If configured, the input is normalized and multiplied by
+    ``input_scale``, and the weights of the choices by ``expert_scale``.
 
     With random routing in training, ``keys`` and ``layer_number`` determine the random numbers, and their gradient is
     passed to the logits (straight-through).
@@ -72,6 +73,15 @@ class ExpertRouter(BiasedRouter):
             # Initialized like the weight, as in Megatron.
             of_bias = replicated_spec("bias", shape[:1], groups.tp, partial_gradient=True, std=config.init_method_std)
             self.bias = make_parameter(shape[:1], of_bias, dtype, device)
+        self.norm: Norm | None = None
+        self.input_scale = self.expert_scale = None
+        if config.moe.moe_router_norm:
+            of_scale = replicated_spec("input_scale", shape[1:], groups.tp, partial_gradient=True, mean=1.0)
+            self.input_scale = make_parameter(shape[1:], of_scale, dtype, device)
+            self.norm = make_norm(config, groups.tp, device, parameters=())
+        if config.moe.moe_router_expert_scale:
+            of_experts = replicated_spec("expert_scale", shape[:1], groups.tp, partial_gradient=True, mean=1.0)
+            self.expert_scale = make_parameter(shape[:1], of_experts, dtype, device)
         self.expert_bias = None
         if config.moe.moe_router_enable_expert_bias:
             copies = ParamSpec(
@@ -98,6 +108,8 @@ class ExpertRouter(BiasedRouter):
         num_empty = rows.num_rows - rows.num_real
         # The gradient of a slice is a copy.
         x = x[: rows.num_real] if num_empty else x
+        if self.norm is not None and self.input_scale is not None:
+            x = self.norm(x) * self.input_scale * x.shape[-1] ** -0.5
         logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
         logits = logits.to(torch.promote_types(dtype, torch.float32))
         if self.config.routes_at_random and self.training:
@@ -105,6 +117,8 @@ class ExpertRouter(BiasedRouter):
             drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
             logits = drawn + (logits - logits.detach())
         indices, weights = choose_experts(logits, self.config.moe, self.expert_bias)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale.to(weights.dtype)[indices]
         local_padding_mask = rows.local_padding_mask(self.groups.cp, x.device)
         if local_padding_mask is not None:
             indices = indices.masked_fill(local_padding_mask.unsqueeze(1), self.num_experts)

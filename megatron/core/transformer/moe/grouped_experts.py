@@ -1,7 +1,8 @@
 """The experts of an MoE layer on this rank: feed-forward layers with grouped GEMMs, optionally in FP8.
 
 A grouped linear layer has one weight per group of rows. In FP8 the operands of each expert are quantized like those of
-a separate linear layer.
+a separate linear layer. With one E4M3 scale per row, one kernel quantizes all experts and one launch multiplies them,
+if torch's kernel supports the GPU and the sizes. Otherwise experts are quantized and multiplied one after the other.
 """
 
 from __future__ import annotations
@@ -17,21 +18,29 @@ from torch import nn
 
 from megatron.core.main_grad import Receiver, main_grad_of
 from megatron.core.ops import (
+    E4M3,
+    ROWS,
     WHOLE,
     Blocks,
     Fp8Quantizers,
     Groups,
+    PaddedGroups,
     Quantized,
+    QuantizedGroups,
     RowCounts,
     RowEnds,
     add_groups,
     grouped_gradient,
     grouped_product,
+    grouped_scaled_product,
     has_grouped_kernel,
+    has_scaled_groups,
     has_scaled_products,
+    quantize_groups,
     row_counts,
     scaled_product,
     unfinished_grouped_gradient,
+    unfinished_scaled_gradient,
 )
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
@@ -230,6 +239,59 @@ def float8_grouped_linear(
     return result
 
 
+class _Float8Groups(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        groups: PaddedGroups,
+        quantizers: Fp8Quantizers,
+        late: list[Callable[[], None]] | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.groups, ctx.quantizers, ctx.late = groups, quantizers, late
+        # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
+        ctx.main_grad = main_grad_of(weight)
+        rows = _quantized(x, groups, plain=True, transpose=False)
+        output = grouped_scaled_product(rows, quantizers.weight_of_groups(weight), groups.ends, transpose=False)
+        return output.index_select(0, groups.place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        groups: PaddedGroups = ctx.groups
+        needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
+        rows = _quantized(grad, groups, plain=needs_x_grad, transpose=needs_weight_grad)
+        x_grad = weight_grad = None
+        if needs_x_grad:
+            weights = ctx.quantizers.weight_of_groups(weight)
+            x_grad = grouped_scaled_product(rows, weights, groups.ends, transpose=True).index_select(0, groups.place)
+        if needs_weight_grad and ctx.main_grad is not None:
+            add = partial(ctx.main_grad.add_by, partial(_add_scaled_gradients, rows, x.detach(), groups))
+            if ctx.late is None:
+                add()
+            else:
+                ctx.late.append(add)
+        elif needs_weight_grad:
+            weight_grad = torch.empty_like(weight)
+            _add_scaled_gradients(rows, x.detach(), groups, weight_grad, overwrite=True)
+        return x_grad, weight_grad, *(None,) * 3
+
+
+def _quantized(x: torch.Tensor, groups: PaddedGroups, *, plain: bool, transpose: bool) -> QuantizedGroups:
+    number = len(groups.ends)
+    return quantize_groups(x, groups.group_of, number, source=groups.source, plain=plain, transpose=transpose)
+
+
+def _add_scaled_gradients(
+    grad: QuantizedGroups, x: torch.Tensor, groups: PaddedGroups, total: torch.Tensor, overwrite: bool
+) -> None:
+    """Add the gradient of each group's weight to ``total``, or overwrite it."""
+    rows = _quantized(x, groups, plain=False, transpose=True)
+    add_groups(total, unfinished_scaled_gradient(grad, rows, groups.ends), groups.ends, overwrite=overwrite)
+
+
 def _summed_multiple(blocks: Blocks, device: str) -> int:
     """Return the multiple of rows that the weight gradient's GEMM requires."""
     takes_blocks = device == "cuda" and has_scaled_products(blocks, blocks, device)
@@ -311,13 +373,37 @@ class GroupedLinear(nn.Module):
     def takes_row_ends(self, x: torch.Tensor) -> bool:
         """Return whether `forward` supports `RowEnds` for rows like ``x``.
 
-        Biases, adapters and FP8 process one expert at a time, so the host must know its rows.
+        Biases, adapters and most FP8 recipes process one expert at a time, so the host must know its rows.
         """
-        is_plain = self.bias is None and self.quantizers is None and not any(self.children())
+        if self.quantizers is not None:
+            return self.takes_scaled_groups(x)
+        is_plain = self.bias is None and not any(self.children())
         return is_plain and has_grouped_kernel(x, *self.weight.shape[1:])
 
-    def forward(self, x: torch.Tensor, counts: Groups, *, late: list[Callable[[], None]] | None = None) -> torch.Tensor:
-        """Apply each expert's weight to its rows; ``counts`` are the rows per expert of this rank."""
+    def takes_scaled_groups(self, x: torch.Tensor) -> bool:
+        """Return whether `forward` multiplies rows like ``x`` in FP8 by all experts in one launch."""
+        if self.quantizers is None or self.bias is not None or any(self.children()):
+            return False
+        recipe = self.quantizers[0].recipe
+        has_scales = recipe.blocks == ROWS and recipe.has_weight_gradients and recipe.dtype("grad") is E4M3
+        return has_scales and len(x) > 0 and has_scaled_groups(x, *self.weight.shape[1:])
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        counts: Groups,
+        *,
+        late: list[Callable[[], None]] | None = None,
+        padded: PaddedGroups | None = None,
+    ) -> torch.Tensor:
+        """Apply each expert's weight to its rows; ``counts`` are the rows per expert of this rank.
+
+        ``padded`` are the padded groups of rows if the layer takes them, see `takes_scaled_groups`.
+        """
+        if padded is not None:
+            assert self.quantizers is not None
+            result: torch.Tensor = _Float8Groups.apply(x, self.weight, padded, self.quantizers[0], late)  # type: ignore[no-untyped-call]
+            return result
         if self.quantizers is not None:
             assert not isinstance(counts, RowEnds), "FP8 reads the counts"
             return float8_grouped_linear(
@@ -381,11 +467,15 @@ class GroupedExperts(nn.Module):
         Weight gradients are deferred to ``late``, if it is given, for the part of the backward pass before ``x``.
         """
         late = late if x.requires_grad else None
-        inner = self.linear_fc1(x, counts, late=late)
+        linears = self.linear_fc1, self.linear_fc2
+        padded = None
+        if all(linear.takes_scaled_groups(x) for linear in linears):
+            padded = PaddedGroups.of(counts, len(x), x.device)
+        inner = self.linear_fc1(x, counts, late=late, padded=padded)
         activated = self.activation(inner)
         is_again = self.recomputes_activation and self.training
         with saved_as_inputs(activated, self.activation, inner) if is_again else nullcontext():
-            output: torch.Tensor = self.linear_fc2(activated, counts, late=late)
+            output: torch.Tensor = self.linear_fc2(activated, counts, late=late, padded=padded)
         return output
 
 

@@ -34,7 +34,7 @@ from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.verification.cells import BASE_FLAGS, FAMILY_SHAPES, SHAPES
-from megatron.verification.model_cells import ATTENTION_SHAPES, LATENT_SHAPES
+from megatron.verification.model_cells import ATTENTION_SHAPES, LATENT_SHAPES, SPARSE_SHAPES
 from megatron.verification.run_cell import resolve_cell
 from tests.unit.core.inference.small_models import build, golden_model, odd_config, whole_logits
 
@@ -588,12 +588,13 @@ PROMPTS = ((1, 2, 3), (5, 6, 7, 8, 9, 10, 11, 12, 13), (4,))
 
 
 @pytest.mark.default(11)
-@pytest.mark.parametrize("shape", [*FAMILY_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES])
+@pytest.mark.parametrize("shape", [*FAMILY_SHAPES, *LATENT_SHAPES, *SPARSE_SHAPES, *ATTENTION_SHAPES])
 def test_cache_and_padding_change_no_probability(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two positions of each prompt at a time: queries then look back over the end of a stretch.
     monkeypatch.setattr(prompt_batch, "_PROMPT_TOKENS_AT_ONCE", 2 * len(PROMPTS))
     state = describe_parallel_state(0, 1)
-    config = resolve_cell((*BASE_FLAGS, *(SHAPES | LATENT_SHAPES | ATTENTION_SHAPES)[shape]), 1, "float64").model
+    shapes = SHAPES | LATENT_SHAPES | SPARSE_SHAPES | ATTENTION_SHAPES
+    config = resolve_cell((*BASE_FLAGS, *shapes[shape]), 1, "float64").model
     model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 1, state.place), seed=3)
     request = GenerationRequest(prompts=PROMPTS, max_new_tokens=10, log_probabilities=True)
     continuations = engine.InferenceEngine(model, state).generate(request)

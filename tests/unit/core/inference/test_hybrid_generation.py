@@ -1,4 +1,4 @@
-"""Models with recurrent layers generate what whole forward passes give, in static and in continuous batches."""
+"""Models with recurrent layers or sparse attention generate what whole forward passes give, batched in either way."""
 
 from __future__ import annotations
 
@@ -32,6 +32,21 @@ SHAPES: dict[str, dict[str, object]] = {
         "qk_pos_emb_head_dim": 3,
         "v_head_dim": 5,
         **DELTA,
+    },
+    "sparse": {
+        "num_layers": 3,
+        "experimental_attention_variant": "dsa",
+        "multi_latent_attention": True,
+        "position_embedding_type": "rope",
+        "num_query_groups": 4,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 5,
+        "dsa_indexer_n_heads": 5,
+        "dsa_indexer_head_dim": 7,
+        "dsa_indexer_topk": 4,
+        "dsa_indexer_layer_freq": "2",
     },
     "mamba": {
         "num_layers": 5,
@@ -92,6 +107,7 @@ def test_rows_of_a_cached_forward_are_padded_on_the_left_only(engine: InferenceE
     ]
     alone = whole_logits(engine.model, tokens[1:, 3:])[..., :101]
     torch.testing.assert_close(torch.stack([part[1, 0] for part in parts]), alone[[1, 2, 5], 0], rtol=1e-11, atol=1e-11)
-    mask[1, 5] = 0
-    with pytest.raises(InputError, match="padding on the left"):
-        forward.logits(tokens, mask, positions)
+    if engine.model.config.hybrid.is_hybrid:
+        mask[1, 5] = 0
+        with pytest.raises(InputError, match="padding on the left"):
+            forward.logits(tokens, mask, positions)

@@ -19,7 +19,7 @@ pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
 MIN_FLOAT8_CAPABILITY = 90
-NUM_PROGRAMS, NUM_FLOAT8 = 49, 12
+NUM_PROGRAMS, NUM_FLOAT8 = 50, 14
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 MAX_CONVOLUTION_REGISTERS = 96
@@ -55,6 +55,7 @@ def programs(capability: int) -> Iterator[Program]:
         cross_entropy,
         dropout_keys,
         fp8_cast,
+        fp8_group_cast,
         query_key_value,
         residual,
         token_rows,
@@ -129,10 +130,11 @@ def programs(capability: int) -> Iterator[Program]:
         yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
     kinds = dict.fromkeys(("parameter", "exp_avg", "exp_avg_sq"), "*fp32") | {"is_wanted": "*u8", "is_second": "*u8"}
     kinds |= {"num_elements": "i32", "multiplier": "*fp64", "corrections": "*fp64"}
-    kinds |= dict.fromkeys(adamw.adamw_program.arg_names[10:17], "fp32")
+    kinds |= dict.fromkeys(adamw.adamw_program.arg_names[10:17], "fp32") | {"rates": None}
     sizes = {"GRAIN": 128, "BLOCK": adamw._BLOCK}
     yield "AdamW, fp32 gradients", adamw.adamw_program, kinds | {"gradient": "*fp32"}, sizes, 4
     yield "AdamW, bf16 gradients", adamw.adamw_program, kinds, sizes, 4
+    yield "AdamW, rates on the device", adamw.adamw_program, kinds | {"rates": "*fp64"}, sizes, 4
     single = {"gradient": "*fp32", "rounded": None, "is_second": None, "num_elements": "i64"}
     yield "AdamW of fp32 weights", adamw.adamw_program, kinds | single, sizes, 4
     kinds = dict.fromkeys(("choices", "slots"), "*i64") | {"width": "i32", "ends": "*i32", "size": "i32"}
@@ -175,6 +177,11 @@ def programs(capability: int) -> Iterator[Program]:
             sizes |= {"LENGTH": 32, "IS_TILED": True}
             tiled = kinds | {"scale": "*u8", "turned_scale": "*u8"}
             yield f"float8 mx {is_e5m2}", scaled.segments_program, tiled, sizes, scaled._TILE_WARPS
+        kinds = dict.fromkeys(("source", "group_of", "rows", "columns", "row_amax", "column_amax"), "*i32")
+        kinds |= dict.fromkeys(("data", "turned"), "*u8") | {"num_groups": "odd", "num_rows": "i32", "width": "i32"}
+        sizes = {"ROWS": fp8_group_cast.GRAIN, "BLOCK": fp8_group_cast._BLOCK}
+        yield "amax of groups", fp8_group_cast.group_amax_program, kinds, sizes, fp8_group_cast._WARPS
+        yield "float8 groups", fp8_group_cast.group_rows_program, kinds, sizes, fp8_group_cast._WARPS
 
 
 def matmul_programs(capability: int) -> Iterator[Program]:

@@ -12,12 +12,36 @@ from megatron.core.config_base import field_value, from_fields, with_fields
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.decoder_config import DecoderConfig, RotaryConfig, default_ffn_hidden_size
 from megatron.core.transformer.layer_pattern import _MOST_LAYERS, format_layer_pattern, parse_layer_pattern
-from megatron.core.transformer.rotary_pos_embedding import yarn_frequencies
+from megatron.core.transformer.rotary_pos_embedding import proportional_frequencies, yarn_frequencies
 from tests.harness.toy_model import make_model
 
 
 def make(**fields: Any) -> DecoderConfig:
     return from_fields(DecoderConfig, **{"num_layers": 8, "hidden_size": 96, "num_attention_heads": 6} | fields)
+
+
+def test_layers_without_a_window_have_another_shape_of_attention() -> None:
+    own = {"global_kv_channels": 24, "global_num_query_groups": 1, "attention_k_eq_v": True}
+    model = make(num_query_groups=3, window_size="3,0", window_attn_skip_freq="4", mtp_num_layers=1, **own)
+    windowed, whole = model.of_layer(0), model.of_layer(3)
+    assert [model.of_layer(number) is whole for number in range(9)] == [False, False, False, True] * 2 + [True]
+    assert (windowed.kv_channels, windowed.num_query_groups, windowed.value_projection_size) == (16, 3, 48)
+    assert (whole.kv_channels, whole.num_query_groups, whole.value_projection_size) == (24, 1, 0)
+    assert (whole.kv_projection_size, whole.query_projection_size, whole.score_scale) == (24, 144, 24**-0.5)
+    assert model.attention_shapes == (whole, windowed)
+    (gemms, core), (own_gemms, own_core) = (model.layer_forward_flops(number, 10) for number in (0, 3))
+    assert gemms - own_gemms == 2 * 10 * 96 * ((2 * 96 + 2 * 48) - (2 * 144 + 24))
+    assert own_core / core == (144 * 10 * 0.5) / (96 * 4 * (1 - 4 / 10 / 2))
+
+
+def test_a_global_shape_that_is_the_usual_one_is_none() -> None:
+    model = make(global_kv_channels=16, global_num_query_groups=6, window_size="3,0")
+    assert (model.global_kv_channels, model.global_num_query_groups) == (None, None)
+    assert (model.of_layer(0), model.attention_shapes) == (model, (model,))
+
+
+def test_proportional_frequencies_are_the_highest_of_a_whole_head() -> None:
+    assert proportional_frequencies(100.0, 8, 4).tolist() == [1.0, 100.0**-0.25, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +189,33 @@ def test_scores_are_divided_by_the_root_of_the_width_without_padding() -> None:
     assert (narrow.mla.latent_query_width, narrow.mla.latent_head_width, narrow.latent_score_factor) == (9, 9, 1.0)
     padded = make(**LATENT, qk_head_dim=6, qk_pos_emb_head_dim=3, v_head_dim=36)
     assert (padded.mla.latent_query_width, padded.mla.latent_head_width, padded.latent_score_factor) == (9, 36, 2.0)
+
+
+def test_flops_of_sparse_attention_are_those_of_selected_keys_and_of_indexers() -> None:
+    indexer = {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 70, "dsa_indexer_topk": 16}
+    sparse = make(
+        **LATENT | indexer,
+        q_lora_rank=5,
+        experimental_attention_variant="dsa",
+        dsa_indexer_layer_freq="2",
+        mtp_num_layers=1,
+    )
+    plain, tokens = make(**LATENT, q_lora_rank=5, mtp_num_layers=1), 100
+    gemms, core = plain.layer_forward_flops(1, tokens)
+    # A query attends to as many keys as it sees, and to 16 at most.
+    seen = sum(min(position + 0.5, 16) for position in range(tokens))
+    heads, width = plain.num_attention_heads, plain.mla.latent_query_width + plain.mla.v_head_dim
+    assert sparse.layer_forward_flops(1, tokens)[0] == gemms
+    assert sparse.layer_forward_flops(1, tokens)[1] == pytest.approx(2 * heads * width * seen)
+    for number in (0, plain.num_layers):
+        found = sparse.layer_forward_flops(number, tokens)
+        further = plain.layer_forward_flops(number, tokens)[0]
+        assert found[0] - further == 2 * tokens * (5 * 3 * 70 + 96 * (70 + 3))
+        assert found[1] == pytest.approx(2 * heads * width * seen + 2 * 3 * 70 * tokens * tokens / 2)
+    # All keys of short sequences are selected without scores, but generation stores the keys of the indexer.
+    assert sparse.layer_forward_flops(0, 16)[1] == plain.layer_forward_flops(0, 16)[1]
+    assert sparse.layer_forward_flops(0, 16)[0] - plain.layer_forward_flops(0, 16)[0] == 2 * 16 * 96 * (70 + 3)
+    assert core > sparse.layer_forward_flops(1, tokens)[1]
 
 
 @pytest.mark.parametrize(("q_lora_rank", "num_maps"), [(None, 4), (5, 5)])

@@ -120,6 +120,15 @@ KIMI_LINEAR = LLAMA | {
     "num_experts": 12,
     "linear_num_heads": 4,
 }
+GEMMA4 = LLAMA | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 7,
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "moe_intermediate_size": 20, "num_experts": 8, "top_k_experts": 3}
 FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
@@ -182,6 +191,21 @@ GLM4_MOE_LITE = LLAMA | {
     "model_type": "glm4_moe_lite",
     "num_key_value_heads": 6,
     "mlp_layer_types": ["sparse", "dense", "sparse"],
+}
+DEEPSEEK_V32 = LLAMA | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 1,
+    "index_topk": 16,
+}
+GLM_MOE_DSA = LLAMA | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "num_key_value_heads": 6,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "indexer_types": ["full", "shared", "full"],
+    "index_topk": 16,
 }
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 APERTUS = LLAMA | {

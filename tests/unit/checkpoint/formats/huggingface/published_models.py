@@ -38,6 +38,21 @@ _GRANITE = {
 _FALCON = {"vocab_size": 65024, "bias": False, "alibi": False, "parallel_attn": True, "layer_norm_epsilon": 1e-5}
 _FALCON |= {"activation": "gelu", "tie_word_embeddings": True, "multi_query": True}
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA4 = {
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "vocab_size": 262144,
+}
 _LLAMA3 = {"high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
 _LLAMA3 |= {"original_max_position_embeddings": 8192}
 
@@ -430,6 +445,32 @@ MODELS: dict[str, dict[str, Any]] = {
         final_logit_softcapping=30.0,
         query_pre_attn_scalar=144,
         sliding_window=4096,
+    ),
+    "gemma4-31b": _settings(
+        "Gemma4",
+        "gemma4_text",
+        **_GEMMA4,
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+    ),
+    "gemma4-26b-a4b": _settings(
+        "Gemma4",
+        "gemma4_text",
+        **_GEMMA4,
+        enable_moe_block=True,
+        hidden_size=2816,
+        intermediate_size=2112,
+        moe_intermediate_size=704,
+        num_experts=128,
+        num_hidden_layers=30,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        top_k_experts=8,
     ),
     "glm4-9b": _settings(
         "Glm4",

@@ -26,6 +26,7 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     COHERE2,
     DEEPSEEK,
     DEEPSEEK_V2,
+    DEEPSEEK_V32,
     DOTS1,
     ERNIE,
     ERNIE_MOE,
@@ -37,9 +38,12 @@ from tests.unit.checkpoint.formats.huggingface.family_settings import (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
+    GEMMA4_EXPERTS,
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     GPT2,
     GPT_BIGCODE,
     GPT_OSS,
@@ -262,6 +266,11 @@ MODELS = [
     DEEPSEEK_V2 | {"routed_scaling_factor": 16.0, "q_lora_rank": None, "rope_scaling": YARN},
     DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "rms_norm_eps": 1e-5},
     DEEPSEEK | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 6, "q_lora_rank": None},
+    DEEPSEEK_V32,
+    DEEPSEEK_V32 | {"index_n_heads": 8, "index_head_dim": 96, "rope_scaling": YARN, "n_group": 1, "topk_group": 1},
+    GLM_MOE_DSA,
+    GLM_MOE_DSA | {"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+    GLM_MOE_DSA | {"indexer_types": None, "index_topk_pattern": "FSS", "num_nextn_predict_layers": 1},
     MINISTRAL | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     MINISTRAL3,
     MINISTRAL3 | {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.3}, "rope_theta": 5000.0, "sliding_window": 100},
@@ -310,6 +319,16 @@ MODELS = [
     KIMI_LINEAR | {"first_k_dense_replace": 2, "q_lora_rank": 24, "qk_rope_head_dim": 3, "num_shared_experts": 2},
     KIMI_LINEAR
     | {"num_expert_group": 4, "topk_group": 4, "moe_renormalize": True, "layer_types": ["full_attention"] * 5},
+    GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
+    GEMMA4
+    | {
+        "per_layer_config": {
+            "5": {"head_dim": 16, "num_key_value_heads": 1},
+            "6": {"head_dim": 16, "num_key_value_heads": 1},
+        }
+    },
+    GEMMA4 | GEMMA4_EXPERTS,
+    GEMMA4 | {"layer_types": ["full_attention"] * 7, "attention_k_eq_v": True, "attention_bias": True},
     KIMI_LINEAR
     | {"linear_attn_config": {"head_dim": 16, "num_heads": 3, "kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}},
 ]
@@ -406,6 +425,8 @@ FAMILY_SETTINGS = [
     MINISTRAL3,
     SOLAR_OPEN,
     GLM4_MOE_LITE | {"num_nextn_predict_layers": 1},
+    DEEPSEEK_V32 | {"num_nextn_predict_layers": 1, "index_n_heads": 3, "index_head_dim": 66},
+    GLM_MOE_DSA | {"num_nextn_predict_layers": 1, "index_n_heads": 3},
     EXAONE_MOE,
     APERTUS,
     HUNYUAN,
@@ -417,6 +438,8 @@ FAMILY_SETTINGS = [
     QWEN3_5,
     QWEN3_5_MOE,
     KIMI_LINEAR,
+    GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    GEMMA4 | GEMMA4_EXPERTS,
 ]
 
 
@@ -631,6 +654,14 @@ REFUSED = [
     (PERSIMMON, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (PERSIMMON, {"hidden_dropout": 0.1}, "hidden_dropout is 0.1"),
     (OLMO2, {"attention_bias": True}, "attention_bias is true"),
+    (DEEPSEEK_V32, {"index_head_dim": 32}, "index_head_dim is 32; it contains the 64 channels of qk_rope_head_dim"),
+    (DEEPSEEK_V32, {"layer_types": ["full_attention"] * 3}, "every layer has an indexer"),
+    (DEEPSEEK_V32, {"q_lora_rank": None}, "q_lora_rank is missing"),
+    (DEEPSEEK_V32, {"mlp_bias": True}, "mlp_bias is true"),
+    (DEEPSEEK_V32, {"index_topk": 0}, "index_topk is 0"),
+    (GLM_MOE_DSA, {"indexer_types": ["shared", "full", "full"]}, "the first of indexer_types is shared; full is"),
+    (GLM_MOE_DSA, {"indexer_types": ["full"] * 2}, "full or shared for each of the 3 layers is expected"),
+    (GLM_MOE_DSA, {"indexer_types": None, "index_topk_freq": "2"}, "index_topk_freq '2' and index_skip_topk_offset 2"),
     (
         PHI3,
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
@@ -643,6 +674,24 @@ REFUSED = [
     (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
     (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
     (GEMMA3, {"rope_local_base_freq": 0.5}, "rope_theta of sliding-window layers is 0.5"),
+    (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2, but only 0 is supported"),
+    (GEMMA4, {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256, but only 0 is supported"),
+    (GEMMA4, {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all"'),
+    (GEMMA4, {"enable_moe_block": True, "moe_intermediate_size": 20, "top_k_experts": 2}, "num_experts is missing"),
+    (GEMMA4, {"global_head_dim": 15}, "attention with 6 heads of 15 channels in 2 groups"),
+    (GEMMA4, {"per_layer_config": {"1": {"head_dim": 8}}}, "different shapes of attention in layers with a window"),
+    (GEMMA4, {"per_layer_config": {"1": {"intermediate_size": 8}}}, "intermediate_size: only head_dim and num_key_va"),
+    (GEMMA4, {"rope_parameters": {"full_attention": {}}}, "rope_parameters must have the objects full_attention and"),
+    (
+        GEMMA4,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.1},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+        "2 to all of the 16 channels of a head must rotate",
+    ),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
     (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),

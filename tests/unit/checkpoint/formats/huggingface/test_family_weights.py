@@ -38,11 +38,8 @@ LAYER = "model.layers.3."
 BLOCK = (16, 12)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Return a folder and its model, to which a layer of MTP modules was added that transformers passes over."""
-    folder = tmp_path_factory.mktemp("models") / "deepseek"
-    model = save_model("deepseek", folder)
+def add_mtp_module(folder: Path) -> None:
+    """Add an MTP module with a layer like the last one."""
     values = load_file(folder / "model.safetensors")
     last = {name: value for name, value in values.items() if name.startswith("model.layers.2.")}
     generator = torch.Generator().manual_seed(5)
@@ -56,6 +53,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     values[f"{LAYER}shared_head.head.weight"] = values["lm_head.weight"].clone()
     values[f"{LAYER}embed_tokens.weight"] = values["model.embed_tokens.weight"].clone()
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return a folder and its model, to which a layer of MTP modules was added that transformers passes over."""
+    folder = tmp_path_factory.mktemp("models") / "deepseek"
+    model = save_model("deepseek", folder)
+    add_mtp_module(folder)
     return folder, model
 
 
@@ -131,16 +136,28 @@ VISION = {
     "temporal_patch_size": 1,
     "num_position_embeddings": 4,
 }
+VISION_OF_GEMMA4 = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 2,
+    "position_embedding_size": 4,
+}
 
 
-@pytest.mark.parametrize(("kind", "is_stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
-def test_the_language_model_of_a_published_qwen3_5_is_read(kind: str, is_stacked: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True), ("gemma4", False)]
+)
+def test_the_language_model_of_a_model_with_a_vision_part_is_read(kind: str, is_stacked: bool, tmp_path: Path) -> None:
     """Published folders have a vision part, and their experts are stacked; what is written is the language model."""
     transformers = import_transformers()
     text, family = make_model(kind), KINDS[kind]["class"]
     config = getattr(transformers, f"{family}Config")(
         text_config=text.config.to_dict(),
-        vision_config=VISION,
+        vision_config=VISION_OF_GEMMA4 if kind == "gemma4" else VISION,
         tie_word_embeddings=text.config.tie_word_embeddings,
     )
     whole = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
@@ -160,7 +177,7 @@ def test_the_language_model_of_a_published_qwen3_5_is_read(kind: str, is_stacked
     if is_stacked:
         rewrite(tmp_path / "model", stack)
     stored = load_file(tmp_path / "model" / "model.safetensors")
-    assert any(name.startswith("model.visual.") for name in stored)
+    assert any(name.startswith(("model.visual.", "model.vision_tower.")) for name in stored)
     assert any(name.endswith("experts.gate_up_proj") for name in stored) == is_stacked
     source = HuggingFaceSource(tmp_path / "model")
     tokens = tokens_of(kind, 2, 40)
@@ -250,6 +267,34 @@ def test_weights_of_8_bits_in_blocks_are_read_as_what_they_stand_for(own: Path, 
     written = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert "quantization_config" not in written
     assert HuggingFaceSource(tmp_path / "plain").config == source.config
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_mtp_module_of_sparse_attention_has_an_indexer_and_rows_of_8_bits_keep_their_order(
+    kind: str, tmp_path: Path
+) -> None:
+    save_model(kind, tmp_path / "model")
+    add_mtp_module(tmp_path / "model")
+    source = HuggingFaceSource(tmp_path / "model")
+    assert source.config.mtp.mtp_num_layers == 1
+    name = "model.mtp.layers.0.transformer_layer.self_attention.core_attention.indexer.linear_wq_b.weight"
+    heads, width = source.config.mla.dsa_indexer_n_heads or 0, source.config.mla.dsa_indexer_head_dim or 0
+    assert source.read(name).shape == (heads * width, 24)
+    write_hugging_face(without_record(copy_of(source)), tmp_path / "anew")
+    again = load_file(tmp_path / "anew" / "model.safetensors")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    if kind == "deepseek_v32":
+        theirs = stored[f"{LAYER}self_attn.indexer.wq_b.weight"].view(heads, width, 24)
+        ours = source.read(name).view(heads, width, 24)
+        assert torch.equal(ours[:, :8], theirs[:, 6:])
+        assert torch.equal(ours[:, 8::2], theirs[:, :3])
+        assert torch.equal(ours[:, 9::2], theirs[:, 3:6])
+    assert {key for key, value in stored.items() if not torch.equal(again[key], value)} == set()
+    expected = quantize(tmp_path / "model")
+    edit_config(tmp_path / "model", lambda settings: settings.pop("auto_map"))
+    write_hugging_face(HuggingFaceSource(tmp_path / "model"), tmp_path / "plain")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert {key for key, value in plain.items() if not torch.equal(value, expected[key])} == set()
 
 
 def test_factors_that_are_missing_or_too_few_are_named(own: Path) -> None:

@@ -767,6 +767,59 @@ KINDS: dict[str, dict[str, Any]] = {
         "v_head_dim": 10,
         "tie_word_embeddings": False,
     },
+    "deepseek_v32": {
+        "class": "DeepseekV32",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 24,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+        },
+        "rms_norm_eps": 1e-2,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 20,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "index_n_heads": 7,
+        "index_head_dim": 14,
+        "index_topk": 20,
+        "tie_word_embeddings": False,
+    },
+    "glm_moe_dsa": {
+        "class": "GlmMoeDsa",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "max_position_embeddings": 512,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 12,
+        "index_n_heads": 5,
+        "index_head_dim": 10,
+        "index_topk": 17,
+        "indexer_types": ["full", "shared", "full"],
+        "tie_word_embeddings": False,
+    },
     "exaone_moe": {
         "class": "ExaoneMoe",
         **_DECODER,
@@ -1097,6 +1150,62 @@ KINDS: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
         "tie_word_embeddings": False,
     },
+    "gemma4": {
+        "class": "Gemma4",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "sliding_window": 30,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma4_moe": {
+        "class": "Gemma4",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 512,
+        "moe_intermediate_size": 20,
+        "num_experts": 8,
+        "sliding_window": 30,
+        "tie_word_embeddings": False,
+        "top_k_experts": 3,
+    },
+    "gemma4_values": {
+        "class": "Gemma4",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "attention_bias": True,
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "sliding_window": 30,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "per_layer_config": {2: {"head_dim": 10, "num_key_value_heads": 6}},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.7,
+                "factor": 4.0,
+            },
+        },
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
@@ -1152,11 +1261,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 _CONFIG_CLASSES = {
     "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
     "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
 }
 _OF_DIFFERENCES = ("Gemma", "Qwen3Next", "Qwen3_5")
-"""With Nemotron, families that store the weights of norms as their difference from one, except in delta-nets."""
+"""With Nemotron, without Gemma 4, families that store the weights of norms as their difference from one, except in
+delta-nets."""
 
 
 def import_transformers() -> Any:
@@ -1181,11 +1292,12 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None
     model = model_class(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():
-        buffers = (pair for pair in model.named_buffers() if pair[0].endswith(("e_score_correction_bias", ".beta")))
+        with_values = ("e_score_correction_bias", ".beta", ".layer_scalar")
+        buffers = (pair for pair in model.named_buffers() if pair[0].endswith(with_values))
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
-            is_norm = parameter.dim() == 1 and name.endswith("weight")
-            is_centered = family.startswith(_OF_DIFFERENCES) or family == "Nemotron"
+            is_norm = parameter.dim() == 1 and name.endswith(("weight", "scale", "layer_scalar"))
+            is_centered = (family.startswith(_OF_DIFFERENCES) and family != "Gemma4") or family == "Nemotron"
             mean = 0.0 if is_centered and "linear_attn" not in name else 1.0
             # Step sizes of Mamba-2 are small, as published ones: large ones let states of few positions matter.
             shift = -3.0 if name.endswith(("mamba.dt_bias", "mixer.dt_bias")) else 0.0

@@ -27,6 +27,13 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
 LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "q_lora_rank": 6, "kv_lora_rank": 5}
+SPARSE = LATENT | {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 70,
+    "dsa_indexer_topk": 4,
+    "dsa_indexer_layer_freq": "3",
+}
 SINGLE: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
 MODELS: dict[str, tuple[dict[str, Any], ParallelSizes]] = {
     "groups": ({}, ParallelSizes(tp=2)),
@@ -34,6 +41,7 @@ MODELS: dict[str, tuple[dict[str, Any], ParallelSizes]] = {
     "sequence parallel": ({"sequence_parallel": True, "mtp_num_layers": 1}, ParallelSizes(tp=4)),
     "norm across heads": ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, ParallelSizes(tp=4)),
     "latent": (LATENT, ParallelSizes(tp=4)),
+    "sparse": (SPARSE | {"mtp_num_layers": 1}, ParallelSizes(tp=2)),
     "adapters": (ADAPTERS | {"lora_target_modules": WHOLE_LAYERS}, ParallelSizes(tp=2)),
     "adapters of parts": (ADAPTERS | {"lora_target_modules": PARTS}, ParallelSizes(tp=2)),
     "adapters of shared groups": (ADAPTERS | {"lora_target_modules": WHOLE_LAYERS}, ParallelSizes(tp=4)),

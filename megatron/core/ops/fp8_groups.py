@@ -1,0 +1,165 @@
+"""Groups of rows in FP8 with a scale per row, and grouped GEMMs of them in one launch each.
+
+The rows of a group are quantized as in a separate matrix (see `megatron.core.ops.fp8_tensor`): a row has one scale, and
+a column of a group has one scale in the transpose. torch's kernel takes E4M3 operands, and the groups that a GEMM sums
+over must start at multiples of 16 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.ops.fp8_tensor import E4M3, _cast, scale_of
+from megatron.core.ops.gemm import Groups, RowEnds, group_ends, has_grouped_kernel
+from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton
+
+GRAIN = 16
+"""Multiple of rows at which groups start."""
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedGroups:
+    """Groups of rows, each padded to a multiple of `GRAIN` rows; only the device knows how many.
+
+    ``num_rows`` is an upper limit. ``place`` has the padded row of each row, and ``source`` the row of each padded row,
+    or -1. ``group_of`` has the group of each `GRAIN` padded rows, and after the last group the number of groups.
+
+    Shapes: ``ends: [groups]``, ``source: [num_rows]``, ``group_of: [num_rows / GRAIN]`` int32, ``place: [n]`` int64.
+    """
+
+    ends: RowEnds
+    place: torch.Tensor
+    source: torch.Tensor
+    group_of: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: Groups, num_rows: int, device: torch.device) -> PaddedGroups:
+        """Return the padding of ``num_rows`` rows in groups, without waiting for the device."""
+        ends = group_ends(counts, device).long()
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        padded_sizes = (sizes + (GRAIN - 1)) // GRAIN * GRAIN
+        padded_ends = padded_sizes.cumsum(0)
+        # Each group has fewer than GRAIN rows of padding.
+        most = -(-num_rows // GRAIN) * GRAIN + len(ends) * GRAIN
+        rows = torch.arange(num_rows, device=device)
+        group = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
+        place = rows + (padded_ends - padded_sizes - ends + sizes)[group]
+        source = torch.full((most,), -1, dtype=torch.int32, device=device).index_copy_(0, place, rows.int())
+        blocks = torch.arange(0, most, GRAIN, device=device)
+        group_of = torch.searchsorted(padded_ends, blocks, right=True).int()
+        return cls(RowEnds(padded_ends.int()), place, source, group_of)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedGroups:
+    """Groups of rows in E4M3 with a scale per row, their transposes with a scale per own row, or both.
+
+    Shapes: ``data: [n, m]``, ``scale: [n]``, ``turned: [m, n]``, ``turned_scale: [groups, m]``.
+    """
+
+    data: torch.Tensor | None
+    scale: torch.Tensor | None
+    turned: torch.Tensor | None
+    turned_scale: torch.Tensor | None
+
+
+def has_scaled_groups(x: torch.Tensor, *features: int) -> bool:
+    """Return whether torch's grouped FP8 GEMM is one launch for rows like ``x`` with these numbers of features."""
+    is_aligned = all(size % GRAIN == 0 for size in features)
+    return is_aligned and has_grouped_kernel(x, *features)
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    group_of: torch.Tensor,
+    num_groups: int,
+    *,
+    source: torch.Tensor | None = None,
+    plain: bool,
+    transpose: bool,
+) -> QuantizedGroups:
+    """Quantize groups of rows, their transposes, or both; ``source`` and ``group_of`` as in `PaddedGroups`.
+
+    Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN]``, without a source ``n = m``.
+    """
+    x = x.detach().contiguous()
+    if runs_on_triton(x) and casts_to_float8(x.device.type):
+        from megatron.core.ops.triton import cast_groups
+
+        first, second = cast_groups(x, source, group_of, num_groups, plain=plain, transpose=transpose)
+        return QuantizedGroups(*(first or (None, None)), *(second or (None, None)))
+    rows = x if source is None else x[source.clamp(min=0)].masked_fill((source < 0)[:, None], 0.0)
+    of_rows = group_of.repeat_interleave(GRAIN)
+    rows = rows.masked_fill((of_rows >= num_groups)[:, None], 0.0)
+    data = scale = turned = turned_scale = None
+    if plain:
+        scale = scale_of(rows.abs().amax(1), E4M3)
+        data = _cast(rows, E4M3, scale[:, None])
+    if transpose:
+        blocks = rows.abs().view(-1, GRAIN, rows.shape[1]).amax(1).float()
+        index = group_of.long()[:, None].expand_as(blocks)
+        amax = blocks.new_zeros(num_groups + 1, rows.shape[1]).scatter_reduce_(0, index, blocks, "amax")
+        scales = scale_of(amax, E4M3)
+        turned_scale = scales[:num_groups]
+        turned = _cast(rows, E4M3, scales[of_rows.long()]).t().contiguous()
+    return QuantizedGroups(data, scale, turned, turned_scale)
+
+
+def quantize_weights(weight: torch.Tensor) -> QuantizedGroups:
+    """Quantize the weight of each group along its rows, and its transpose.
+
+    Shapes: ``[groups, out, in]``; of the result ``data: [groups * out, in]``, ``turned: [in, groups * out]``.
+    """
+    num_groups, out, _ = weight.shape
+    blocks = torch.arange(num_groups, device=weight.device, dtype=torch.int32).repeat_interleave(out // GRAIN)
+    return quantize_groups(weight.flatten(0, 1), blocks, num_groups, plain=True, transpose=True)
+
+
+def grouped_scaled_product(
+    rows: QuantizedGroups, weights: QuantizedGroups, ends: RowEnds, *, transpose: bool
+) -> torch.Tensor:
+    """Multiply each group of rows by the transpose of its weight, or with ``transpose`` by the weight.
+
+    Shapes: ``rows: [n, in], weights: [groups, out, in] -> [n, out]``; with ``transpose`` ``[n, out] -> [n, in]``;
+    bfloat16.
+    """
+    assert rows.data is not None
+    assert rows.scale is not None
+    assert weights.data is not None
+    assert weights.scale is not None
+    assert weights.turned is not None
+    assert weights.turned_scale is not None
+    num_groups = len(weights.turned_scale)
+    if transpose:
+        # [in, groups, out] -> [groups, out, in], whose out is contiguous
+        width = len(weights.turned)
+        matrix, scale = weights.turned.view(width, num_groups, -1).permute(1, 2, 0), weights.turned_scale
+    else:
+        width = weights.data.shape[1]
+        matrix, scale = weights.data.view(num_groups, -1, width).transpose(1, 2), weights.scale.view(num_groups, -1)
+    result: torch.Tensor = torch._scaled_grouped_mm(
+        rows.data, matrix, rows.scale, scale, offs=ends.ends, out_dtype=torch.bfloat16
+    )
+    return result
+
+
+def unfinished_scaled_gradient(grad: QuantizedGroups, x: QuantizedGroups, ends: RowEnds) -> torch.Tensor:
+    """Compute ``grad[group].T @ x[group]``, with uninitialized memory for groups without rows.
+
+    Shapes: ``grad: [n, out]``, ``x: [n, in] -> [groups, out, in]`` bfloat16.
+    """
+    assert grad.turned is not None
+    assert grad.turned_scale is not None
+    assert x.turned is not None
+    assert x.turned_scale is not None
+    result: torch.Tensor = torch._scaled_grouped_mm(
+        grad.turned,
+        x.turned.t(),
+        grad.turned_scale.flatten(),
+        x.turned_scale.flatten(),
+        offs=ends.ends,
+        out_dtype=torch.bfloat16,
+    )
+    return result

@@ -1,0 +1,124 @@
+"""Triton kernels that quantize groups of rows to FP8, and their transposes, with a scale per row.
+
+A row of a transpose is a column of one group. Groups start at multiples of `GRAIN` rows, so that a block of this many
+rows is of one group. All numbers are bit for bit those of `megatron.core.ops.fp8_groups`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.ops.triton.fp8_cast import _float8_bits
+from megatron.core.ops.triton.fp8_scaled_cast import Part, _absolute_bits, _exponents, _inverse_powers, scales_of
+
+GRAIN = 16
+_BLOCK = 256
+_WARPS = 8
+
+
+@triton.jit
+def _values(x, source, group, num_groups, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a tile in float32; rows without a source, and those after the last group, are zero."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = row
+    if source is not None:
+        there = tl.load(source + row).to(tl.int64)
+    inside = ((group < num_groups) & (there >= 0))[:, None] & (column < width)[None, :]
+    return tl.load(x + there[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def group_amax_program(
+    x: tl.tensor,
+    source: tl.tensor,
+    group_of: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    num_groups: tl.tensor,
+    width: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Raise ``rows: [n]`` and ``columns: [groups, width]`` to the bits of the largest absolute values."""
+    group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
+    bits = _absolute_bits(_values(x, source, group, num_groups, width, ROWS, BLOCK))
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if rows is not None:
+        tl.atomic_max(rows + row, tl.max(bits, axis=1), sem="relaxed")
+    if columns is not None:
+        inside = (column < width) & (group < num_groups)
+        tl.atomic_max(columns + group * width + column, tl.max(bits, axis=0), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def group_rows_program(
+    x: tl.tensor,
+    source: tl.tensor,
+    group_of: tl.tensor,
+    row_amax: tl.tensor,
+    column_amax: tl.tensor,
+    data: tl.tensor,
+    turned: tl.tensor,
+    num_groups: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one tile of ``data: [num_rows, width]`` and of ``turned: [width, num_rows]`` in E4M3."""
+    group = tl.load(group_of + tl.program_id(0)).to(tl.int64)
+    values = _values(x, source, group, num_groups, width, ROWS, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if data is not None:
+        exponents = _exponents(tl.load(row_amax + row), False)
+        bits = _float8_bits(values * _inverse_powers(exponents)[:, None], False)
+        tl.store(data + row[:, None] * width + column[None, :], bits, mask=(column < width)[None, :])
+    if turned is not None:
+        inside = (column < width) & (group < num_groups)
+        exponents = _exponents(tl.load(column_amax + group * width + column, mask=inside, other=0), False)
+        bits = _float8_bits(values * _inverse_powers(exponents)[None, :], False)
+        tl.store(turned + column[:, None] * num_rows + row[None, :], tl.trans(bits), mask=(column < width)[:, None])
+
+
+def cast_groups(
+    x: torch.Tensor,
+    source: torch.Tensor | None,
+    group_of: torch.Tensor,
+    num_groups: int,
+    *,
+    plain: bool,
+    transpose: bool,
+) -> tuple[Part | None, Part | None]:
+    """Quantize groups of rows of a contiguous matrix to E4M3, the transposes by their own rows, or both.
+
+    ``source`` has the row of ``x`` for each row of the result, or -1 for zeros. ``group_of`` has the group of each
+    `GRAIN` rows, which is ``num_groups`` after the last group.
+
+    Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN] -> ([n, width], [n]), ([width, n], [groups,
+    width])``.
+    """
+    num_rows, width = len(group_of) * GRAIN, x.shape[1]
+    sizes = [num_rows * plain, num_groups * width * transpose]
+    amax = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device)
+    of_rows, of_columns = (part if size else None for part, size in zip(amax.split(sizes), sizes))
+    grid = len(group_of), triton.cdiv(width, _BLOCK)
+    group_amax_program[grid](
+        x, source, group_of, of_rows, of_columns, num_groups, width, ROWS=GRAIN, BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device) if plain else None
+    turned = torch.empty(width, num_rows, dtype=torch.uint8, device=x.device) if transpose else None
+    group_rows_program[grid](
+        x, source, group_of, of_rows, of_columns, data, turned, num_groups, num_rows, width, ROWS=GRAIN, BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    scale, turned_scale = scales_of(amax.view(torch.float32), torch.float8_e4m3fn).split(sizes)
+    return (
+        None if data is None else (data.view(torch.float8_e4m3fn), scale),
+        None if turned is None else (turned.view(torch.float8_e4m3fn), turned_scale.view(num_groups, width)),
+    )
