@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from megatron.core.ops.dot_product_attention import AttentionInputs, fused_atten
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, drop_hidden, keyed_dropout
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import linear
-from megatron.core.ops.linear_attention import gated_delta_rule
+from megatron.core.ops.linear_attention import gated_delta_rule, selective_scan
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
+from megatron.core.transformer.mamba_mixer import GatedNorm
 from megatron.core.transformer.norm import ResidualNorm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -163,6 +165,12 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         lambda x, branch: x + keyed_dropout(branch, keys, 0.1),
         (hidden, hidden),
     )
+    by_head, by_group = (batch, length, heads, width), (batch, length, groups, width)
+    # In float64 torch computes both.
+    wide = torch.float64
+    yield KernelPair("scan", scan, partial(scan, dtype=wide), (by_head, by_head[:3], by_group, by_group, by_head[2:3]))
+    inner = (batch, length, heads * width)
+    yield KernelPair("gated norm", gated_norm, partial(gated_norm, dtype=wide), (inner, inner))
     for kind in ("LayerNorm", "RMSNorm"):
 
         def added(x: torch.Tensor, branch: torch.Tensor, kind: str = kind) -> torch.Tensor:
@@ -212,6 +220,32 @@ def delta_rule(
     inputs = (q, k, v, log_decay, beta.sigmoid())
     output, _ = gated_delta_rule(*(inputs if dtype is None else [x.to(dtype) for x in inputs]))
     return output.to(v.dtype)
+
+
+def scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return Mamba-2's selective scan, computed with inputs of a dtype."""
+    inputs = x, F.softplus(dt.float() - 3.0), -torch.arange(1.0, 1.0 + len(D), device=D.device), B, C, D
+    output, _ = selective_scan(*(inputs if dtype is None else [each.to(dtype) for each in inputs]))
+    return output.to(x.dtype)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return Mamba-2's gated norm with one group and a weight of 1, computed with inputs of a dtype."""
+    config: Any = SimpleNamespace(
+        hybrid=SimpleNamespace(mamba_norm="after-gate", mamba_num_groups=1), norm_epsilon=1e-5
+    )
+    norm = GatedNorm(config, x.shape[-1], single_rank_group(), dtype or x.dtype, x.device)
+    assert norm.weight is not None
+    torch.nn.init.ones_(norm.weight)
+    output: torch.Tensor = norm(*(each.to(dtype or x.dtype) for each in (x, gate)))
+    return output.to(x.dtype)
 
 
 def compare(pair: KernelPair, device: Device, dtype: torch.dtype, *, is_timed: bool = True) -> dict[str, Any]:

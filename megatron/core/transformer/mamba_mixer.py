@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.context_parallel import StackedHeads, copies_of_key_value_heads
+from megatron.core.ops import runs_on_triton
 from megatron.core.ops.linear_attention import selective_scan, selective_scan_of_segments
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
@@ -29,7 +30,7 @@ class GatedNorm(torch.nn.Module):
     Groups are sharded over tensor parallelism. If there are fewer groups than tensor-parallel ranks, several ranks
     share a group. Forward and backward: an all-reduce of one number per token and group.
 
-    Shapes: ``x, gate: [..., inner/tp] -> [..., inner/tp]``.
+    Shapes: ``x, gate: [b, s, inner/tp] -> [b, s, inner/tp]``.
     """
 
     def __init__(
@@ -46,6 +47,13 @@ class GatedNorm(torch.nn.Module):
             self.weight = make_parameter((inner // tp.size,), spec, dtype, device)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if self._is_on_triton(x, gate):
+            from megatron.core.ops.triton import gate_and_normalize
+
+            num_groups = x.shape[-1] // self.own_width
+            return gate_and_normalize(
+                x, gate, self.weight, num_groups, self.epsilon, gate_first=self.kind != "before-gate"
+            )
         wide = arithmetic_dtype(x.dtype)
         opened, gated = F.silu(gate.to(wide)), x.to(wide)
         if self.kind != "before-gate":
@@ -58,6 +66,13 @@ class GatedNorm(torch.nn.Module):
             mean = self._mean_of_group(mean)
         normalized = (gated * torch.rsqrt(mean + self.epsilon)).view(x.shape).to(x.dtype) * self.weight
         return normalized if self.kind == "after-gate" else (normalized * opened).to(x.dtype)
+
+    def _is_on_triton(self, x: torch.Tensor, gate: torch.Tensor) -> bool:
+        if self.ranks_per_group > 1 or not runs_on_triton(x, gate, *self.parameters()):
+            return False
+        from megatron.core.ops.triton import MAX_GROUP_WIDTH
+
+        return self.own_width <= MAX_GROUP_WIDTH
 
     def _mean_of_group(self, own: torch.Tensor) -> torch.Tensor:
         """Return the mean over the ranks that share this rank's group. Shapes: ``[..., 1, 1] -> [..., 1, 1]``."""

@@ -1629,6 +1629,14 @@ _MIXED = (
         f"--mamba-multipliers 1 2 1 1 1 --mamba-dt-lower-limit 0.01 {_TENSOR} --sequence-parallel --bf16",
         2,
     ),
+    prepared(
+        "Triton: chunks, Mamba-2",
+        "small-programs",
+        f"{_SHORT} --normalization RMSNorm --disable-bias-linear --no-position-embedding --hybrid-override-pattern MM "
+        "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2 --num-layers 2 --mamba-norm before-gate "
+        "--seq-length 24 --max-position-embeddings 24 --reset-attention-mask --bf16",
+        triton=True,
+    ),
     prepared("hybrid, documents in small parts", "small", f"{_HYBRID} --reset-attention-mask --bf16"),
     prepared(
         "Triton: small parts, hybrid",

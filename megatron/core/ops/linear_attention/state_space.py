@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.ops import runs_on_triton
 from megatron.core.ops.linear_attention.chunks import (
     Decays,
     Documents,
@@ -54,9 +55,52 @@ def selective_scan(
         ValueError: ``chunk_size`` is no power of two.
     """
     arguments = x, dt, A, B, C, D, initial_state, document_starts
+    chunked = _TritonSelectiveScan if _is_on_triton(x, dt, A, B, C) else _SelectiveScan
     return run_in_chunks(
-        _SelectiveScan, recurrent_selective_scan, *arguments, return_state=return_state, chunk_size=chunk_size
+        chunked, recurrent_selective_scan, *arguments, return_state=return_state, chunk_size=chunk_size
     )
+
+
+def _is_on_triton(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    if not runs_on_triton(x, *others):
+        return False
+    from megatron.core.ops.triton import MAX_HEAD_DIM
+
+    return x.shape[-1] <= MAX_HEAD_DIM
+
+
+class _TritonSelectiveScan(torch.autograd.Function):
+    """Chunked form in Triton kernels, which saves its inputs: the backward pass computes the states again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None,
+        initial_state: torch.Tensor | None,
+        document_starts: torch.Tensor | None,
+        length: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron.core.ops.triton import scan_chunks
+
+        arguments = x, dt, A, B, C, D, initial_state, document_starts
+        keep_for_backward(ctx, length, initial_state, *arguments)
+        return scan_chunks(*arguments, length)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, last_state_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        from megatron.core.ops.triton import scan_gradients
+
+        x, dt, A, B, C, D, initial_state, document_starts = ctx.saved_tensors
+        grad = torch.zeros_like(x) if grad is None else grad
+        inputs = x, dt, A, B, C, D, initial_state, document_starts
+        return *scan_gradients(grad, last_state_grad, *inputs, ctx.length), None, None
 
 
 class _SelectiveScan(torch.autograd.Function):
