@@ -137,8 +137,8 @@ __getattr__ = lazy_exports(
         "per_layer_input": "PerLayerInputs",
         "qk_clip": "QueryKeyClip largest_logits",
         "rotary_pos_embedding": (
-            "RotaryAngles RotaryEmbedding apply_rotary apply_rotary_to_both factor_frequencies proportional_frequencies "
-            "split_and_rotate yarn_frequencies"
+            "RotaryAngles RotaryEmbedding apply_rotary apply_rotary_to_both factor_frequencies "
+            "proportional_frequencies split_and_rotate yarn_frequencies"
         ),
         "shared_attention": "BorrowingAttention",
         "shared_tensors": "SharedTensors read_message split_inputs write_message",
