@@ -133,8 +133,13 @@ _IDLE = (
     ),
     _Idle(
         ("rope_type",),
-        lambda config: not config.model.mla.multi_latent_attention and not config.model.stretches_positions,
-        "without --multi-latent-attention, except for yarn with a --rotary-scaling-factor other than 1",
+        lambda config: (
+            not config.model.mla.multi_latent_attention
+            and not config.model.stretches_positions
+            and config.model.rope.rope_type != "proportional"
+        ),
+        "without --multi-latent-attention, except for proportional and for yarn with a --rotary-scaling-factor other "
+        "than 1",
     ),
     _Idle(
         (

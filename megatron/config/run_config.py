@@ -167,7 +167,8 @@ class TrainingConfig(Config, role="run"):
     """Iterations before CUDA graphs are captured; at least 2 with --fp8-recipe delayed."""
     overlap_step_results: bool = False
     """Read the loss and the gradient norm of an iteration after the launch of the next one, so that the device does not
-    wait for the host; a run then ends one iteration later after a signal. Needs --rerun-mode disabled."""
+    wait for the host; a run then ends one iteration later after a signal or --exit-duration-in-mins. Needs
+    --rerun-mode disabled."""
     manual_gc: bool = False
     """Run Python's garbage collector only at fixed iterations, on all ranks at once."""
     manual_gc_interval: int = flag(0, bounds=NOT_NEGATIVE, needs="manual_gc")

@@ -390,7 +390,8 @@ def _forward_flops(model: GPTConfig, s: int) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _megatron_flops(model: GPTConfig, s: int) -> float:
-    causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
+    # Windows longer than the sequence, because layers without a window may have another shape of attention.
+    causal = dataclasses.replace(model, window_size=f"{s - 1},0") if model.window_size else model
     if model.has_sparse_attention:
         causal = with_fields(causal, dsa_indexer_topk=s, dsa_indexer_loss_coeff=0.0)
     unused_half = 0.0

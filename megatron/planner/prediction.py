@@ -69,6 +69,8 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         yield "--optimizer muon is not supported by the planner; plan with adam, which stores one moment more"
     if model.qk_clip:
         yield "--qk-clip is not supported by the planner; plan without it, and add the matmuls of queries and keys"
+    if model.shares_tensors and not implementation.is_traced:
+        yield f"{implementation.name} has no layers that share tensors; use the implementation {NATIVE.name}"
     if model.cpu_offloading and pp > 1 and not implementation.offloads_in_pipelines:
         yield (
             f"{implementation.name} does not support activation offload in pipelines (pp {pp}); use pp 1, recompute, "

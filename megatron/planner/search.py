@@ -29,7 +29,8 @@ from megatron.planner.trace_store import UntraceableError, trace_in_this_process
 
 def output_layers(model: GPTConfig) -> float:
     """Return the work of the output layer and the MTP modules in units of one layer, without core attention."""
-    width = model.ffn_hidden_size
+    numbers = range(model.num_layers)
+    width: float = sum(map(model.ffn_size_of, numbers)) / model.num_layers
     if model.moe.num_experts is not None:
         # Only the experts to which a token is routed.
         of_experts = model.moe.moe_router_topk * model.moe.moe_ffn_hidden_size
@@ -37,8 +38,12 @@ def output_layers(model: GPTConfig) -> float:
         share = sum(model.moe_layers) / model.num_layers
         width = round(share * of_experts + (1.0 - share) * width)
     ffn = width * (3 if model.is_gated else 2)
-    own = [model.of_layer(number) for number in range(model.num_layers)]
-    widths = (2 * each.query_projection_size + each.kv_projection_size + each.value_projection_size for each in own)
+    has_keys = [source is None for source in model.key_value_sources]
+    own = [model.of_layer(number) for number in numbers]
+    widths = (
+        2 * each.query_projection_size + has * (each.kv_projection_size + each.value_projection_size)
+        for each, has in zip(own, has_keys, strict=True)
+    )
     attention = sum(widths) / len(own)
     further, layer = model.mtp.mtp_depth, ffn + attention
     # Each MTP module has a layer, an output layer, and a linear layer that joins its two inputs.

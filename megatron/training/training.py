@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from megatron.config import RunConfig
 from megatron.core.console import print_line
 from megatron.training.batch_source import BatchSource
 from megatron.training.callbacks import TrainingRun, is_due
+from megatron.training.callbacks.configured import MetricsLog
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.evaluation import EvaluationSet, evaluate_weights
 from megatron.training.loggers import (
@@ -50,12 +52,15 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
             agreement = _skip_iteration(run, train_source, batch_size, reason_to_skip, exit_request)
         elif step.overlaps_results:
             callbacks.before_step(run)
+            run.runtime.flight.iteration = state.iteration
             try:
                 launched = step.launch(state, train_source, batch_size, exit_request)
             except Exception:
-                if unread is not None and (report := step.finish_last(unread)) is not None:
-                    callbacks.after_step(run, report)
-                    log.add(report)
+                # Only this rank reports, so no registered callback is called: it may communicate.
+                with suppress(Exception):
+                    if unread is not None and (report := step.finish_last(unread)) is not None:
+                        MetricsLog().after_step(run, report)
+                        log.add(report)
                 raise
             is_ending = False
             if unread is not None:

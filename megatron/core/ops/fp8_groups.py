@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.device import compute_capability
 from megatron.core.ops.fp8_tensor import E4M3, _cast, scale_of
 from megatron.core.ops.gemm import Groups, RowEnds, group_ends, has_grouped_kernel
 from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton
 
 GRAIN = 16
 """Multiple of rows at which groups start."""
+_MULTIPLIES_ROW_SCALES = ((9, 0),)
+"""Compute capabilities for which torch has a grouped FP8 GEMM with a scale per row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +70,10 @@ class QuantizedGroups:
 
 def has_scaled_groups(x: torch.Tensor, *features: int) -> bool:
     """Return whether torch's grouped FP8 GEMM is one launch for rows like ``x`` with these numbers of features."""
-    is_aligned = all(size % GRAIN == 0 for size in features)
-    return is_aligned and has_grouped_kernel(x, *features)
+    if any(size % GRAIN for size in features) or not has_grouped_kernel(x, *features):
+        return False
+    capability = compute_capability(x.device)
+    return capability is None or capability in _MULTIPLIES_ROW_SCALES
 
 
 def quantize_groups(

@@ -590,8 +590,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         ),
         in_args=False,
     )
-    """Width of per-layer input embeddings: each layer adds a branch gated by embeddings of its input token of its own,
-    0 for none. Its gate has the activation of the gated feed-forward."""
+    """Width of per-layer input embeddings: each layer adds a branch that multiplies a separate embedding of the input
+    token; 0 for none. Its gate has the activation of the gated feed-forward."""
     softmax_scale: float | None = flag(None, role="meaning", bounds=POSITIVE, seen_as="score_scale", in_args=False)
     """Multiply attention scores by this number; by default by 1 / square root of the head dimension."""
     clip_qkv: float | None = flag(
@@ -794,7 +794,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return self.of_global_layers if self.is_global(layer_number) else self.of_windowed_layers
 
     def is_global(self, layer_number: int) -> bool:
-        """Return whether a layer has the shape of attention of layers without a window, if theirs is another one.
+        """Return whether a layer has no window, if layers without a window have another shape of attention.
 
         Raises:
             ValueError: --window-size or --window-attn-skip-freq is invalid; the message gives the reason.

@@ -1,6 +1,6 @@
-"""Per-layer input embeddings: each layer adds a branch gated by embeddings of its own of the input tokens.
+"""Per-layer input embeddings: each layer adds a branch that multiplies a separate embedding of the input tokens.
 
-Gemma 3n has them first: https://ai.google.dev/gemma/docs/gemma-3n (2025).
+Introduced in Gemma 3n: https://ai.google.dev/gemma/docs/gemma-3n (2025).
 """
 
 from __future__ import annotations

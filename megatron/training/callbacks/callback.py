@@ -43,8 +43,9 @@ class Callback:
             after_iteration
         on_end
 
-    With ``--overlap-step-results``, ``measure`` and ``after_step`` of an iteration may come after ``on_gradients`` of
-    the next one, which ``run.train_state`` then counts. ``report`` is that of the iteration.
+    With ``--overlap-step-results``, ``measure`` and ``after_step`` of an iteration may come after its own
+    ``after_iteration``, and after ``before_step`` and ``on_gradients`` of the next one, which ``run.train_state`` then
+    counts. A callback with ``evaluate`` is rejected. ``report`` is that of the iteration.
 
     A callback may read all of ``run``. It may change only the state that the description of a hook names. A callback
     that communicates does so on every rank, in the same order. An exception ends the run. Raise a `TrainingError` on

@@ -153,6 +153,7 @@ def configured_callbacks(
         logits = ClippedLogits(parts.qk_clip, runtime.device.torch_device)
     elif logging.log_max_attention_logit:
         logits = AttentionLogits(parts.chunks, runtime.device.torch_device)
+    registered = registered_callbacks(logging.callbacks)
     found: list[Callback | None] = [
         profiling,
         recorder,
@@ -171,7 +172,23 @@ def configured_callbacks(
         ExitWarning(checkpoint.preemption_grace_seconds, checkpoint.async_save),
         GarbageCollection() if training.manual_gc else None,
         UnusedMemory() if training.empty_unused_memory_level >= 1 else None,
-        *registered_callbacks(logging.callbacks),
+        *registered,
         *own,
     ]
+    if training.overlap_step_results:
+        reject_evaluations([*registered, *own])
     return Callbacks([callback for callback in found if callback is not None])
+
+
+def reject_evaluations(callbacks: Sequence[Callback]) -> None:
+    """Reject callbacks that evaluate after an iteration, for --overlap-step-results.
+
+    Raises:
+        ConfigurationError: a callback overrides ``evaluate``.
+    """
+    for callback in callbacks:
+        if type(callback).evaluate is not Callback.evaluate:
+            raise ConfigurationError(
+                f"--overlap-step-results: {type(callback).__name__}.evaluate must run before the next iteration is "
+                "launched; omit --overlap-step-results"
+            )

@@ -110,6 +110,7 @@ def test_what_the_command_line_excludes_is_taken_from_no_file(tmp_path: Path) ->
 def test_a_preset_is_a_model_that_flags_and_files_change(name: str, tmp_path: Path) -> None:
     config = resolve(f"{RUN} --model-preset {name}").config
     assert config.model.num_layers >= 16
+    assert not any("no effect" in note for note in resolve(f"{RUN} --model-preset {name}").notes)
     dense = 'moe_layer_freq = "[0]*3+[1]*5"' if config.model.moe.moe_layer_freq != "1" else ""
     if config.model.hybrid.hybrid_override_pattern is not None:
         symbols = "".join(sorted(set(config.model.hybrid.hybrid_override_pattern)))

@@ -310,8 +310,9 @@ def test_full_buckets_of_sharded_gradients_are_counted(layout: Layout, shape: st
         assert held.gradients == state.gradients + state.gradient_pool
 
 
-def test_unfused_attention_computes_all_scores() -> None:
-    cell = make_cell("llama", Layout(), extra=(*SIZES, "--attention-backend", "unfused", "--num-layers", "2"))
+@pytest.mark.parametrize("shape", ["llama", "gemma4"])
+def test_unfused_attention_computes_all_scores(shape: str) -> None:
+    cell = make_cell(shape, Layout(), extra=(*SIZES, "--attention-backend", "unfused", "--num-layers", "2"))
     config = resolve_cell(cell.flags, 1, "bfloat16")
     plan = Plan.of(config)
     flops = held_by_step(config, 0, cell.data).flops

@@ -16,7 +16,7 @@ from megatron.core import registry
 from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.training import register_callback
 from megatron.training.callbacks.callback import Callback, Callbacks
-from megatron.training.callbacks.configured import registered_callbacks
+from megatron.training.callbacks.configured import registered_callbacks, reject_evaluations
 from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
 from megatron.training.loggers.log_lines import StepReport
 from megatron.training.preflight import prepare_data_or_exit
@@ -105,6 +105,18 @@ def test_a_callers_callback_sees_the_moments_in_order_and_adds_a_figure(tmp_path
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     figures = {line["iteration"]: line.get("own figure") for line in lines if "split" not in line}
     assert figures == {1: 0.5, 2: 1.0, 3: None, 4: 2.0}
+
+
+def test_a_callback_that_evaluates_is_rejected_with_overlapped_results() -> None:
+    class Measuring(Callback):
+        def after_step(self, run: Any, report: StepReport) -> None: ...
+
+    class Evaluating(Callback):
+        def evaluate(self, run: Any) -> None: ...
+
+    reject_evaluations([Measuring()])
+    with pytest.raises(ConfigurationError, match=r"Evaluating\.evaluate must run before the next iteration"):
+        reject_evaluations([Measuring(), Evaluating()])
 
 
 def failed_run() -> tuple[int, int]:

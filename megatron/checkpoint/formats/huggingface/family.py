@@ -252,6 +252,7 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
     if config.moe.num_experts is not None:
         # Without a factor, the weights are as with a factor of 1.
         features["moe_router_topk_scaling_factor"] = config.moe.moe_router_topk_scaling_factor or 1.0
+        features["routes_by_sinkhorn"] = config.moe.routes_by_sinkhorn
     if config.mla.multi_latent_attention:
         # mscale_all_dim scales MLA's attention scores even without YaRN.
         features["mscale_all_dim"] = config.rope.mscale_all_dim if config.scales_latent_scores else 0.0

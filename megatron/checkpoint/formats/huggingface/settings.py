@@ -104,7 +104,7 @@ class Settings:
             raise ConfigurationError(self.problems)
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer setting of at least 1, or 0; null counts as absent."""
+        """Return an integer setting of at least ``least``; null counts as absent."""
         value = self.values.get(name)
         if value is None:
             if default is None:

@@ -97,7 +97,7 @@ class GPTConfig(DecoderConfig, in_args=True):
         where=("position_embedding_type", "rope"),
         excludes=(
             *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_base_local"),
-            *("multi_latent_attention", "rotary_ntk_alpha", "rope_type", "reset_position_ids"),
+            *("multi_latent_attention", "rotary_ntk_alpha", "rope_type", "reset_position_ids", "global_kv_channels"),
         ),
         seen_as="longrope_factors",
         in_args=False,
@@ -345,6 +345,8 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
     def is_held(spec: FieldSpec) -> bool:
         value = field_value(model, spec.name)
         if value not in _VALUES_IN_ARGS.get(spec.name, (value,)):
+            return False
+        if spec.name == "rotary_base" and value != int(value):
             return False
         if spec.name == "position_embedding_type" and value != "rope" and model.mla.multi_latent_attention:
             return False  # Megatron's MLA has rotary position embeddings whatever this argument is.

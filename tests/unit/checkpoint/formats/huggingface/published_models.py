@@ -552,6 +552,7 @@ MODELS: dict[str, dict[str, Any]] = {
         head_dim=128,
         moe_topk=8,
         num_experts=64,
+        rope_scaling={"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
     ),
     "kimi-k2": _settings(
         "DeepseekV3",

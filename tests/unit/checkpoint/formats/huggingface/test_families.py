@@ -392,6 +392,13 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
+def test_a_model_with_sinkhorn_routing_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, MIXTRAL)
+    family_for(config)
+    with pytest.raises(ConfigurationError, match="routes_by_sinkhorn True"):
+        family_for(with_fields(config, moe_router_load_balancing_type=("sinkhorn",)))
+
+
 FAMILY_SETTINGS = [
     GPT2,
     NEO,
