@@ -401,9 +401,9 @@ def _launches(programs: Any, dtype: torch.dtype) -> Iterator[tuple[Any, int, int
         pytest.param(100, "bf16", True, 0, marks=pytest.mark.long),
         # Ampere's matmuls have their operands in registers, of which two programs spill a few.
         pytest.param(80, "bf16", True, 32, marks=pytest.mark.long),
-        # Three matmuls stand for one in float32, and some of their operands are spilled.
         # As float16 is computed.
         pytest.param(80, "tf32", True, 0, marks=pytest.mark.long),
+        # Three matmuls stand for one in float32, and some of their operands are spilled.
         pytest.param(90, "tf32x3", True, FLOAT32_STACK, marks=pytest.mark.long),
         pytest.param(100, "tf32x3", True, FLOAT32_STACK, marks=pytest.mark.long),
         pytest.param(80, "tf32x3", True, FLOAT32_STACK, marks=pytest.mark.long),
