@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from megatron.checkpoint.formats import told_specs
 from megatron.config import rename_words
 from megatron.core.broken_pipe import STATUS, has_lost_reader
-from megatron.core.config_base import field_docs
+from megatron.core.config_base import FieldSpec, field_docs
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, StorageError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path, is_url
@@ -230,7 +230,15 @@ def add_told_settings(parser: argparse.ArgumentParser) -> None:
         if spec.is_bool:
             group.add_argument(spec.flags[0], action="store_const", const=True, help=docs.get(spec.name))
         else:
-            group.add_argument(spec.flags[0], type=spec.item_type, metavar=spec.metavar, help=docs.get(spec.name))
+            group.add_argument(spec.flags[0], type=_argument_type(spec), metavar=spec.metavar, help=docs.get(spec.name))
+
+
+def _argument_type(spec: FieldSpec) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        return spec.converted(text)
+
+    convert.__name__ = spec.item_type.__name__  # argparse names the type in its message.
+    return convert
 
 
 def told_settings(arguments: argparse.Namespace) -> dict[str, Any]:

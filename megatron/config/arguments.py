@@ -455,7 +455,7 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
             problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
         return None
     try:
-        value = spec.item_type(text)
+        value = spec.converted(text)
     except ValueError:
         number = _written_out(text)
         if spec.item_type is float:

@@ -232,6 +232,15 @@ class FieldSpec:
             return (self.options.negative, *self.options.aliases)
         return ("--" + self.name.replace("_", "-"), *self.options.aliases)
 
+    def converted(self, text: str) -> Any:
+        """Convert a word to the type of an item; if the default of a float field is an integer, whole numbers are too.
+
+        Raises:
+            ValueError: the text is not of this type.
+        """
+        value = self.item_type(text)
+        return int(value) if type(self.default) is int and float(value).is_integer() else value
+
     @property
     def choices(self) -> tuple[str, ...] | None:
         """Return the accepted values, built in and registered, or None if any value of the type is accepted."""

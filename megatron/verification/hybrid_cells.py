@@ -134,11 +134,11 @@ def hybrid_matrix() -> list[Cell]:
 
 def _cells() -> Iterator[Cell]:
     for shape in HYBRID_SHAPES:
-        has_experts = "--num-experts" in HYBRID_SHAPES[shape]
+        has_experts, is_recurrent = "--num-experts" in HYBRID_SHAPES[shape], shape != "gated-attention"
         for layout in (
             *_LAYOUTS,
             *_CONTEXT_LAYOUTS,
-            *_STATE_LAYOUTS,
+            *(_STATE_LAYOUTS if is_recurrent else ()),
             *(_EXPERT_LAYOUTS if has_experts else _DENSE_LAYOUTS),
         ):
             yield make_hybrid_cell(shape, layout)
@@ -146,8 +146,10 @@ def _cells() -> Iterator[Cell]:
             yield make_hybrid_cell(shape, layout, "packed")
         for layout in (Layout(cp=2), Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="a2a")):
             yield make_hybrid_cell(shape, layout, "packed")
-            yield make_hybrid_cell(shape, replace(layout, passes_states=True), "packed")
-        yield make_hybrid_cell(shape, Layout(cp=4, passes_states=True), "packed", DROPOUT)
+            if is_recurrent:
+                yield make_hybrid_cell(shape, replace(layout, passes_states=True), "packed")
+        if is_recurrent:
+            yield make_hybrid_cell(shape, Layout(cp=4, passes_states=True), "packed", DROPOUT)
         yield make_hybrid_cell(shape, Layout(tp=2, cp=2), "uneven", DROPOUT)
         yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2), "uneven")
         yield make_hybrid_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2), extra=DROPOUT)

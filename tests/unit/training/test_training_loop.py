@@ -143,7 +143,7 @@ class Loop:
         assert (config, runtime, parts) == (self.run.config, self.run.runtime, self.run.parts)
         timers, self.observer, _, guard, data_sets = others
         assert (timers, guard, data_sets) == (self.run.step_timers, self.run.guard, ("a", "b"))
-        return SimpleNamespace(run=self.step)
+        return SimpleNamespace(run=self.step, overlaps_results=False)
 
     def agree_to_exit(self, request: object, runtime: object) -> StepReduction:
         assert (request, runtime) == (None, self.run.runtime)

@@ -48,13 +48,14 @@ class Launches(RerunBackend):
         return self
 
     def launch(self, program: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kinds = tuple(
-            (argument.dtype, argument.data_ptr() % 16 == 0)
-            if isinstance(argument, torch.Tensor)
-            else (type(argument), argument == 1, isinstance(argument, int) and argument % 16 == 0)
-            for argument in arguments
-        )
-        self.now.add((program.__module__, program.__name__, kinds, tuple(sorted(options.items()))))
+        def kind_of(argument: Any) -> tuple[object, ...]:
+            if isinstance(argument, torch.Tensor):
+                return argument.dtype, argument.data_ptr() % 16 == 0
+            return type(argument), argument == 1, isinstance(argument, int) and argument % 16 == 0
+
+        named = ((name, kind_of(each) if isinstance(each, torch.Tensor) else each) for name, each in options.items())
+        kinds = tuple(map(kind_of, arguments))
+        self.now.add((program.__module__, program.__name__, kinds, tuple(sorted(named))))
 
 
 def test_compiled_layers_keep_the_saved_tensors_that_a_captured_backward_pass_reads(
