@@ -262,7 +262,7 @@ def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str
 def _check_exchanges(config: RunConfig) -> Iterator[str]:
     """Reject communication types of context parallelism that the layers do not have.
 
-    In a list of communication types, that of a recurrent layer is the one of all recurrent layers.
+    In a list of communication types, all recurrent layers have the same type.
     """
     model, parts = config.model, _parts(config.model)
     exchanges, own, context = model.cp_comm_type, model.recurrent_cp_comm_type, model.context_parallel_size

@@ -58,7 +58,7 @@ def inputs_before_segments(
     if document_starts is None:
         return inputs
     inputs, starts = inputs.tensor_split((-1,), dim=2)
-    # A document that starts at a later position ends the one of this position.
+    # A document that starts at a later position ends the document of this position.
     later = starts.flip(1).cumsum(dim=1).flip(1) - starts
     return inputs.masked_fill(later > 0, 0.0)
 

@@ -79,7 +79,7 @@ def index_scores(query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) 
 
 @torch.no_grad()
 def select_keys(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return which keys each query attends to: those of its ``topk`` largest scores among the visible keys.
+    """Return which keys each query attends to: the visible keys with its ``topk`` largest scores.
 
     All visible keys are selected if there are at most ``topk`` of them.
 

@@ -24,7 +24,7 @@ class StepGraphs:
         self._num_steps_to_wait -= 1
 
     def run(self, name: str, work: Work) -> tuple[torch.Tensor, ...]:
-        """Run a part, and return its results; those of a graph are valid until the part runs again.
+        """Run a part, and return its results; the results of a graph are valid until the part runs again.
 
         ``work`` reads all that changes between steps from tensors that exist as long as the graphs.
         """

@@ -382,7 +382,7 @@ class SelfAttention(nn.Module):
         return LayerOutput(self.linear_proj(self.context(x, pattern, angles, cache, dropout)))
 
     def own_angles(self, angles: RotaryAngles | None) -> RotaryAngles | None:
-        """Return the angles of this layer: those of layers with a window, of layers without, or None."""
+        """Return this layer's angles, which depend on whether it has a window, or None."""
         if not self.has_rotary or angles is None:
             return None
         return angles.local if self.window is not None and angles.local is not None else angles

@@ -95,7 +95,7 @@ class MLAConfig(Config):
     """DSA: layers with an indexer: every Nth from the first on, or a list of 1 or 0 per layer: ([1]+[0]*3)*4. The
     others attend to the keys that the last indexer before them selected."""
     dsa_indexer_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, needs=_VARIANT)
-    """DSA: coefficient of the indexer loss, the KL divergence from the indexer's distribution to that of the attention,
+    """DSA: coefficient of the indexer loss, the KL divergence from the indexer's distribution to the attention's,
     which alone trains the indexer; 0 does not train it."""
     dsa_indexer_use_sparse_loss: bool = flag(False, role="recipe", needs="dsa_indexer_loss_coeff")
     """DSA: compare the two distributions over the selected keys only, not over all keys."""
@@ -402,7 +402,7 @@ def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.
 @functools.lru_cache(maxsize=64)
 def _chosen_layers(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Parse a list of layers, or a number N, which stands for every Nth layer from the first on."""
+    """Parse a list of layers, or a number N, which means every Nth layer from the first on."""
     if text.isdecimal() and int(text) > 0:
         return tuple(layer % int(text) == 0 for layer in range(num_layers))
     return parse_layer_pattern(text, num_layers)

@@ -213,7 +213,7 @@ class AcrossHeadsNorm(nn.Module):
 class PerHeadNorm(AcrossHeadsNorm):
     """Norm of each head by itself, with one weight per channel of each head and no bias.
 
-    The weights are sharded as those of `AcrossHeadsNorm`.
+    The weights are sharded as in `AcrossHeadsNorm`.
 
     Shapes: ``[s, b, heads/tp, d] -> [s, b, heads/tp, d]``.
     """

@@ -218,7 +218,7 @@ def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.T
 
 
 def proportional_frequencies(base: float, width: int, rotary_dim: int) -> torch.Tensor:
-    """Return the frequencies of a head of ``width`` channels, 0 after those of the first ``rotary_dim`` channels.
+    """Return the frequencies of a head of ``width`` channels, 0 after the first ``rotary_dim`` channels.
 
     Shapes: ``-> [width / 2]`` float64.
     """

@@ -75,7 +75,7 @@ def read_message(
 ) -> tuple[torch.Tensor, SharedTensors]:
     """Return the hidden states and the shared tensors in a message to the stage with these layers.
 
-    A cache receives the keys and values of the new positions, as those of the first layer that uses them.
+    A cache receives the keys and values of the new positions, under the first layer that uses them.
     """
     rows, batch, _ = message.shape
     parts = message.split_with_sizes(config.message_widths, dim=-1)

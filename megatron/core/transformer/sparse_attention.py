@@ -73,7 +73,7 @@ class IndexerLinear(nn.Module):
 class Indexer(nn.Module):
     """Lightning indexer: queries of several heads, one key per position, and a weight per query and head.
 
-    The last channels of queries and keys are rotated, like those of MLA.
+    The last channels of queries and keys are rotated, as in MLA.
     """
 
     def __init__(self, config: DecoderConfig, tp: Group, device: torch.device | str) -> None:
@@ -206,7 +206,7 @@ class SparseLatentAttention(LatentAttention):
     ) -> tuple[AttentionPattern, tuple[AuxiliaryLoss, ...]]:
         """Return the pattern of the selected keys, and in training the indexer loss.
 
-        Shapes: ``index_key: [sk, b, 1, d]``, ``weights: [sq, b, n]``; ``heads`` as those of `_widen`.
+        Shapes: ``index_key: [sk, b, 1, d]``, ``weights: [sq, b, n]``; ``heads`` as in `_widen`.
         """
         num_queries, num_keys = len(heads[0]), len(index_key)
         has_loss, has_choice = self.training and self.loss_coeff > 0.0, num_keys > self.topk

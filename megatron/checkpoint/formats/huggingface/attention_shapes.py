@@ -60,7 +60,7 @@ def _overridden(settings: Settings, num_layers: int, usual: _Shape) -> Iterator[
 
 
 def written_shapes(config: GPTConfig) -> dict[str, Any]:
-    """Return the settings of the shapes of attention, without those of layers with a window."""
+    """Return the settings of the shapes of attention, except the shape of layers with a window."""
     own = config.of_global_layers
     settings: dict[str, Any] = {"global_head_dim": own.kv_channels, "num_global_key_value_heads": own.num_query_groups}
     if own.num_query_groups != config.num_query_groups and not config.attention_k_eq_v:

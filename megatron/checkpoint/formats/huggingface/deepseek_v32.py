@@ -57,7 +57,7 @@ class DeepseekV32Family(DeepseekV3Family):
         }
 
     def links(self, config: GPTConfig) -> Iterator[TensorLink]:
-        """Yield every link, those of the indexers last."""
+        """Yield every link, the links of the indexers last."""
         yield from super().links(config)
         for number in filter(config.has_indexer, range(config.num_layers + config.mtp.mtp_depth)):
             further = number - config.num_layers

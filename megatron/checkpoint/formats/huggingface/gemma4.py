@@ -137,7 +137,7 @@ class Gemma4Family(RotaryDecoderFamily):
         yield from input_links(config, self.base_prefix)
 
     def is_buffer(self, name: str, config: GPTConfig) -> bool:
-        """Return whether the tensor is not read: also keys and values of layers that use those of others."""
+        """Return whether the tensor is not read: also keys and values of layers that use another layer's."""
         return super().is_buffer(name, config) or is_unused(config, name)
 
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, parts: LayerParts) -> Iterator[TensorLink]:

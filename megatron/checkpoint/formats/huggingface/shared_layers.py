@@ -70,7 +70,7 @@ def branch_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLi
 
 
 def is_unused(config: GPTConfig, name: str) -> bool:
-    """Return whether files have a tensor for keys or values of a layer that uses those of another layer."""
+    """Return whether files have a tensor for keys or values of a layer that uses another layer's."""
     found = _KEYS_AND_VALUES.fullmatch(name)
     number = int(found[1]) if found else config.num_layers
     return number < config.num_layers and config.key_value_sources[number] is not None

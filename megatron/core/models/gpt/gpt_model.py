@@ -584,7 +584,7 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
 
 
 def _make_local_rotary(config: GPTConfig) -> RotaryEmbedding | None:
-    """Return the rotary embedding of layers with a window, None if it is that of all layers."""
+    """Return the rotary embedding of layers with a window, None if all layers have the same."""
     own = config.of_windowed_layers
     if config.position_embedding_type != "rope" or config.rotary_base_local is None:
         return None if own.kv_channels == config.of_global_layers.kv_channels else _make_rotary(own)

@@ -1,7 +1,7 @@
 """Triton kernels that quantize groups of rows to FP8, and their transposes, with a scale per row.
 
 A row of a transpose is a column of one group. Groups start at multiples of `GRAIN` rows, so that a block of this many
-rows is of one group. All numbers are bit for bit those of `megatron.core.ops.fp8_groups`.
+rows is of one group. All numbers are bit for bit equal to `megatron.core.ops.fp8_groups`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Triton kernels of the gated delta rule in chunks of positions, with decays per head or per channel of the keys (KDA).
 
-The algorithm is that of `megatron.core.ops.linear_attention.delta_rule`, which defines the results: one triangular
+`megatron.core.ops.linear_attention.delta_rule` has the same algorithm and defines the results: one triangular
 system per chunk (Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https://arxiv.org/abs/2412.06464; Kimi Team
 2025, https://arxiv.org/abs/2510.26692). The forward pass is three kernels: sums of the decays, the products of each
 chunk with the inverse of its system, and the recurrence over chunks, which keeps a block of the state's columns in
@@ -8,7 +8,7 @@ registers. The backward pass runs them again, then the recurrence of the state's
 first, and one kernel per chunk for the gradients of the inputs.
 
 Sums and states are float32. Matmuls of bfloat16 inputs have bfloat16 operands. All other matmuls, and the inverse,
-split float32 operands into three TensorFloat-32 products.
+split float32 operands into three TensorFloat-32 matmuls.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _enter(sums, document):
 
 @triton.jit
 def _leave(sums, document, LENGTH: tl.constexpr):
-    """Return the decay from each position to the state after the chunk, and that of the state before the chunk."""
+    """Return the decay from each position to the state after the chunk, and the decay of the state before the chunk."""
     last = tl.sum(tl.where(tl.arange(0, LENGTH) == LENGTH - 1, sums, 0.0), axis=0)
     last_document = tl.max(document, axis=0)
     through = tl.where(last_document == 0, tl.exp(last), 0.0)
@@ -371,7 +371,7 @@ def heads_program(
     C += entry * C_batch + first_row * C_row + group * STATE_DIM
     states += ((entry * heads + head) * num_chunks + chunk) * (STATE_DIM * HEAD_DIM)
     state_grads += ((entry * heads + head) * num_chunks + chunk) * (STATE_DIM * HEAD_DIM)
-    # Rows are the positions of inputs, columns those of outputs.
+    # Rows are the positions of inputs, columns the positions of outputs.
     products = tl.zeros((LENGTH, LENGTH), tl.float32)
     inputs_grad = tl.zeros((LENGTH, DIMS), tl.float32)
     sums_grad = tl.zeros((LENGTH,), tl.float32)
@@ -555,7 +555,7 @@ class _Scan:
         self._arguments |= {"LOWEST": MIN_LOG_DECAY, "PRECISION": precision}
 
     def launch(self, program: Any, grid: tuple[int, ...], num_warps: int, **given: Any) -> None:
-        """Launch a program with those of the shared and of the given arguments that it takes."""
+        """Launch a program with the shared and the given arguments that it takes."""
         arguments = self._arguments | given
         arguments = {name: arguments[name] for name in program.arg_names}
         if self.batch:

@@ -145,8 +145,8 @@ _SINKHORN_ROUNDS = 64
 def sinkhorn(cost: torch.Tensor, tol: float = 0.0001, is_counted: torch.Tensor | None = None) -> torch.Tensor:
     """Scale the rows and columns of ``exp(cost)`` until tokens have equal sums and experts have equal sums.
 
-    Each round makes the sums of the rows equal, then those of the columns (Sinkhorn and Knopp 1967; for routing, Clark
-    et al. 2022, https://arxiv.org/abs/2202.01169). When the sum of every row is within ``tol`` of its share,
+    Each round makes the sums of the rows equal, then the sums of the columns (Sinkhorn and Knopp 1967; for routing,
+    Clark et al. 2022, https://arxiv.org/abs/2202.01169). When the sum of every row is within ``tol`` of its share,
     relatively, further rounds change nothing. There are 64 rounds at most, because widely spread costs converge slowly.
     The number of rounds that run does not depend on the values, so that the host does not wait for the device.
 
