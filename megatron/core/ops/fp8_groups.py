@@ -112,14 +112,14 @@ def quantize_groups(
     return QuantizedGroups(data, scale, turned, turned_scale)
 
 
-def quantize_weights(weight: torch.Tensor) -> QuantizedGroups:
-    """Quantize the weight of each group along its rows, and its transpose.
+def quantize_weights(weight: torch.Tensor, *, plain: bool, transpose: bool) -> QuantizedGroups:
+    """Quantize the weight of each group along its rows, its transpose, or both.
 
     Shapes: ``[groups, out, in]``; of the result ``data: [groups * out, in]``, ``turned: [in, groups * out]``.
     """
     num_groups, out, _ = weight.shape
     blocks = torch.arange(num_groups, device=weight.device, dtype=torch.int32).repeat_interleave(out // GRAIN)
-    return quantize_groups(weight.flatten(0, 1), blocks, num_groups, plain=True, transpose=True)
+    return quantize_groups(weight.flatten(0, 1), blocks, num_groups, plain=plain, transpose=transpose)
 
 
 def grouped_scaled_product(
@@ -132,16 +132,16 @@ def grouped_scaled_product(
     """
     assert rows.data is not None
     assert rows.scale is not None
-    assert weights.data is not None
-    assert weights.scale is not None
-    assert weights.turned is not None
-    assert weights.turned_scale is not None
-    num_groups = len(weights.turned_scale)
+    num_groups = len(ends)
     if transpose:
+        assert weights.turned is not None
+        assert weights.turned_scale is not None
         # [in, groups, out] -> [groups, out, in], whose out is contiguous
         width = len(weights.turned)
         matrix, scale = weights.turned.view(width, num_groups, -1).permute(1, 2, 0), weights.turned_scale
     else:
+        assert weights.data is not None
+        assert weights.scale is not None
         width = weights.data.shape[1]
         matrix, scale = weights.data.view(num_groups, -1, width).transpose(1, 2), weights.scale.view(num_groups, -1)
     result: torch.Tensor = torch._scaled_grouped_mm(

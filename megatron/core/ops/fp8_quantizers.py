@@ -285,15 +285,15 @@ class Fp8Quantizers:
             return self._kept_weight[transpose]
         return self._weight(x, scale, plain=not transpose, transpose=transpose, records=records)[0]
 
-    def weight_of_groups(self, weight: torch.Tensor) -> QuantizedGroups:
-        """Return the weights of all groups and their transposes, quantized along their rows by `quantize_weights`.
+    def weight_of_groups(self, weight: torch.Tensor, *, transpose: bool) -> QuantizedGroups:
+        """Return the weights of all groups, or their transposes, quantized along their rows; if kept, both.
 
         Shapes: ``[groups, out, in]``.
         """
         if self._kept_weight is None:
-            return quantize_weights(weight)
+            return quantize_weights(weight, plain=not transpose, transpose=transpose)
         if self._kept_groups is None:
-            self._kept_groups = quantize_weights(weight)
+            self._kept_groups = quantize_weights(weight, plain=True, transpose=True)
         return self._kept_groups
 
     def _weight(

@@ -254,7 +254,8 @@ class _Float8Groups(torch.autograd.Function):
         # Looked up here: under recomputation the backward pass sees a copy of the weight without a main gradient.
         ctx.main_grad = main_grad_of(weight)
         rows = _quantized(x, groups, plain=True, transpose=False)
-        output = grouped_scaled_product(rows, quantizers.weight_of_groups(weight), groups.ends, transpose=False)
+        weights = quantizers.weight_of_groups(weight, transpose=False)
+        output = grouped_scaled_product(rows, weights, groups.ends, transpose=False)
         return output.index_select(0, groups.place)
 
     @staticmethod
@@ -265,7 +266,7 @@ class _Float8Groups(torch.autograd.Function):
         rows = _quantized(grad, groups, plain=needs_x_grad, transpose=needs_weight_grad)
         x_grad = weight_grad = None
         if needs_x_grad:
-            weights = ctx.quantizers.weight_of_groups(weight)
+            weights = ctx.quantizers.weight_of_groups(weight, transpose=True)
             x_grad = grouped_scaled_product(rows, weights, groups.ends, transpose=True).index_select(0, groups.place)
         if needs_weight_grad and ctx.main_grad is not None:
             add = partial(ctx.main_grad.add_by, partial(_add_scaled_gradients, rows, x.detach(), groups))
