@@ -181,7 +181,7 @@ def test_an_asynchronous_save_is_resumed_from(tmp_path: Path) -> None:
         pytest.param("--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2", 1, id="fp16"),
         pytest.param(
             "--bf16 --use-distributed-optimizer --overlap-param-gather-with-optimizer-step --overlap-grad-reduce",
-            *(2,),
+            2,
             id="gathers",
             marks=pytest.mark.long,
         ),
