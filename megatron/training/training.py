@@ -10,8 +10,7 @@ from functools import partial
 from megatron.config import RunConfig
 from megatron.core.console import print_line
 from megatron.training.batch_source import BatchSource
-from megatron.training.callbacks import TrainingRun, is_due
-from megatron.training.callbacks.configured import MetricsLog
+from megatron.training.callbacks import MetricsLog, TrainingRun, is_due
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.evaluation import EvaluationSet, evaluate_weights
 from megatron.training.loggers import (

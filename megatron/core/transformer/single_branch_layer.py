@@ -86,7 +86,7 @@ class SingleBranchLayer(TransformerLayer):
                 mixer = getattr(self, self.name_of_branch)
                 branch, losses = mixer(normalized, pattern, angles, cache, dropout)
             elif self.recomputes_mlp and self.training:
-                branch, losses = recompute(self._feed, normalized, dropout, padding_mask)
+                branch, losses = recompute(self._feed, normalized, dropout, padding_mask, x)
             else:
                 branch, losses = self._feed(normalized, dropout, padding_mask, x)
         branch, probability = self._scaled(branch), self.hidden_dropout.probability

@@ -8,7 +8,7 @@ from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
-    from megatron.training.callbacks.configured import configured_callbacks
+    from megatron.training.callbacks.configured import MetricsLog, configured_callbacks
     from megatron.training.callbacks.live_line import LiveLine
     from megatron.training.callbacks.periodic_evals import open_engine, open_periodic_evaluations
     from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
@@ -19,7 +19,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "callback": "Callback TrainingRun is_due",
-        "configured": "configured_callbacks",
+        "configured": "MetricsLog configured_callbacks",
         "live_line": "LiveLine",
         "periodic_evals": "open_engine open_periodic_evaluations",
         "profiling": "Profiling ScheduleRecorder",

@@ -86,6 +86,9 @@ HYBRID_CELLS = (
     make_hybrid_cell("nemotron", Layout(cp=4, cp_comm_type="a2a"), "packed"),
     make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, passes_states=True), "packed"),
     make_hybrid_cell("mamba", Layout(tp=2, cp=2, sharding="optim"), extra=FUSED_LORA),
+    make_hybrid_cell(
+        "mamba", Layout(tp=2, sequence_parallel=True, recompute=("selective", "core_attn", "layernorm", "mlp"))
+    ),
 )
 
 
