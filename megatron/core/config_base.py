@@ -239,7 +239,8 @@ class FieldSpec:
             ValueError: the text is not of this type.
         """
         value = self.item_type(text)
-        return int(value) if type(self.default) is int and float(value).is_integer() else value
+        is_whole = self.item_type is float and type(self.default) is int and value.is_integer()
+        return int(value) if is_whole else value
 
     @property
     def choices(self) -> tuple[str, ...] | None:
