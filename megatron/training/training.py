@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 from megatron.config import RunConfig
@@ -54,12 +53,11 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
             run.runtime.flight.iteration = state.iteration
             try:
                 launched = step.launch(state, train_source, batch_size, exit_request)
-            except Exception:
-                # Only this rank reports, so no registered callback is called: it may communicate.
-                with suppress(Exception):
-                    if unread is not None and (report := step.finish_last(unread)) is not None:
-                        MetricsLog().after_step(run, report)
-                        log.add(report)
+            except Exception as error:
+                try:
+                    _report_alone(run, log, None if unread is None else step.finish_last(unread))
+                except Exception as another:
+                    raise error from another
                 raise
             is_ending = False
             if unread is not None:
@@ -129,6 +127,16 @@ def _report_iteration(run: TrainingRun, log: _StepLog, report: StepReport, agree
     num_microbatches = report.global_batch_size // per_microbatch
     run.evaluations.step_s = report.step_time_s / num_microbatches
     return agreement
+
+
+def _report_alone(run: TrainingRun, log: _StepLog, report: StepReport | None) -> None:
+    """Log the last iteration, if it has valid results, on a rank whose next launch failed.
+
+    No registered callback is called, because it may communicate, and the other ranks do not call it.
+    """
+    if report is not None:
+        MetricsLog().after_step(run, report)
+        log.add(report)
 
 
 def _skip_iteration(

@@ -73,6 +73,11 @@ def _check_step_results(config: RunConfig) -> Iterator[str]:
         )
         return
     logging, faults, model = config.logging, config.faults, config.model
+    if level := config.training.empty_unused_memory_level:
+        yield (
+            f"--overlap-step-results: --empty-unused-memory-level {level} waits for the device in each iteration; use "
+            "--empty-unused-memory-level 0, or omit --overlap-step-results"
+        )
     given = [
         flag
         for flag, is_given in (
@@ -396,7 +401,7 @@ OPTIMIZER_CHECKS = (
             "check_gradient_hash_across_dp_replicas_interval",
             *("num_experts", "qk_clip", "fp8_format", "fp8_recipe", "optimizer_cpu_offload", "log_params_norm"),
             *("log_layer_norms", "log_max_attention_logit", "log_straggler", "timing_log_level", "profile"),
-            "record_schedule",
+            *("record_schedule", "empty_unused_memory_level"),
         ),
         _check_step_results,
     ),

@@ -133,6 +133,7 @@ MISTAKES = {
         Mistake("--optimizer-cuda-graph --optimizer lion"),
         Mistake("--overlap-step-results"),
         Mistake("--overlap-step-results --rerun-mode disabled --log-params-norm"),
+        Mistake("--overlap-step-results --rerun-mode disabled --empty-unused-memory-level 1"),
         Mistake("--recompute-activations --recompute-method uniform"),
         Mistake("--recompute-modules mlp"),
         Mistake("--cpu-offloading"),
