@@ -950,7 +950,9 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
 
 def _check_dispatch(config: RunConfig) -> Iterator[str]:
     moe = config.model.moe
-    if moe.moe_token_dispatcher_type == "alltoall" or moe.num_experts is None:
+    if moe.asks_for_deepep and moe.num_experts is not None and moe.moe_deepep_num_sms % 2:
+        yield f"--moe-deepep-num-sms {moe.moe_deepep_num_sms}: an even number is expected"
+    if moe.moe_token_dispatcher_type != "allgather" or moe.num_experts is None:
         return
     given = f"--moe-token-dispatcher-type {moe.moe_token_dispatcher_type}"
     if moe.moe_expert_capacity_factor is not None:
@@ -1073,7 +1075,10 @@ MOE_CHECKS = (
         ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity", *_NOT_WITH_SINKHORN),
         _check_balancing,
     ),
-    Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
+    Check(
+        ("num_experts", "moe_token_dispatcher_type", "moe_deepep_num_sms", "moe_expert_capacity_factor"),
+        _check_dispatch,
+    ),
     Check(
         (
             "num_experts",

@@ -365,8 +365,34 @@ class MoEConfig(Config, in_args=False):
         role="run",
         needs="num_experts",
     )
-    """Dispatch of tokens to other ranks' experts: all-gather or all-to-all. flex is alltoall: no DeepEP or HybridEP
-    kernels."""
+    """Dispatch of tokens to other ranks' experts: all-gather, all-to-all, or with flex DeepEP. Without CUDA
+    or the package deep_ep, flex is alltoall."""
+    moe_enable_deepep: bool = flag(
+        False,
+        role="run",
+        excludes=("moe_flex_dispatcher_backend",),
+        idle=idle_without("moe_token_dispatcher_type", value="flex"),
+    )
+    """Use DeepEP with --moe-token-dispatcher-type flex, as without this flag."""
+    moe_flex_dispatcher_backend: str = flag(
+        "deepep",
+        choices=("deepep", "hybridep"),
+        role="run",
+        idle=idle_without("moe_token_dispatcher_type", value="flex"),
+    )
+    """Package that --moe-token-dispatcher-type flex uses. hybridep is alltoall: no HybridEP kernels."""
+    moe_deepep_num_sms: int = flag(
+        20,
+        bounds=POSITIVE,
+        role="run",
+        idle=idle_without("moe_token_dispatcher_type", value="flex"),
+    )
+    """Multiprocessors of a GPU that DeepEP's kernels use; an even number."""
+
+    @property
+    def asks_for_deepep(self) -> bool:
+        """Return whether DeepEP exchanges the tokens, if the device and the installed packages allow it."""
+        return self.moe_token_dispatcher_type == "flex" and self.moe_flex_dispatcher_backend == "deepep"
 
     @property
     def routes_by_sinkhorn(self) -> bool:

@@ -34,7 +34,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.training.exit_reason import run_program
 from megatron.training.initialize import Runtime
 
-STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "kernels"
+STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "ops"
 SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.collectives": {"_PIECE_BYTES": 4096},
     "megatron.core.dist_checkpointing.disk": {"CHUNK_BYTES": 8192},
