@@ -95,6 +95,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is only one implementation of grouped GEMM"),
     "--moe-permute-fusion": NoEffect(0, _FUSION),
     "--moe-router-fusion": NoEffect(0, _FUSION),
+    "--moe-enable-deepep": NoEffect(0, "--moe-token-dispatcher-type flex uses DeepEP without it"),
     "--moe-hybridep-num-sms": NoEffect(1, "HybridEP is not used"),
     "--mla-down-proj-fusion": NoEffect(0, _FUSION),
     "--cache-mla-latents": NoEffect(0, "generation with MLA always caches the latent vectors"),

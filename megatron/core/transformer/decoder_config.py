@@ -367,13 +367,6 @@ class MoEConfig(Config, in_args=False):
     )
     """Dispatch of tokens to other ranks' experts: all-gather, all-to-all, or with flex DeepEP. Without CUDA
     or the package deep_ep, flex is alltoall."""
-    moe_enable_deepep: bool = flag(
-        False,
-        role="run",
-        excludes=("moe_flex_dispatcher_backend",),
-        idle=idle_without("moe_token_dispatcher_type", value="flex"),
-    )
-    """Use DeepEP with --moe-token-dispatcher-type flex, as without this flag."""
     moe_flex_dispatcher_backend: str = flag(
         "deepep",
         choices=("deepep", "hybridep"),
@@ -383,6 +376,7 @@ class MoEConfig(Config, in_args=False):
     """Package that --moe-token-dispatcher-type flex uses. hybridep is alltoall: no HybridEP kernels."""
     moe_deepep_num_sms: int = flag(
         20,
+        aliases=("--moe-flex-dispatcher-num-sms",),
         bounds=POSITIVE,
         role="run",
         idle=idle_without("moe_token_dispatcher_type", value="flex"),
