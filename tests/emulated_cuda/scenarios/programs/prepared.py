@@ -114,6 +114,11 @@ def install_transformer_engine() -> None:
     _install("transformer_engine.pytorch", "transformer_engine_stand_in.py")
 
 
+def install_deepep() -> None:
+    """Install the stub of DeepEP."""
+    _install("deep_ep", "deep_ep_stand_in.py")
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Compute what apex's class computes. It counts its steps by parameter group and makes state at its first step."""
 
@@ -299,6 +304,7 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "cudnn": prefer_cudnn,
     "flash-attn": install_flash_attn,
     "transformer-engine": install_transformer_engine,
+    "deepep": install_deepep,
     "transformer-engine-of-rank-0": install_transformer_engine_on_rank_0,
     "no-peers-of-rank-1": take_peers_from_rank_1,
     "apex": install_apex,
