@@ -42,7 +42,7 @@ from megatron.core.optimizer import (
     make_optimizer,
     state_bytes,
 )
-from megatron.core.parallel_state import ParallelState, all_gather_from_world
+from megatron.core.parallel_state import ExpertGroups, ParallelState, all_gather_from_world
 from megatron.core.pipeline_parallel import (
     MessageOrders,
     PipelineConnection,
@@ -55,7 +55,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
 from megatron.core.transformer import DecoderConfig, GraphedLayers, QueryKeyClip, describe_attention
-from megatron.core.transformer.moe import ExpertLoads, loads_of, why_no_deepep
+from megatron.core.transformer.moe import ExpertLoads, check_deepep, loads_of, why_no_deepep
 from megatron.training.compiled_regions import compile_regions
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
@@ -231,7 +231,7 @@ def with_token_dispatcher(config: RunConfig, runtime: Runtime, log: Callable[[st
     """Log whether DeepEP exchanges the tokens of MoE layers, and fall back to alltoall if not; collective.
 
     Raises:
-        ConfigurationError: a run with DeepEP is to restart in its processes.
+        ConfigurationError: DeepEP does not support the model, its layout, or --inprocess-restart.
     """
     moe = config.model.moe
     if moe.num_experts is None or not moe.asks_for_deepep:
@@ -243,6 +243,7 @@ def with_token_dispatcher(config: RunConfig, runtime: Runtime, log: Callable[[st
                 "--moe-token-dispatcher-type flex: DeepEP does not support --inprocess-restart, since its buffers "
                 "wait for all ranks when they are freed; use --moe-token-dispatcher-type alltoall"
             )
+        check_deepep(config.model, ExpertGroups.of(runtime.state))
         log(f"tokens are exchanged with DeepEP on {moe.moe_deepep_num_sms} multiprocessors of a GPU")
         return config
     reason = reason or "another process of this run cannot import the package deep_ep"

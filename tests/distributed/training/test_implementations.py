@@ -434,6 +434,7 @@ def exchanged(flags: str, reasons: tuple[str | None, ...]) -> tuple[str, list[st
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(model_setup, "why_no_deepep", lambda num_ranks, device: reasons[torch.distributed.get_rank()])
+        patched.setattr(model_setup, "check_deepep", lambda model, groups: None)
         config = with_token_dispatcher(config, make_runtime(config, Device("cpu")), lines.append)
     return config.model.moe.moe_token_dispatcher_type, lines
 

@@ -199,6 +199,16 @@ def test_deepep_trains_as_alltoall(servers: Servers, flags: str, is_same: bool) 
             assert row.get(key) == (other.get(key) if is_same else pytest.approx(other.get(key), rel=5e-3))
 
 
+@pytest.mark.full
+def test_a_model_that_deepep_does_not_support_ends_with_one_line(servers: Servers) -> None:
+    flags = EXPERTS.replace(" --bf16", "") + " --moe-token-dispatcher-type flex"
+    ended = prepared("DeepEP, float32", "deepep", flags, 2)
+    fault = servers.of(ended).run(ended).fault
+    # A rank may be killed because the other has ended.
+    assert "[2, " in fault or ", 2]" in fault
+    assert ": error: --moe-token-dispatcher-type flex: DeepEP sends bfloat16, and the model is in float32" in fault
+
+
 def test_metrics_that_differ_are_shown() -> None:
     known = Result("", ({"lm_loss": 1.0, "iteration": 1},), 1.0)
     assert difference(known, known) == ""

@@ -39,7 +39,6 @@ from megatron.core.transformer.moe.expert_router import Routing
 _BROKEN = (ImportError, OSError, AttributeError, RuntimeError, AssertionError)
 _MULTIPLE, _LARGEST, _MOST_CHOICES = 16, 8176, 32
 """Limits of DeepEP 1.2.1's kernels: hidden size (half a row and a barrier in 8 KiB), and choices of a token."""
-_INSTEAD = "use --moe-token-dispatcher-type alltoall"
 
 
 class DeepEP:
@@ -88,29 +87,49 @@ def why_no_deepep(num_ranks: int, device: torch.device | str) -> str | None:
     return "the package deep_ep cannot be imported" if load_deepep() is None else None
 
 
-def deepep_problems(config: DecoderConfig, groups: ExpertGroups, deepep: DeepEP) -> Iterator[str]:
-    """Yield one line for each setting of a model or layout that DeepEP does not support."""
+def check_deepep(config: DecoderConfig, groups: ExpertGroups) -> DeepEP:
+    """Return DeepEP, which must be installed, if it supports the model and its layout.
+
+    Raises:
+        ConfigurationError: it does not; the message has one line per problem.
+    """
+    deepep = load_deepep()
+    assert deepep is not None, "the package was imported"
+    problems = list(_problems(config, groups, deepep))
+    if problems:
+        raise ConfigurationError(problems)
+    return deepep
+
+
+def _problems(config: DecoderConfig, groups: ExpertGroups, deepep: DeepEP) -> Iterator[str]:
     width, moe, copies = config.hidden_size, config.moe, groups.tensor_size
     if config.params_dtype != "bfloat16":
         yield (
             f"--moe-token-dispatcher-type flex: DeepEP sends bfloat16, and the model is in {config.params_dtype}; add "
-            f"--bf16, or {_INSTEAD}"
+            "--bf16, or use --moe-token-dispatcher-type alltoall"
         )
     if moe.moe_router_dtype == "fp64":
-        yield f"--moe-router-dtype fp64: DeepEP sends weights in float32; use fp32, or {_INSTEAD}"
+        yield (
+            "--moe-router-dtype fp64: DeepEP sends weights in float32; use fp32, or use --moe-token-dispatcher-type "
+            "alltoall"
+        )
     if width % _MULTIPLE or width > _LARGEST:
-        yield f"--hidden-size {width}: DeepEP needs a multiple of {_MULTIPLE} up to {_LARGEST}; {_INSTEAD}"
+        yield (
+            f"--hidden-size {width}: DeepEP needs a multiple of {_MULTIPLE} up to {_LARGEST}; use "
+            "--moe-token-dispatcher-type alltoall"
+        )
     if moe.moe_router_topk * copies > _MOST_CHOICES:
         yield (
             f"--moe-router-topk {moe.moe_router_topk} with --expert-tensor-parallel-size {copies}: their product is "
-            f"{moe.moe_router_topk * copies}, and DeepEP supports {_MOST_CHOICES}; {_INSTEAD}"
+            f"{moe.moe_router_topk * copies}, and DeepEP supports {_MOST_CHOICES}; use "
+            "--moe-token-dispatcher-type alltoall"
         )
     try:
         deepep.buffer.get_dispatch_config(groups.model.size)
     except AssertionError:
         yield (
             f"--expert-model-parallel-size {groups.size} with --expert-tensor-parallel-size {copies}: DeepEP does not "
-            f"support {groups.model.size} ranks; use 2, 4 or 8, or a multiple of 8 that it supports, or {_INSTEAD}"
+            f"support {groups.model.size} ranks; use 2, 4 or 8, or --moe-token-dispatcher-type alltoall"
         )
 
 
@@ -253,10 +272,6 @@ def deepep_dispatcher(
     assert config.moe.num_experts is not None
     if why_no_deepep(groups.model.size, device) is not None:
         return None
-    deepep = load_deepep()
-    assert deepep is not None, "the package was imported"
-    problems = list(deepep_problems(config, groups, deepep))
-    if problems:
-        raise ConfigurationError(problems)
+    deepep = check_deepep(config, groups)
     deepep.buffer.set_num_sms(config.moe.moe_deepep_num_sms)
     return DeepEPDispatcher(config.moe.num_experts, groups, deepep)
