@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from megatron.config import RunConfig
-from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
+from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check
 from megatron.core.config_base import field_specs
 from megatron.core.context_parallel import copies_of_key_value_heads
-from megatron.core.errors import ConfigurationError, choices
+from megatron.core.errors import ConfigurationError, choices, divisors
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
     ATTENTION,

@@ -13,11 +13,10 @@ from megatron.config.checks.parallelism import (
     LAYOUT_FIELDS,
     Check,
     attention_shapes,
-    divisors,
     query_groups,
 )
 from megatron.core.config_base import field_specs, field_value, with_fields
-from megatron.core.errors import ConfigurationError, choices
+from megatron.core.errors import ConfigurationError, choices, divisors
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
