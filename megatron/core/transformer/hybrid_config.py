@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.transformer.gated_delta_net_kind import GatedDeltaNetKind
+from megatron.core.transformer.kimi_delta_attention_kind import KimiDeltaAttentionKind
 from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
+from megatron.core.transformer.linear_attention_kind import LinearAttentionKind
+from megatron.core.transformer.mamba_kind import MAMBA, MambaKind
+from megatron.core.transformer.recurrent_kind import RecurrentKind
 
-ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
+ATTENTION = "attention"
 ATTENTION_AND_MAMBA = "attention_and_mamba"
-KIMI_DELTA_ATTENTION = "kimi_delta_attention"
-LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
+RECURRENT_KINDS: dict[str | None, RecurrentKind] = {
+    kind.name: kind for kind in (GatedDeltaNetKind(), KimiDeltaAttentionKind(), MambaKind())
+}
+"""Kinds of recurrent layers by name."""
+LINEAR_ATTENTION = tuple(kind.name for kind in RECURRENT_KINDS.values() if isinstance(kind, LinearAttentionKind))
 """Sequence mixers with the shapes of ``linear_*``."""
 SPARSE_ATTENTION = "dsa"
 """DeepSeek sparse attention (DSA), a variant of MLA in all layers."""
-NUM_KDA_MAPS = 6
-"""Linear layers of a KDA layer: input, output, and two low-rank pairs. Other recurrent layers have two."""
 MLP, MOE = "mlp", "moe"
-
-NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", KIMI_DELTA_ATTENTION: "KDA", MAMBA: "Mamba-2"}
-"""Names of recurrent layers in messages."""
 
 _VARIANT, _PATTERN = "experimental_attention_variant", "hybrid_override_pattern"
 
@@ -41,15 +44,17 @@ class LayerParts(NamedTuple):
         return self.mixer in (ATTENTION, ATTENTION_AND_MAMBA)
 
     @property
-    def has_recurrence(self) -> bool:
-        return self.mixer == ATTENTION_AND_MAMBA or self.mixer in NAMES_OF_RECURRENCES
+    def recurrence(self) -> RecurrentKind | None:
+        """Return the kind of the recurrent layer, also of one in parallel with attention."""
+        return RECURRENT_KINDS.get(MAMBA if self.mixer == ATTENTION_AND_MAMBA else self.mixer)
 
 
+_OF_KINDS = {kind.symbol: LayerParts(kind.name, None) for kind in RECURRENT_KINDS.values()}
 SYMBOLS = {
-    "M": LayerParts(MAMBA, None),
+    # Messages list Megatron's symbols first.
+    "M": _OF_KINDS["M"],
     "*": LayerParts(ATTENTION, None),
-    "G": LayerParts(GATED_DELTA_NET, None),
-    "K": LayerParts(KIMI_DELTA_ATTENTION, None),
+    **_OF_KINDS,
     "P": LayerParts(ATTENTION_AND_MAMBA, None),
     "-": LayerParts(None, MLP),
     "E": LayerParts(None, MOE),
@@ -58,6 +63,12 @@ SYMBOLS = {
 NAMES = {parts.mixer or parts.feed_forward or "": parts for parts in SYMBOLS.values()}
 """Layers of --hybrid-override-pattern by name."""
 _SYMBOL_OF_PART = {parts.mixer or parts.feed_forward: symbol for symbol, parts in SYMBOLS.items()}
+
+
+def recurrent_kinds_of(layers: Iterable[LayerParts]) -> tuple[RecurrentKind, ...]:
+    """Return the kinds of recurrent layers of a model, each once."""
+    used = {parts.recurrence for parts in layers}
+    return tuple(kind for kind in RECURRENT_KINDS.values() if kind in used)
 
 
 def format_layers(layers: Sequence[LayerParts]) -> str:
@@ -74,8 +85,7 @@ def pattern_symbols(layers: Sequence[LayerParts]) -> str:
 class HybridConfig(Config, in_args=False):
     """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
 
-    Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464. Kimi Delta Attention (KDA): Kimi Team 2025,
-    https://arxiv.org/abs/2510.26692. Mamba-2: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+    The classes of `RECURRENT_KINDS` name the papers.
     """
 
     experimental_attention_variant: str | None = flag(
@@ -156,39 +166,12 @@ class HybridConfig(Config, in_args=False):
         return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
 
     def projection_rows(self, mixer: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the rows of each tensor that the input projection of a recurrent layer stacks.
-
-        They are queries, keys, values, the gate of the output, beta and the decay input of a gated delta-net, those but
-        for the gate and the decay input of KDA, and the gate z, x, B, C and the step sizes dt of Mamba-2.
-        """
-        if mixer in LINEAR_ATTENTION:
-            keys, values, heads = self.linear_key_size, self.linear_value_size, self.linear_num_value_heads
-            is_kda = mixer == KIMI_DELTA_ATTENTION
-            return (keys, keys, values, heads) if is_kda else (keys, keys, values, values, heads, heads)
-        heads = self.mamba_heads(hidden_size)
-        inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
-        return inner, inner, states, states, heads
+        """Return the rows of each tensor that the input projection of a recurrent layer stacks."""
+        return RECURRENT_KINDS[mixer].projection_rows(self, hidden_size)
 
     def inner_size(self, mixer: str, hidden_size: int) -> int:
         """Return the width of the input of the output projection of a recurrent layer."""
-        return self.linear_value_size if mixer in LINEAR_ATTENTION else self.projection_rows(mixer, hidden_size)[0]
-
-    def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
-        """Return the multiply-adds per token of the recurrent part of a mixer: of its GEMMs, and of the recurrence.
-
-        The recurrence is counted with its convolution as Megatron-LM does.
-        """
-        if mixer == ATTENTION:
-            return 0, 0.0
-        inner = self.inner_size(mixer, hidden_size)
-        gemms = hidden_size * (sum(self.projection_rows(mixer, hidden_size)) + inner)
-        if mixer == KIMI_DELTA_ATTENTION:
-            # The gate and the decays are projected to the dimension of a head first.
-            gemms += self.linear_value_head_dim * (2 * hidden_size + inner + self.linear_key_size)
-        if mixer in LINEAR_ATTENTION:
-            convolution = self.linear_conv_kernel_dim * (2 * self.linear_key_size + inner)
-            return gemms, convolution + 4 * inner * self.linear_key_head_dim
-        return gemms, 3.5 * inner * self.mamba_state_dim
+        return RECURRENT_KINDS[mixer].inner_size(self, hidden_size)
 
 
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.
