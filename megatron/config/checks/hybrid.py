@@ -23,14 +23,6 @@ from megatron.core.transformer import (
     recurrent_kinds_of,
 )
 
-_PREFIXES = {
-    **{
-        prefix: f"{' or '.join(kind.title for kind in RECURRENT_KINDS.values() if kind.prefix == prefix)} layer"
-        for prefix in dict.fromkeys(kind.prefix for kind in RECURRENT_KINDS.values())
-    },
-    "parallel_": "layer of attention and Mamba-2",
-}
-"""Names of the layers with the flags of a prefix."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
@@ -138,17 +130,19 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     if not parts:
         return
     kinds, has_attention = recurrent_kinds_of(parts), any(each.has_attention for each in parts)
-    prefixes = {kind.prefix for kind in kinds}
-    if any(each.mixer == ATTENTION_AND_MAMBA for each in parts):
-        prefixes.add("parallel_")
+    has_both = any(each.mixer == ATTENTION_AND_MAMBA for each in parts)
     for spec in field_specs(HybridConfig):
-        for prefix, name in _PREFIXES.items():
-            value = getattr(hybrid, spec.name)
-            is_idle = spec.name.startswith(prefix) and value != spec.default and prefix not in prefixes
-            # Another check reports flags of Mamba-2 without a pattern.
-            is_checked = prefix != "linear_" and hybrid.hybrid_override_pattern is None
-            if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                yield f"{spec.typed(value)} has no effect: the model has no {name}; omit it"
+        name, value = spec.name, getattr(hybrid, spec.name)
+        readers = [kind for kind in RECURRENT_KINDS.values() if kind.reads(name)]
+        is_read, layers = any(kind in kinds for kind in readers), " or ".join(kind.title for kind in readers) + " layer"
+        if name.startswith("parallel_"):
+            is_read, layers = has_both, "layer of attention and Mamba-2"
+        elif not readers:
+            continue
+        # Another check reports flags of Mamba-2 without a pattern.
+        is_checked = not name.startswith("linear_") and hybrid.hybrid_override_pattern is None
+        if value != spec.default and not is_read and not is_checked:
+            yield f"{spec.typed(value)} has no effect: the model has no {layers}; omit it"
     absent = {} if has_attention else dict.fromkeys(_OF_ATTENTION, "attention")
     if not any(each.feed_forward for each in parts):
         absent |= dict.fromkeys(_OF_FEED_FORWARD, "feed-forward")

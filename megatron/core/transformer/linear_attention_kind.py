@@ -20,6 +20,7 @@ class LinearAttentionKind(RecurrentKind):
     """Linear attention, which --experimental-attention-variant selects. Value heads may share a key head."""
 
     prefix: ClassVar[str] = "linear_"
+    unread: ClassVar[tuple[str, ...]] = ("linear_attention_freq",)
 
     def inner_size(self, hybrid: HybridConfig, hidden_size: int) -> int:
         return hybrid.linear_value_size

@@ -40,12 +40,18 @@ class RecurrentKind(ABC):
     """Name in messages."""
     prefix: ClassVar[str]
     """Prefix of the fields of `HybridConfig` that the layers read, which other kinds may read too."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Fields with the prefix that the layers do not read."""
     module_name: ClassVar[str] = "self_attention"
     """Name of the layer's module in a layer without feed-forward."""
     num_linear_layers: ClassVar[int] = 2
     """Number of linear layers: the input projection, the output projection, and any others."""
     shares_groups: ClassVar[bool] = False
     """Whether several tensor-parallel ranks may share a group of heads."""
+
+    def reads(self, field: str) -> bool:
+        """Return whether the layers read a field of `HybridConfig`."""
+        return field.startswith(self.prefix) and field not in self.unread
 
     @abstractmethod
     def layer_class(self) -> type[RecurrentMixer]:
