@@ -1139,8 +1139,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
     @property
     def float8_places(self) -> Fp8TensorIndex:
         """Return the index of the tensors for which delayed scaling keeps an amax history."""
-        of_kinds = (kind.num_linear_layers for kind in recurrent_kinds_of(self.layer_parts))
-        maps, further = max(self.mla.num_attention_maps, *of_kinds, 0), self.mtp.mtp_depth
+        maps, further = self.mla.num_attention_maps, self.mtp.mtp_depth
+        for kind in recurrent_kinds_of(self.layer_parts):
+            maps = max(maps, kind.num_linear_layers)
         return Fp8TensorIndex(self.num_layers + further, maps + 2, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
