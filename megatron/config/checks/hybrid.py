@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 
 from megatron.config import RunConfig
@@ -139,8 +140,8 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
             is_read, layers = has_both, "layer of attention and Mamba-2"
         elif not readers:
             continue
-        # Another check reports flags of Mamba-2 without a pattern.
-        is_checked = not name.startswith("linear_") and hybrid.hybrid_override_pattern is None
+        # Another check reports flags that need a pattern.
+        is_checked = spec.options.needs == "hybrid_override_pattern" and hybrid.hybrid_override_pattern is None
         if value != spec.default and not is_read and not is_checked:
             yield f"{spec.typed(value)} has no effect: the model has no {layers}; omit it"
     absent = {} if has_attention else dict.fromkeys(_OF_ATTENTION, "attention")
@@ -153,7 +154,8 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     if not has_attention and model.position_embedding_type == "alibi":
         yield "--position-embedding-type alibi has no effect: the model has no attention layer; use none"
     # Kinds of linear attention have the same checks.
-    yield from dict.fromkeys(problem for kind in kinds for problem in kind.check_shapes(model))
+    problems = (kind.check_shapes(hybrid, model.hidden_size, model) for kind in kinds)
+    yield from dict.fromkeys(itertools.chain.from_iterable(problems))
 
 
 def flags_of_absent_layers(config: RunConfig, given: Collection[str]) -> Iterator[str]:

@@ -342,7 +342,7 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
         for own, flag, _ in attention_shapes(model):
             widths[f"--num-attention-heads x {flag}"] = own.context_size, tp
     for kind in recurrent_kinds_of(parts):
-        widths |= kind.input_widths(model)
+        widths |= kind.input_widths(model.hybrid, model.hidden_size, tp)
     if model.moe.num_experts is None or model.moe.moe_layer_freq.strip() != "1":
         widths["--ffn-hidden-size"] = (model.ffn_hidden_size, tp)
     if model.moe.num_experts is not None:
@@ -1221,7 +1221,7 @@ def _layer_parts(model: GPTConfig) -> tuple[LayerParts, ...]:
         return ()
 
 
-def _projection_widths(model: GPTConfig, kind: RecurrentKind, heads: str, number: int) -> tuple[int, int]:
+def _projection_widths(model: GPTConfig, kind: RecurrentKind[HybridConfig], heads: str, number: int) -> tuple[int, int]:
     """Return the rows of a recurrent layer's input projection and the columns of its output projection on a rank.
 
     ``heads`` is the field of its number of heads, for which ``number`` is taken.
@@ -1259,7 +1259,7 @@ def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
             + (f"{typed} {number}" if number else f"heads whose widths are multiples of {multiple}")
         )
     for kind in kinds:
-        yield from kind.check_quantized_widths(model, multiple, needed)
+        yield from kind.check_quantized_widths(model.hybrid, tensor, multiple, needed)
 
 
 def _check_tokens(config: RunConfig) -> Iterator[str]:

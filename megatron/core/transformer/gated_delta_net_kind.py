@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron.core.transformer.linear_attention_kind import LinearAttentionKind, delta_rule_multiply_adds
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.hybrid_config import HybridConfig
-    from megatron.core.transformer.recurrent_mixer import RecurrentMixer
+from megatron.core.transformer.linear_attention_kind import (
+    LinearAttentionConfig,
+    LinearAttentionKind,
+    delta_rule_multiply_adds,
+)
 
 GATED_DELTA_NET = "gated_delta_net"
 
@@ -17,16 +15,12 @@ class GatedDeltaNetKind(LinearAttentionKind):
     """Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464."""
 
     name, symbol, title = GATED_DELTA_NET, "G", "gated delta-net"
+    layer = "megatron.core.transformer.gated_delta_net:GatedDeltaNet"
 
-    def layer_class(self) -> type[RecurrentMixer]:
-        from megatron.core.transformer.gated_delta_net import GatedDeltaNet
-
-        return GatedDeltaNet
-
-    def projection_rows(self, hybrid: HybridConfig, hidden_size: int) -> tuple[int, ...]:
+    def projection_rows(self, hybrid: LinearAttentionConfig, hidden_size: int) -> tuple[int, ...]:
         """Return the rows of queries, keys, values, the gate of the output, beta and the decay input."""
         keys, values, heads = hybrid.linear_key_size, hybrid.linear_value_size, hybrid.linear_num_value_heads
         return keys, keys, values, values, heads, heads
 
-    def recurrence_multiply_adds(self, hybrid: HybridConfig, hidden_size: int) -> float:
+    def recurrence_multiply_adds(self, hybrid: LinearAttentionConfig, hidden_size: int) -> float:
         return delta_rule_multiply_adds(hybrid)

@@ -1,4 +1,4 @@
-"""Flags of hybrid models: which layers are gated delta-nets, KDA or Mamba-2 layers, and their shapes.
+"""Flags of hybrid models: which layers are recurrent, and the kinds of recurrent layers.
 
 Importing this module does not import torch.
 """
@@ -10,17 +10,17 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.config_base import POSITIVE, Config, flag
 from megatron.core.transformer.gated_delta_net_kind import GatedDeltaNetKind
 from megatron.core.transformer.kimi_delta_attention_kind import KimiDeltaAttentionKind
 from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
-from megatron.core.transformer.linear_attention_kind import LinearAttentionKind
-from megatron.core.transformer.mamba_kind import MAMBA, MambaKind
+from megatron.core.transformer.linear_attention_kind import LinearAttentionConfig, LinearAttentionKind
+from megatron.core.transformer.mamba_kind import MAMBA, MambaConfig, MambaKind
 from megatron.core.transformer.recurrent_kind import RecurrentKind
 
 ATTENTION = "attention"
 ATTENTION_AND_MAMBA = "attention_and_mamba"
-RECURRENT_KINDS: dict[str | None, RecurrentKind] = {
+RECURRENT_KINDS: dict[str | None, RecurrentKind[HybridConfig]] = {
     kind.name: kind for kind in (GatedDeltaNetKind(), KimiDeltaAttentionKind(), MambaKind())
 }
 """Kinds of recurrent layers by name."""
@@ -44,7 +44,7 @@ class LayerParts(NamedTuple):
         return self.mixer in (ATTENTION, ATTENTION_AND_MAMBA)
 
     @property
-    def recurrence(self) -> RecurrentKind | None:
+    def recurrence(self) -> RecurrentKind[HybridConfig] | None:
         """Return the kind of the recurrent layer, also of one in parallel with attention."""
         return RECURRENT_KINDS.get(MAMBA if self.mixer == ATTENTION_AND_MAMBA else self.mixer)
 
@@ -65,7 +65,7 @@ NAMES = {parts.mixer or parts.feed_forward or "": parts for parts in SYMBOLS.val
 _SYMBOL_OF_PART = {parts.mixer or parts.feed_forward: symbol for symbol, parts in SYMBOLS.items()}
 
 
-def recurrent_kinds_of(layers: Iterable[LayerParts]) -> tuple[RecurrentKind, ...]:
+def recurrent_kinds_of(layers: Iterable[LayerParts]) -> tuple[RecurrentKind[HybridConfig], ...]:
     """Return the kinds of recurrent layers of a model, each once."""
     used = {parts.recurrence for parts in layers}
     return tuple(kind for kind in RECURRENT_KINDS.values() if kind in used)
@@ -82,11 +82,8 @@ def pattern_symbols(layers: Sequence[LayerParts]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridConfig(Config, in_args=False):
-    """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
-
-    The classes of `RECURRENT_KINDS` name the papers.
-    """
+class VariantConfig(Config, in_args=False):
+    """Which layers have linear attention instead of attention."""
 
     experimental_attention_variant: str | None = flag(
         None,
@@ -99,45 +96,26 @@ class HybridConfig(Config, in_args=False):
     has, or Kimi Delta Attention (KDA), as Kimi Linear has; or DeepSeek sparse attention (dsa) in all layers."""
     linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT, seen_as="hybrid_layers")
     """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
-    linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
-    """Positions that the convolution before linear attention covers, its own included."""
-    linear_key_head_dim: int = flag(128, role="shape", bounds=POSITIVE)
-    """Query and key dimension per head of linear attention."""
-    linear_value_head_dim: int = flag(128, role="shape", bounds=POSITIVE)
-    """Value dimension per head of linear attention."""
-    linear_num_key_heads: int = flag(16, role="shape", bounds=POSITIVE)
-    """Number of query and key heads of linear attention."""
-    linear_num_value_heads: int = flag(32, role="shape", bounds=POSITIVE)
-    """Number of value heads of linear attention, a multiple of the key heads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatternConfig(Config, in_args=False):
+    """Which parts each layer has."""
 
     hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
     """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, P
     attention and Mamba-2 in parallel, - MLP, E experts, such as M-M*-; or a list of names:
     ([mamba,mlp]*3+[attention,mlp])*2."""
-    mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """State dimension of Mamba-2."""
-    mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Dimension of a Mamba-2 head."""
-    mamba_num_groups: int = flag(8, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Groups of Mamba-2 heads that share B and C."""
-    mamba_num_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Number of Mamba-2 heads; by default 2 x hidden size / --mamba-head-dim."""
-    mamba_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Positions that the convolution of Mamba-2 covers, its own included."""
-    mamba_conv_bias: bool = flag(True, negative="--disable-mamba-conv-bias", role="weights", needs=_PATTERN)
-    """Add a bias to the convolution of Mamba-2. Off: use a convolution of Mamba-2 without bias."""
-    mamba_proj_bias: bool = flag(False, role="weights", needs=_PATTERN)
-    """Add biases to the input and output projections of Mamba-2."""
-    mamba_dt_lower_limit: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE, needs=_PATTERN)
-    """Clamp the step sizes dt of Mamba-2 to this value or more."""
-    mamba_dt_upper_limit: float | None = flag(None, role="meaning", bounds=POSITIVE, needs=_PATTERN)
-    """Clamp the step sizes dt of Mamba-2 to this value or less; by default they have no upper limit."""
-    mamba_norm: str = flag("after-gate", choices=("after-gate", "before-gate", "none"), role="shape", needs=_PATTERN)
-    """Normalize the output of Mamba-2 after its gate, before its gate, or not at all."""
-    mamba_multipliers: tuple[float, ...] = flag(
-        (1.0,) * 5, nargs="+", metavar="X", role="meaning", bounds=None, needs=_PATTERN
-    )
-    """Multipliers of the gate z, x, B, C and the step sizes dt of Mamba-2 after the input projection: five numbers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(MambaConfig, PatternConfig, LinearAttentionConfig, VariantConfig, in_args=False):
+    """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
+
+    Flags are listed from the last base to the first, and those of this class at the end. The classes of
+    `RECURRENT_KINDS` name the papers.
+    """
+
     parallel_attention_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
     """Multiplier of the output of attention in parallel with Mamba-2."""
     parallel_mamba_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
@@ -151,19 +129,6 @@ class HybridConfig(Config, in_args=False):
     def has_linear_attention(self) -> bool:
         """Return whether --experimental-attention-variant is a linear attention."""
         return self.experimental_attention_variant in LINEAR_ATTENTION
-
-    @property
-    def linear_key_size(self) -> int:
-        """Return the width of all key heads of linear attention together, which is also that of the query heads."""
-        return self.linear_num_key_heads * self.linear_key_head_dim
-
-    @property
-    def linear_value_size(self) -> int:
-        """Return the width of all value heads of linear attention together."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
-
-    def mamba_heads(self, hidden_size: int) -> int:
-        return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
 
     def projection_rows(self, mixer: str, hidden_size: int) -> tuple[int, ...]:
         """Return the rows of each tensor that the input projection of a recurrent layer stacks."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import TYPE_CHECKING
 
-from megatron.core.transformer.linear_attention_kind import LinearAttentionKind, delta_rule_multiply_adds
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.decoder_config import DecoderConfig
-    from megatron.core.transformer.hybrid_config import HybridConfig
-    from megatron.core.transformer.recurrent_mixer import RecurrentMixer
+from megatron.core.transformer.linear_attention_kind import (
+    LinearAttentionConfig,
+    LinearAttentionKind,
+    delta_rule_multiply_adds,
+)
 
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
 
@@ -23,27 +21,24 @@ class KimiDeltaAttentionKind(LinearAttentionKind):
     """
 
     name, symbol, title = KIMI_DELTA_ATTENTION, "K", "KDA"
+    layer = "megatron.core.transformer.kimi_delta_attention:KimiDeltaAttention"
     num_linear_layers = 6
 
-    def layer_class(self) -> type[RecurrentMixer]:
-        from megatron.core.transformer.kimi_delta_attention import KimiDeltaAttention
-
-        return KimiDeltaAttention
-
-    def projection_rows(self, hybrid: HybridConfig, hidden_size: int) -> tuple[int, ...]:
+    def projection_rows(self, hybrid: LinearAttentionConfig, hidden_size: int) -> tuple[int, ...]:
         """Return the rows of queries, keys, values and beta."""
         keys, values = hybrid.linear_key_size, hybrid.linear_value_size
         return keys, keys, values, hybrid.linear_num_value_heads
 
-    def gemm_multiply_adds(self, hybrid: HybridConfig, hidden_size: int) -> int:
+    def gemm_multiply_adds(self, hybrid: LinearAttentionConfig, hidden_size: int) -> int:
         low_rank = 2 * hidden_size + hybrid.linear_value_size + hybrid.linear_key_size
         return super().gemm_multiply_adds(hybrid, hidden_size) + hybrid.linear_value_head_dim * low_rank
 
-    def recurrence_multiply_adds(self, hybrid: HybridConfig, hidden_size: int) -> float:
+    def recurrence_multiply_adds(self, hybrid: LinearAttentionConfig, hidden_size: int) -> float:
         return delta_rule_multiply_adds(hybrid)
 
-    def check_quantized_widths(self, model: DecoderConfig, multiple: int, needed: str) -> Iterator[str]:
-        hybrid, tensor = model.hybrid, model.tensor_model_parallel_size
+    def check_quantized_widths(
+        self, hybrid: LinearAttentionConfig, tensor: int, multiple: int, needed: str
+    ) -> Iterator[str]:
         rank, keys = hybrid.linear_value_head_dim, hybrid.linear_num_key_heads
         if rank % multiple:
             yield (
@@ -58,5 +53,10 @@ class KimiDeltaAttentionKind(LinearAttentionKind):
                 f"on each tensor-parallel rank, {needed}; use {wider}"
             )
 
-    def input_widths(self, model: DecoderConfig) -> Mapping[str, tuple[int, int]]:
-        return {**super().input_widths(model), "--linear-value-head-dim": (model.hybrid.linear_value_head_dim, 1)}
+    def input_widths(
+        self, hybrid: LinearAttentionConfig, hidden_size: int, tensor: int
+    ) -> Mapping[str, tuple[int, int]]:
+        return {
+            **super().input_widths(hybrid, hidden_size, tensor),
+            "--linear-value-head-dim": (hybrid.linear_value_head_dim, 1),
+        }

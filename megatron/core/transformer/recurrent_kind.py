@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
+from megatron.core.config_base import Config, field_specs
 from megatron.core.context_parallel import copies_of_key_value_heads
 from megatron.core.errors import choices, divisors
+from megatron.core.parallel_config import ParallelConfig
 
-if TYPE_CHECKING:
-    from megatron.core.transformer.decoder_config import DecoderConfig
-    from megatron.core.transformer.hybrid_config import HybridConfig
-    from megatron.core.transformer.recurrent_mixer import RecurrentMixer
+Flags = TypeVar("Flags", bound=Config, contravariant=True)
 
 
 class RecurrentHeads(NamedTuple):
@@ -26,22 +25,24 @@ class RecurrentHeads(NamedTuple):
     groups: int
 
 
-class RecurrentKind(ABC):
-    """What configuration, checks and planner know about one kind of recurrent layer.
+class RecurrentKind(ABC, Generic[Flags]):
+    """Kind of recurrent layer, as configuration, checks and planner know it.
 
-    Its layers are subclasses of `RecurrentMixer`.
+    ``Flags`` is the class with the flags that set the shapes, which `HybridConfig` inherits. Other kinds may share it.
     """
 
     name: ClassVar[str]
-    """Name in patterns, and value of --experimental-attention-variant if ``prefix`` is ``linear_``."""
+    """Name in patterns, and value of --experimental-attention-variant for a `LinearAttentionKind`."""
     symbol: ClassVar[str]
     """Symbol in --hybrid-override-pattern."""
     title: ClassVar[str]
     """Name in messages."""
-    prefix: ClassVar[str]
-    """Prefix of the fields of `HybridConfig` that the layers read, which other kinds may read too."""
+    layer: ClassVar[str]
+    """Module and class of the layers, a subclass of `RecurrentMixer`, which needs torch and these declarations."""
+    flags: ClassVar[type]
+    """The class ``Flags``."""
     unread: ClassVar[tuple[str, ...]] = ()
-    """Fields with the prefix that the layers do not read."""
+    """Fields of ``flags`` that the layers do not read."""
     module_name: ClassVar[str] = "self_attention"
     """Name of the layer's module in a layer without feed-forward."""
     num_linear_layers: ClassVar[int] = 2
@@ -51,45 +52,42 @@ class RecurrentKind(ABC):
 
     def reads(self, field: str) -> bool:
         """Return whether the layers read a field of `HybridConfig`."""
-        return field.startswith(self.prefix) and field not in self.unread
+        return field not in self.unread and any(field == spec.name for spec in field_specs(self.flags))
 
     @abstractmethod
-    def layer_class(self) -> type[RecurrentMixer]:
-        """Return the class of the layers. This imports torch."""
-
-    @abstractmethod
-    def projection_rows(self, hybrid: HybridConfig, hidden_size: int) -> tuple[int, ...]:
+    def projection_rows(self, hybrid: Flags, hidden_size: int) -> tuple[int, ...]:
         """Return the rows of each tensor that the input projection stacks."""
 
     @abstractmethod
-    def inner_size(self, hybrid: HybridConfig, hidden_size: int) -> int:
+    def inner_size(self, hybrid: Flags, hidden_size: int) -> int:
         """Return the width of the input of the output projection."""
 
     @abstractmethod
-    def heads(self, hybrid: HybridConfig, hidden_size: int) -> RecurrentHeads:
+    def heads(self, hybrid: Flags, hidden_size: int) -> RecurrentHeads:
         """Return the number of heads, which are sharded over tensor-parallel ranks."""
 
     @abstractmethod
-    def recurrence_multiply_adds(self, hybrid: HybridConfig, hidden_size: int) -> float:
+    def recurrence_multiply_adds(self, hybrid: Flags, hidden_size: int) -> float:
         """Return the multiply-adds per token of the recurrence with its convolution."""
 
-    def gemm_multiply_adds(self, hybrid: HybridConfig, hidden_size: int) -> int:
+    def gemm_multiply_adds(self, hybrid: Flags, hidden_size: int) -> int:
         """Return the multiply-adds per token of the linear layers."""
         return hidden_size * (sum(self.projection_rows(hybrid, hidden_size)) + self.inner_size(hybrid, hidden_size))
 
     @abstractmethod
-    def check_shapes(self, model: DecoderConfig) -> Iterator[str]:
+    def check_shapes(self, hybrid: Flags, hidden_size: int, layout: ParallelConfig) -> Iterator[str]:
         """Yield a problem for each size that is invalid, or that the layout cannot shard."""
 
-    def check_quantized_widths(self, model: DecoderConfig, multiple: int, needed: str) -> Iterator[str]:
+    def check_quantized_widths(self, hybrid: Flags, tensor: int, multiple: int, needed: str) -> Iterator[str]:
         """Yield a problem for each linear layer that FP8 cannot compute, other than input and output projection.
 
-        ``needed`` says in messages that widths on a rank must be a multiple of ``multiple``.
+        ``tensor`` is the number of tensor-parallel ranks. ``needed`` says in messages that widths on a rank must be a
+        multiple of ``multiple``.
         """
         yield from ()
 
     @abstractmethod
-    def input_widths(self, model: DecoderConfig) -> Mapping[str, tuple[int, int]]:
+    def input_widths(self, hybrid: Flags, hidden_size: int, tensor: int) -> Mapping[str, tuple[int, int]]:
         """Return the widths of the inputs of linear layers, other than the hidden size, by the flags that set them.
 
         Each has the number of ranks over which it is sharded.
@@ -105,10 +103,10 @@ def check_sharding(flag: str, number: int, tensor: int) -> Iterator[str]:
         )
 
 
-def check_context(model: DecoderConfig, flag: str, heads: int, flag_of_groups: str, groups: int) -> Iterator[str]:
+def check_context(layout: ParallelConfig, flag: str, heads: int, flag_of_groups: str, groups: int) -> Iterator[str]:
     """Yield a problem if context-parallel ranks cannot share the heads of a recurrent layer."""
-    tensor, context = max(model.tensor_model_parallel_size, 1), model.context_parallel_size
-    is_exchanged = context > 1 and model.recurrent_cp_comm_type == "a2a"
+    tensor, context = max(layout.tensor_model_parallel_size, 1), layout.context_parallel_size
+    is_exchanged = context > 1 and layout.recurrent_cp_comm_type == "a2a"
     if not is_exchanged or heads % groups or heads % tensor or groups % tensor:
         return
     own_heads, own_groups = heads // tensor, groups // tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -38,6 +39,7 @@ from megatron.core.transformer.norm import (
     make_norm,
 )
 from megatron.core.transformer.per_layer_input import PerLayerBranch
+from megatron.core.transformer.recurrent_mixer import RecurrentMixer
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.shared_attention import BorrowingAttention, SourceAttention
 from megatron.core.transformer.shared_tensors import SharedTensors
@@ -70,7 +72,8 @@ def make_attention(
     """
     mixer, _ = config.layer_parts[config.kind_of(layer_number)]
     if mixer in RECURRENT_KINDS:
-        return RECURRENT_KINDS[mixer].layer_class()(config, layer_number, tp, device, cp)
+        recurrent: type[RecurrentMixer] = pkgutil.resolve_name(RECURRENT_KINDS[mixer].layer)
+        return recurrent(config, layer_number, tp, device, cp)
     attention = _make_self_attention(config, layer_number, tp, device, cp)
     if mixer == ATTENTION_AND_MAMBA:
         return AttentionAndMamba(config.hybrid, attention, MambaMixer(config, layer_number, tp, device, cp))
