@@ -134,15 +134,17 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     has_both = any(each.mixer == ATTENTION_AND_MAMBA for each in parts)
     for spec in field_specs(HybridConfig):
         name, value = spec.name, getattr(hybrid, spec.name)
+        # Another check reports flags that need a pattern.
+        is_checked = spec.options.needs == "hybrid_override_pattern" and hybrid.hybrid_override_pattern is None
+        if value == spec.default or is_checked:
+            continue
         readers = [kind for kind in RECURRENT_KINDS.values() if kind.reads(name)]
         is_read, layers = any(kind in kinds for kind in readers), " or ".join(kind.title for kind in readers) + " layer"
         if name.startswith("parallel_"):
             is_read, layers = has_both, "layer of attention and Mamba-2"
         elif not readers:
             continue
-        # Another check reports flags that need a pattern.
-        is_checked = spec.options.needs == "hybrid_override_pattern" and hybrid.hybrid_override_pattern is None
-        if value != spec.default and not is_read and not is_checked:
+        if not is_read:
             yield f"{spec.typed(value)} has no effect: the model has no {layers}; omit it"
     absent = {} if has_attention else dict.fromkeys(_OF_ATTENTION, "attention")
     if not any(each.feed_forward for each in parts):
