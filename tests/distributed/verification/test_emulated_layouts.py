@@ -8,17 +8,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.cli import verify_parallelism
-from megatron.verification.cells import BASE_FLAGS, DROPOUT, IN_PARTS, MODULES, Cell, Layout, make_cell
+from megatron.verification.cells import DROPOUT, IN_PARTS, MODULES, Cell, Layout, make_cell
 from megatron.verification.model_cells import ExpertLayout, make_expert_cell, make_latent_cell, make_prediction_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.training_cells import FUSED_LORA, MUON, fully_sharded, with_optimizer_on_host
 from tests.distributed.verification import planted_faults
+from tests.distributed.verification.small_cells import small
 from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.cell_server import EmulatedVerifier
 
@@ -40,17 +40,6 @@ def emulator() -> None:
 def verifier(emulator: None) -> Iterator[EmulatedVerifier]:
     with EmulatedVerifier() as emulated:
         yield emulated
-
-
-def small(cell: Cell) -> Cell:
-    """Return the cell with fewer samples per step, unless it has sizes of its own.
-
-    A pipeline keeps four micro-batches, and each rank of a pair of replicas two.
-    """
-    if any(flag in cell.flags[len(BASE_FLAGS) :] for flag in ("--micro-batch-size", "--global-batch-size")):
-        return cell
-    has_one_replica = " pp1 " in cell.name and " dp1" in cell.name
-    return replace(cell, model_flags=(*cell.model_flags, "--global-batch-size", "2" if has_one_replica else "4"))
 
 
 SP = Layout(tp=2, sequence_parallel=True)
