@@ -206,7 +206,7 @@ class ExpertLayer:
     @property
     def at_work(self) -> int:
         """Return the elements that the backward pass needs in addition to the activations that are still saved."""
-        h, width = self.model.hidden_size, self.width
+        h, width = self.model.expert_input_size, self.width
         # Gradients of the expert outputs, several copies while they are permuted; then gradients of the linear layers.
         copies = 2 if self._is_sent and self.num_ranks > 1 else 1
         experts = max(copies * self.choices * h, self.given * width, self.given * (self.gates * width - h))
@@ -218,6 +218,7 @@ class ExpertLayer:
         ``shared_keeps`` says whether the second linear layer of the shared expert saves its input.
         """
         h, e, modules = self.model.hidden_size, self.element, self.model.recomputed_modules
+        of_expert = self.model.expert_input_size
         shared = self.tokens * self.shared_width * (self.gates + shared_keeps) * e
         if "shared_experts" in modules:
             shared = 0
@@ -226,13 +227,14 @@ class ExpertLayer:
             shared += rows * (h + 1) * e
         return {
             "router": self._router(),
-            "experts' inputs": self.given * h * self._keeps("linear_fc1") * e,
+            "experts' inputs": self.given * of_expert * self._keeps("linear_fc1") * e,
             "experts": self.given
             * self.width
             * (self.gates + ("moe_act" not in modules) * self._keeps("linear_fc2"))
             * e,
             "experts' adapters": self.given * self._adapter_width * e,
-            "experts' outputs": self.choices * h * e,
+            "experts' outputs": self.choices * of_expert * e,
+            "latent sums": self.rows * (self.model.moe.moe_latent_size or 0) * (not self.model.lora_rank) * e,
             "shared expert": shared,
             "places of tokens": self._places(),
         }

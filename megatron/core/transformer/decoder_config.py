@@ -272,6 +272,9 @@ class MoEConfig(Config, in_args=False):
     """Layers with experts: every Nth from the first on, or a list of 1 or 0 per layer: ([0]+[1]*3)*4."""
     moe_ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE, needs="num_experts")
     """Hidden size of an expert; by default --ffn-hidden-size."""
+    moe_latent_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
+    """Width of the routed experts' inputs and outputs, with a linear layer before the dispatch and one after the
+    weighted sum (LatentMoE); by default --hidden-size. Router and shared expert read hidden states."""
     moe_shared_expert_intermediate_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
     """FFN hidden size of the shared expert, which processes every token; by default there is no shared expert."""
     moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
@@ -280,7 +283,7 @@ class MoEConfig(Config, in_args=False):
         False,
         role="weights",
         needs="moe_shared_expert_intermediate_size",
-        excludes=("hybrid_override_pattern", "apply_residual_connection_post_layernorm"),
+        excludes=("hybrid_override_pattern", "apply_residual_connection_post_layernorm", "moe_latent_size"),
     )
     """Normalize the routed experts' input apart from the shared expert's, and both outputs before their sum. The router
     reads the residual stream."""
@@ -868,6 +871,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return moe_layers(self.moe, self.num_layers)
 
     @property
+    def expert_input_size(self) -> int:
+        """Return the width of the routed experts' inputs and outputs."""
+        return self.moe.moe_latent_size or self.hidden_size
+
+    @property
     def experts_that_rank_a_group(self) -> int | None:
         """Return the number of best experts whose scores rank a group; None without group-limited routing."""
         return self.moe.group_score_topk
@@ -1143,7 +1151,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
         maps, further = self.mla.num_attention_maps, self.mtp.mtp_depth
         if any(parts.mixer == KIMI_DELTA_ATTENTION for parts in self.layer_parts):
             maps = max(maps, NUM_KDA_MAPS)
-        return Fp8TensorIndex(self.num_layers + further, maps + 2, self.moe.num_experts or 0, has_join=further > 0)
+        of_feed_forward = 2 if self.moe.moe_latent_size is None else 4
+        return Fp8TensorIndex(self.num_layers + further, maps + of_feed_forward, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of one micro-batch on a rank."""
@@ -1223,10 +1232,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms, core = gemms + more_gemms, core + recurrence
         num_matrices = 3 if self.is_gated else 2
         if feed_forward == MOE:
-            # Routed experts (top-k), the shared expert and the router.
-            width = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size
-            width += self.moe.moe_shared_expert_intermediate_size or 0
-            gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
+            # Routed experts (top-k), the shared expert, the router and the latent projections.
+            routed = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size * self.expert_input_size
+            shared = (self.moe.moe_shared_expert_intermediate_size or 0) * hidden
+            gemms += (routed + shared) * num_matrices + hidden * (self.moe.num_experts or 0)
+            gemms += 2 * hidden * (self.moe.moe_latent_size or 0)
         elif feed_forward is not None:
             gemms += hidden * self.ffn_size_of(layer_number) * num_matrices
         # The layer's columns of the projection of the first hidden states, the gate, and the projection back.

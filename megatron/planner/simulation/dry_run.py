@@ -154,7 +154,7 @@ def _beyond_choices(config: RunConfig, layer_number: int) -> float:
     layer = ExpertLayer(model, length * sequences // model.context_parallel_size, sequences, element=1)
     chosen = layer.rows * model.moe.moe_router_topk * layer.sizes.expert_tp
     width = model.moe.moe_router_topk * model.moe.moe_ffn_hidden_size
-    of_experts = model.hidden_size * width * (3 if model.is_gated else 2)
+    of_experts = model.expert_input_size * width * (3 if model.is_gated else 2)
     return 2.0 * length * of_experts * (layer.given / chosen - 1)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, ExpertNames
 from megatron.checkpoint.formats.huggingface.deepseek_v3 import SharedExpertFamily
+from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.mamba_layers import LINEAR, MambaFamily, read_kinds
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
@@ -78,12 +79,11 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
         return "1"
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of layers, Mamba-2 and MoE; reject biases, experts of latent vectors and tied weights."""
+        """Return the fields of layers, Mamba-2 and MoE; reject biases and tied weights."""
         for name in ("attention_bias", "mlp_bias"):
             settings.require(name, False, False, "biases of attention and MLP are not supported")
         settings.require("tie_word_embeddings", False, False, "the architecture has an output layer of its own")
         settings.require("mamba_hidden_act", "silu", "silu", "it is the activation of the convolution")
-        settings.require("moe_latent_size", None, None, "experts of latent vectors are not supported")
         pattern = settings.text("hybrid_override_pattern", "")
         fields: dict[str, Any] = {"hybrid_override_pattern": pattern, "position_embedding_type": "none"}
         if "M" in pattern:
@@ -92,14 +92,25 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
         if "E" in pattern:
             shared = settings.integer("moe_shared_expert_intermediate_size", 7688)
             fields |= self.experts_of(settings) | {"moe_shared_expert_intermediate_size": shared}
+            if settings.values.get("moe_latent_size") is not None:
+                fields["moe_latent_size"] = settings.integer("moe_latent_size")
             fields["mtp_num_layers"] = None
         return fields
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Yield the links of router, latent projections, experts and shared expert."""
+        yield from super().expert_layer_links(config, ours, theirs)
+        if config.moe.moe_latent_size is not None:
+            shape = (config.moe.moe_latent_size, config.hidden_size)
+            for name, own in (("fc1_latent_proj", shape), ("fc2_latent_proj", shape[::-1])):
+                yield whole(f"{ours}mlp.{name}.weight", f"{theirs}mixer.{name}.weight", own)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
         names = {symbol: kind for kind, symbol in _KINDS.items()}
         settings = super().write_settings(config) | {
             "layers_block_type": [names.get(symbol, "mlp") for symbol in config.hybrid_layers.replace(" ", "")],
+            "moe_latent_size": config.moe.moe_latent_size,
             "moe_shared_expert_intermediate_size": config.moe.moe_shared_expert_intermediate_size or 1,
             "time_step_min": config.hybrid.mamba_dt_lower_limit,
         }

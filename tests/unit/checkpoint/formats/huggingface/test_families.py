@@ -313,6 +313,7 @@ MODELS = [
     NEMOTRON_H | {"use_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_min": 0.02},
     NEMOTRON_H | {"layers_block_type": ["attention", "moe", "mamba"], "routed_scaling_factor": 2.5, "head_dim": 16},
     NEMOTRON_H | {"hybrid_override_pattern": "*-*-"},
+    NEMOTRON_H | {"hybrid_override_pattern": "ME*E", "moe_latent_size": 20},
     FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_multipliers": [0.7, 0.3]},
     FALCON_H1 | {"mamba_rms_norm": True, "mamba_d_ssm": None, "key_multiplier": 0.39, "attention_in_multiplier": 0.9},
     FALCON_H1 | {"ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.3, 0.5, 0.36], "ssm_out_multiplier": 0.2},
