@@ -250,7 +250,7 @@ def _add_global_loss(total: TrafficSum, here: StepRank, chunk: StageContents) ->
     numbers = layer_numbers(model, chunk)
     _, num_again = recomputed_groups(model, len(chunk.layer_numbers))
     again = [*numbers[:num_again], *(numbers[len(chunk.layer_numbers) :] if num_again else ())]
-    forwards = sum(model.moe_layers[model.kind_of(number)] for number in [*numbers, *again])
+    forwards = sum(model.has_experts(number) for number in [*numbers, *again])
     if "moe" in model.recomputed_modules:
         forwards *= 2
     score = max(here.element, 8 if model.moe.moe_router_dtype == "fp64" else 4)

@@ -52,7 +52,7 @@ def saved_by_transformer_engine(
     feed_forward: dict[str, float] = {
         "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)
     }
-    if model.moe_layers[model.kind_of(layer_number)]:
+    if model.has_experts(layer_number):
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         feed_forward = dict(experts.kept())
         if weighs_early:

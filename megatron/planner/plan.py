@@ -56,6 +56,11 @@ class LayerKind(NamedTuple):
     def has_experts(self) -> bool:
         return self.parts.feed_forward == MOE
 
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Return the key by which kinds are ordered; a part that a layer lacks comes first."""
+        return self.in_float8, tuple(part or "" for part in self.parts), *self[2:]
+
     def shape(self, model: GPTConfig) -> GPTConfig:
         """Return the model's configuration with the shape of this layer's attention."""
         return model.of_global_layers if self.is_global else model.of_windowed_layers
@@ -69,7 +74,8 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     borrows = tuple(source is not None for source in model.key_value_sources)
     of_layers = model.layer_parts, model.layer_windows, without_rotary, borrows, model.layers_with_indexer
     own = _kinds(float8_layers, *of_layers, tuple(exchanges), seq_length, model.has_global_shape)
-    further = own[-1]._replace(
+    further = own[model.kind_of(model.num_layers)]._replace(
+        parts=model.parts_of(model.num_layers),
         in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers),
         is_further=True,
         has_indexer=model.has_sparse_attention,
@@ -402,5 +408,5 @@ def _megatron_flops(model: GPTConfig, s: int) -> float:
         of_scores = 2 * own.query_projection_size
         if model.mla.multi_latent_attention:
             of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-        unused_half += 1.0 * s * s * of_scores * model.layer_parts[model.kind_of(number)].has_attention
+        unused_half += 1.0 * s * s * of_scores * model.parts_of(number).has_attention
     return 3.0 * (_forward_flops(causal, s) + unused_half)

@@ -83,7 +83,7 @@ class _Layer:
 
     @property
     def has_experts(self) -> bool:
-        return self.model.moe_layers[self.model.kind_of(self.number)]
+        return self.model.has_experts(self.number)
 
     @property
     def saves_core(self) -> bool:

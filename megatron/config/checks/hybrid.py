@@ -123,11 +123,17 @@ def _check_single_branches(config: RunConfig) -> Iterator[str]:
         f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
         "--use-parallel-residual": model.use_parallel_residual,
         "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,
-        f"--mtp-num-layers {model.mtp.mtp_num_layers}": model.mtp.mtp_num_layers is not None,
     }
     for name, is_given in others.items():
         if is_given:
             yield f"{given} is not supported with {name}, which needs layers with attention and FFN; omit {name}"
+    layers = model.layer_parts
+    has_both = any(each.has_attention for each in layers) and any(each.feed_forward for each in layers)
+    if model.mtp.mtp_num_layers is not None and not has_both:
+        yield (
+            f"--mtp-num-layers {model.mtp.mtp_num_layers}: the layer of an MTP module has attention and experts or an "
+            f"MLP, which {given} does not have; use a pattern with * and with E or -"
+        )
 
 
 def _check_shapes(config: RunConfig) -> Iterator[str]:

@@ -27,7 +27,9 @@ from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelCon
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
+    ATTENTION,
     KIMI_DELTA_ATTENTION,
+    MLP,
     MOE,
     NUM_KDA_MAPS,
     SPARSE_ATTENTION,
@@ -1142,8 +1144,32 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.has_attention)
 
     def kind_of(self, layer_number: int) -> int:
-        """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
+        """Return the layer whose per-layer settings apply.
+
+        For an MTP layer it is the last layer of the model, or with --hybrid-override-pattern the last one with
+        attention.
+        """
+        if layer_number >= self.num_layers and self.hybrid.hybrid_override_pattern is not None:
+            attention = [number for number, parts in enumerate(self.layer_parts) if parts.has_attention]
+            return attention[-1] if attention else self.num_layers - 1
         return min(layer_number, self.num_layers - 1)
+
+    def parts_of(self, layer_number: int) -> LayerParts:
+        """Return the kinds of a layer's sequence mixer and of its feed-forward.
+
+        The layer of an MTP module has both: those of the last layer of the model, or with --hybrid-override-pattern
+        attention and experts, or an MLP in a model without experts.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        if layer_number >= self.num_layers and self.hybrid.hybrid_override_pattern is not None:
+            return LayerParts(ATTENTION, MLP if self.moe.num_experts is None else MOE)
+        return self.layer_parts[self.kind_of(layer_number)]
+
+    def has_experts(self, layer_number: int) -> bool:
+        """Return whether a layer's feed-forward has experts; layers from ``num_layers`` on belong to MTP modules."""
+        return self.parts_of(layer_number).feed_forward == MOE
 
     @property
     def float8_places(self) -> Fp8TensorIndex:
@@ -1152,7 +1178,9 @@ class DecoderConfig(ParallelConfig, in_args=True):
         if any(parts.mixer == KIMI_DELTA_ATTENTION for parts in self.layer_parts):
             maps = max(maps, NUM_KDA_MAPS)
         of_feed_forward = 2 if self.moe.moe_latent_size is None else 4
-        return Fp8TensorIndex(self.num_layers + further, maps + of_feed_forward, self.moe.num_experts or 0, has_join=further > 0)
+        return Fp8TensorIndex(
+            self.num_layers + further, maps + of_feed_forward, self.moe.num_experts or 0, has_join=further > 0
+        )
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of one micro-batch on a rank."""
@@ -1214,7 +1242,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
-        parts = self.layer_parts[kind]
+        parts = self.parts_of(layer_number)
         mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         if self.has_sparse_attention:

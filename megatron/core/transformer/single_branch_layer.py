@@ -33,7 +33,7 @@ def make_layer(
     experts: ExpertGroups | None = None,
 ) -> TransformerLayer:
     """Return the configured layer: with attention and feed-forward, or with one of its parts."""
-    parts = config.layer_parts[config.kind_of(layer_number)]
+    parts = config.parts_of(layer_number)
     kind = TransformerLayer if all(parts) else SingleBranchLayer
     return kind(config, layer_number, tp, device, cp, experts)
 
@@ -50,7 +50,7 @@ class SingleBranchLayer(TransformerLayer):
         experts: ExpertGroups | None,
     ) -> None:
         self.input_layernorm = make_stream_norm(config, tp, device)
-        mixer, _ = config.layer_parts[config.kind_of(self.layer_number)]
+        mixer, _ = config.parts_of(self.layer_number)
         # The names of the parts in Megatron-LM's layers.
         has_mamba = mixer in (MAMBA, ATTENTION_AND_MAMBA)
         self.name_of_branch = "mlp" if mixer is None else "mixer" if has_mamba else "self_attention"

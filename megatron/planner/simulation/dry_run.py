@@ -148,7 +148,7 @@ def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
 def _beyond_choices(config: RunConfig, layer_number: int) -> float:
     """Return the change of a layer's forward FLOPs by expert capacity: padding adds, dropped tokens subtract."""
     model, length = config.model, config.data.seq_length
-    if model.moe.moe_expert_capacity_factor is None or not model.moe_layers[model.kind_of(layer_number)]:
+    if model.moe.moe_expert_capacity_factor is None or not model.has_experts(layer_number):
         return 0.0
     sequences = config.training.micro_batch_size
     layer = ExpertLayer(model, length * sequences // model.context_parallel_size, sequences, element=1)

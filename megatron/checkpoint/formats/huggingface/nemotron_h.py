@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, ExpertNames
-from megatron.checkpoint.formats.huggingface.deepseek_v3 import SharedExpertFamily
+from megatron.checkpoint.formats.huggingface.decoder_layers import FULL, ExpertNames, norm_links
+from megatron.checkpoint.formats.huggingface.deepseek_v3 import SharedExpertFamily, further_layers
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.mamba_layers import LINEAR, MambaFamily, read_kinds
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.models.gpt import GPTConfig
 
 _KINDS = {LINEAR: "M", "moe": "E", FULL: "*", "mlp": "-"}
+_MTP, _PARTS_OF_MTP = "mtp.", [FULL, "moe"]
+"""Prefix of the names of the MTP module's tensors, and the kinds of its layers."""
 _OTHER_NAMES = {
     "layer_types": "layers_block_type",
     "num_local_experts": "n_routed_experts",
@@ -94,8 +96,20 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
             fields |= self.experts_of(settings) | {"moe_shared_expert_intermediate_size": shared}
             if settings.values.get("moe_latent_size") is not None:
                 fields["moe_latent_size"] = settings.integer("moe_latent_size")
-            fields["mtp_num_layers"] = None
+            fields["mtp_num_layers"] = self.num_modules(settings)
         return fields
+
+    def num_modules(self, settings: Settings) -> int | None:
+        """Return the number of MTP modules; reject modules without attention and experts, and more than one."""
+        number, name = further_layers(settings, _MTP), "mtp_layers_block_type"
+        if not number:
+            return None
+        if number > 1:
+            settings.refuse(f"num_nextn_predict_layers is {number}; published models have one MTP module or none")
+        kinds = settings.values.get(name) or settings.values.get("mtp_hybrid_override_pattern")
+        if kinds is not None and read_kinds(settings, name, kinds, _KINDS) != "*E":
+            settings.refuse(f"{name} is {kinds!r:.60}; only {_PARTS_OF_MTP} is supported")
+        return number
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of router, latent projections, experts and shared expert."""
@@ -104,6 +118,22 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
             shape = (config.moe.moe_latent_size, config.hidden_size)
             for name, own in (("fc1_latent_proj", shape), ("fc2_latent_proj", shape[::-1])):
                 yield whole(f"{ours}mlp.{name}.weight", f"{theirs}mixer.{name}.weight", own)
+
+    def mtp_links(self, config: GPTConfig) -> Iterator[TensorLink]:
+        """Yield the links of the MTP module, which transformers ignores: two layers, whose parts one layer has here."""
+        if not config.mtp.mtp_depth:
+            return
+        ours, first, second, width = "model.mtp.layers.0.", f"{_MTP}layers.0.", f"{_MTP}layers.1.", config.hidden_size
+        within = f"{ours}transformer_layer."
+        yield whole(f"{ours}eh_proj.weight", f"{first}eh_proj.weight", (width, 2 * width))
+        yield from self.mixer_links(config, within, first, config.parts_of(config.num_layers))
+        yield from self.expert_layer_links(config, within, second)
+        for native, foreign in (
+            *((f"{ours}{name}", f"{first}{name}") for name in ("enorm", "hnorm")),
+            *((f"{within}input_layernorm", f"{first}norm"), (f"{within}pre_mlp_layernorm", f"{second}norm")),
+            (f"{ours}final_layernorm", f"{second}final_layernorm"),
+        ):
+            yield from norm_links(config, native, foreign)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
@@ -114,5 +144,7 @@ class NemotronHFamily(MambaFamily, SharedExpertFamily):
             "moe_shared_expert_intermediate_size": config.moe.moe_shared_expert_intermediate_size or 1,
             "time_step_min": config.hybrid.mamba_dt_lower_limit,
         }
+        if config.mtp.mtp_depth:
+            settings["mtp_layers_block_type"] = _PARTS_OF_MTP
         # Without experts, their number is absent; the other settings of experts have no effect.
         return {name: value for name, value in settings.items() if value is not None and not name.startswith("rope_")}

@@ -191,7 +191,7 @@ def _nothing() -> None:
 def loads_of(models: Sequence[nn.Module], config: DecoderConfig, state: ParallelState) -> ExpertLoads | None:
     """Return the load counter of a model's experts, of which this rank has a part; None without MoE layers."""
     numbers = range(config.num_layers + config.mtp.mtp_depth)
-    layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
+    layers = [number for number in numbers if config.has_experts(number)]
     if not layers:
         return None
     routers = {

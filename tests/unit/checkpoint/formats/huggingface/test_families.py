@@ -823,6 +823,16 @@ REFUSED = [
     (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
     (NEMOTRON_H, {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"'),
     (NEMOTRON_H, {"hybrid_override_pattern": "MX"}, "layers_block_type contains MX; supported values are linear_att"),
+    (
+        NEMOTRON_H,
+        {"hybrid_override_pattern": "M*E", "num_nextn_predict_layers": 2},
+        "num_nextn_predict_layers is 2; published models have one MTP module or none",
+    ),
+    (
+        NEMOTRON_H,
+        {"hybrid_override_pattern": "M*E", "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "M-"},
+        "mtp_layers_block_type is 'M-'; only ['full_attention', 'moe'] is supported",
+    ),
     (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads 8 is not divisible by n_groups 3"),
     (FALCON_H1, {"projectors_bias": True}, "projectors_bias is true"),
     (FALCON_H1, {"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0]; a list of 2 numbers greater than 0"),

@@ -344,6 +344,7 @@ def test_other_hybrid_models_are_rejected(changes: dict[str, Any], message: str,
         ),
         (MAMBA, {"norm_epsilon": 1e-6}, ["--norm-epsilon 1e-06"]),
         (MAMBA, {"qk_layernorm": True}, ["--qk-layernorm"]),
+        (MAMBA, {"mtp_num_layers": 1}, ["--mtp-num-layers 1"]),
         (
             MAMBA,
             {"mamba_num_groups": 1, "tensor_model_parallel_size": 2},
