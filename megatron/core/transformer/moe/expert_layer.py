@@ -59,8 +59,8 @@ class ExpertLayer(nn.Module):
     With ``moe_expert_norms`` the router reads the residual stream, and the experts its norm. Their summed output is
     normalized, and so is the shared expert's, before both are added.
 
-    With ``moe_latent_size`` the experts read a projection of their input to that width, and a second projection of their
-    weighted sum returns to the hidden size (LatentMoE, Elango et al. 2026).
+    With ``moe_latent_size`` the experts read a projection of their input to that width. A second projection maps their
+    weighted sum back to the hidden size (LatentMoE, Elango et al. 2026).
 
     Each tensor-parallel rank routes a part of the tokens, with or without sequence parallelism.
 
