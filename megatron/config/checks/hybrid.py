@@ -334,8 +334,10 @@ def _check_sparse(config: RunConfig) -> Iterator[str]:
         )
     yield from _check_indexers(config)
     pattern = model.hybrid.hybrid_override_pattern
+    exchanges = " ".join(model.cp_comm_type)
+    if model.context_parallel_size > 1 and set(model.cp_comm_type) != {"all_gather"}:
+        yield f"{given} does not support --cp-comm-type {exchanges}; use --cp-comm-type all_gather"
     others = {
-        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--window-size {model.window_size}": model.window_size is not None,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         f"--attn-logit-softcapping {model.attn_logit_softcapping}": model.attn_logit_softcapping is not None,
@@ -381,7 +383,7 @@ HYBRID_CHECKS = (
             *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "skip_train"),
             *("multi_latent_attention", "qk_pos_emb_head_dim", "position_embedding_type", "context_parallel_size"),
             *(spec.name for spec in field_specs(MLAConfig) if spec.name.startswith("dsa_")),
-            *("window_size", "softmax_type", "attn_logit_softcapping", "attention"),
+            *("window_size", "softmax_type", "attn_logit_softcapping", "attention", "cp_comm_type"),
         ),
         _check_sparse,
     ),

@@ -199,7 +199,10 @@ WRONG = [
     ("--dsa-indexer-topk 8", "--dsa-indexer-topk 8 has no effect without --experimental-attention-variant"),
     (f"{FOUR} --dsa-indexer-topk 8", "--dsa-indexer-topk 8 has no effect without --experimental-attention-variant dsa"),
     (f"{WHOLE_DSA} --dsa-indexer-head-dim 8", "--dsa-indexer-head-dim 8 is below --qk-pos-emb-head-dim 64"),
-    (f"{WHOLE_DSA} --context-parallel-size 2", "dsa is not supported with --context-parallel-size 2; omit"),
+    (
+        f"{WHOLE_DSA} --context-parallel-size 2",
+        "dsa does not support --cp-comm-type p2p; use --cp-comm-type all_gather",
+    ),
     (f"{WHOLE_DSA} --window-size 4,0", "dsa is not supported with --window-size 4,0; omit --window-size 4,0"),
     (f"{WHOLE_DSA} --softmax-type learnable", "dsa is not supported with --softmax-type learnable; omit"),
     (f"{WHOLE_DSA} --linear-attention-freq 2", "dsa is not supported with --linear-attention-freq 2; omit"),
