@@ -249,9 +249,9 @@ def with_context_parallel(
     """Wrap ``core`` for sequences that are split over ``cp``; without context parallelism return ``core`` itself.
 
     The result takes a pattern without a mask, because the mask of a whole sequence would be larger than all other
-    tensors of a rank. Only ``all_gather`` takes one, of this rank's queries and all keys. ``plain_blocks`` disables fused kernels in ring attention. ``softcap`` must equal the
-    softcap of ``core``. With ``a2a+p2p`` the ranks of the group's inner level shard the heads, and each of them forms
-    a ring with ranks of the outer level.
+    tensors of a rank. Only ``all_gather`` takes one, of this rank's queries and all keys. ``plain_blocks`` disables
+    fused kernels in ring attention. ``softcap`` must equal the softcap of ``core``. With ``a2a+p2p`` the ranks of the
+    group's inner level shard the heads, and each of them forms a ring with ranks of the outer level.
     """
     if cp.size == 1:
         return core

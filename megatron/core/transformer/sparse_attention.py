@@ -134,8 +134,8 @@ class Indexer(nn.Module):
 class SparseLatentAttention(LatentAttention):
     """MLA over the keys that the indexer selects for each query, with an additional mask of all queries and keys.
 
-    The KV cache stores the indexer's keys with the rotary parts of the keys. Under context parallelism a rank selects the
-    keys of its own queries among the gathered keys of all ranks.
+    The KV cache stores the indexer's keys with the rotary parts of the keys. Under context parallelism a rank selects
+    the keys of its own queries among the gathered keys of all ranks.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
