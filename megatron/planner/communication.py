@@ -321,7 +321,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
         total.add("broadcast", PP, 8)
         total.add("all_reduce", DP_CP, 8)
     sizes, num_further = here.sizes, config.model.mtp.mtp_depth
-    layers = sum(config.model.moe_layers) + num_further * config.model.moe_layers[-1]
+    layers = sum(config.model.moe_layers) + num_further * config.model.has_experts(config.model.num_layers)
     replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
     is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
     norms = 16 if config.optimizer.log_num_zeros_in_grad else 8

@@ -823,16 +823,6 @@ REFUSED = [
     (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
     (NEMOTRON_H, {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"'),
     (NEMOTRON_H, {"hybrid_override_pattern": "MX"}, "layers_block_type contains MX; supported values are linear_att"),
-    (
-        NEMOTRON_H,
-        {"hybrid_override_pattern": "M*E", "num_nextn_predict_layers": 2},
-        "num_nextn_predict_layers is 2; published models have one MTP module or none",
-    ),
-    (
-        NEMOTRON_H,
-        {"hybrid_override_pattern": "M*E", "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "M-"},
-        "mtp_layers_block_type is 'M-'; only ['full_attention', 'moe'] is supported",
-    ),
     (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads 8 is not divisible by n_groups 3"),
     (FALCON_H1, {"projectors_bias": True}, "projectors_bias is true"),
     (FALCON_H1, {"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0]; a list of 2 numbers greater than 0"),
@@ -970,6 +960,22 @@ def test_what_is_not_supported_is_refused_by_name(
 )
 def test_mtp_modules_that_qwen3_next_does_not_have_are_refused(interval: int, number: int, message: str) -> None:
     values = QWEN3_NEXT | {"full_attention_interval": interval, "num_nextn_predict_layers": number}
+    with pytest.raises(ConfigurationError, match=message):
+        read_model(Settings(values, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nextn_predict_layers": 2}, "is 2; published models have one MTP module or none"),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "M-"},
+            r"mtp_layers_block_type is 'M-'; only \['full_attention', 'moe'\] is supported",
+        ),
+    ],
+)
+def test_mtp_modules_that_nemotron_h_does_not_have_are_refused(changes: dict[str, Any], message: str) -> None:
+    values = NEMOTRON_H | {"hybrid_override_pattern": "M*E"} | changes
     with pytest.raises(ConfigurationError, match=message):
         read_model(Settings(values, "config.json"))
 
