@@ -30,7 +30,7 @@ from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_sharded_cross_entropy
 from megatron.core.tensor_parallel.mappings import InputRegion
-from megatron.core.tensor_parallel.sharded_layers import tensor_parallel_linear
+from megatron.core.tensor_parallel.sharded_layers import tensor_parallel_linear, tensor_parallel_linear_with_activation
 from megatron.core.transformer.mamba_mixer import GatedNorm
 from megatron.core.transformer.mlp import ACTIVATIONS
 from megatron.core.transformer.norm import ResidualNorm
@@ -167,7 +167,7 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         if kind == "relu":
             continue
         yield KernelPair(
-            f"feed-forward with {kind} in its GEMMs",
+            f"GEMMs with {kind}",
             partial(fed_forward, FusedActivation(function, kind, sums_rows=True)),
             lambda x, first, bias, second, function=function: F.linear(function(F.linear(x, first, bias)), second),
             layer,
@@ -227,11 +227,8 @@ def fed_forward(
 ) -> torch.Tensor:
     """Return the output of a feed-forward layer whose GEMMs compute the activation."""
     tp = single_rank_group()
-    inner, activated = tensor_parallel_linear(x, first, bias, InputRegion.REPLICATED, tp, activation=activation)
-    result: torch.Tensor = tensor_parallel_linear(
-        activated, second, None, InputRegion.SPLIT, tp, inner=inner, activation=None if inner is None else activation
-    )
-    return result
+    inner, activated = tensor_parallel_linear_with_activation(x, first, bias, InputRegion.REPLICATED, tp, activation)
+    return tensor_parallel_linear(activated, second, None, InputRegion.SPLIT, tp, inner=inner, activation=activation)
 
 
 def delta_rule(

@@ -56,6 +56,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.overlapped_linear import gathered_linear, scattered_linear
 
+_INNER = 10
+"""Place of ``inner`` among the arguments of `_Linear`."""
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod
@@ -78,7 +81,11 @@ class _Linear(torch.autograd.Function):
         # A quantized weight is dequantized again in the backward pass.
         ctx.quantized = quantized_of(weight)
         # The input is needed only for the weight's gradient, which a frozen weight does not have.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.quantized is None else None, inner)
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None,
+            weight if ctx.quantized is None else None,
+            inner if ctx.needs_input_grad[_INNER] else None,
+        )
         ctx.activation = activation
         ctx.x_shape = x.shape
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
@@ -176,7 +183,7 @@ def tensor_parallel_linear(
     quantizers: Fp8Quantizers | None = None,
     inner: torch.Tensor | None = None,
     activation: FusedActivation | None = None,
-) -> Any:
+) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` with this rank's shard of the weight.
 
     If the ranks' results are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on all.
@@ -184,9 +191,8 @@ def tensor_parallel_linear(
     s. ``overlap`` determines which communication overlaps which GEMM. ``memory`` provides the output buffer on a CPU
     without chunked overlap. With ``quantizers`` the GEMMs run in FP8 without overlap.
 
-    With ``activation`` the result is a pair: the result above, or None if autograd is off, and its activation, without
-    a gradient. The next layer takes both, the first one as ``inner``, with the same ``activation``. Its gradient is
-    that of ``inner``. Neither layer overlaps chunks or is quantized.
+    If ``x`` is the ``activation`` of ``inner`` (see `tensor_parallel_linear_with_activation`), ``inner`` has the
+    gradient instead of ``x``. Such a layer overlaps no chunks and is not quantized.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` with the shard's own ``in`` and
     ``out``, ``[s/tp, b, out]`` if it ``scatters``. Backward: the input's gradient is all-reduced (REPLICATED) or
@@ -198,7 +204,32 @@ def tensor_parallel_linear(
             *(x, weight, bias, region, tp, quantizers), adds_bias=adds_bias, library=library, scatters=scatters
         )
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
-    return _Linear.apply(*arguments, inner, activation, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    more = (inner, None if inner is None else activation, False)
+    result: torch.Tensor = _Linear.apply(*arguments, *more)  # type: ignore[no-untyped-call]
+    return result
+
+
+def tensor_parallel_linear_with_activation(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    region: InputRegion,
+    tp: Group,
+    activation: FusedActivation,
+    *,
+    library: str = "auto",
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Compute ``x @ weight.T + bias`` with this rank's shard of the weight, and its activation, in one GEMM.
+
+    The first result is None if autograd is off. The second one has no gradient: the layer that reads it takes both
+    results and computes the gradient of the first one. ``tensor_parallel_linear`` describes the other arguments.
+
+    Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` twice.
+    """
+    more = (True, library, WHOLE, False, None, None, activation, torch.is_grad_enabled())
+    result: tuple[torch.Tensor | None, torch.Tensor]
+    result = _Linear.apply(x, weight, bias, region, tp, *more)  # type: ignore[no-untyped-call]
+    return result
 
 
 DEFAULT_INIT_STD = 0.02
@@ -301,6 +332,10 @@ class ColumnShardedLinear(nn.Module):
         """
         if fused is not None:
             return fused(x, self.weight)
+        if activation is not None:
+            return tensor_parallel_linear_with_activation(
+                *(x, self.weight, self.bias, self.region, self.tp, activation), library=self.product_library
+            )
         in_product: torch.Tensor | None = None if self.skip_bias_add else self.bias
         if in_product is not None and not gives_bias_gradient:
             in_product = in_product.detach()
@@ -310,10 +345,7 @@ class ColumnShardedLinear(nn.Module):
             library=self.product_library,
             overlap=self.overlap,
             quantizers=self.quantizers,
-            activation=activation,
         )
-        if activation is not None:
-            return output
         if not self.skip_bias_add:
             return self._gathered(output)
         return self._gathered(output), None if self.bias is None else self._gathered(self.bias)
@@ -415,7 +447,7 @@ class RowShardedLinear(nn.Module):
         elif bias is not None and scatters:
             # The bias's gradient covers this rank's part of the sequence, like that of other replicated parameters.
             in_product, in_sum = (bias.detach(), bias) if self.brings_bias_into_sum else (None, None)
-        partial: torch.Tensor = tensor_parallel_linear(
+        partial = tensor_parallel_linear(
             x,
             self.weight,
             in_product,
@@ -427,7 +459,7 @@ class RowShardedLinear(nn.Module):
             scatters=product_scatters,
             quantizers=self.quantizers,
             inner=inner,
-            activation=None if inner is None else activation,
+            activation=activation,
         )
         if not scatters:
             return reduce_from_tensor_model_parallel_region(partial, self.tp)

@@ -243,7 +243,7 @@ def gradient_program(
 
 
 def _num_tiles(tile: Tile, num_rows: int, num_columns: int) -> int:
-    return triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
+    return -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
 
 
 def _tile_for(num_rows: int, num_columns: int, x: torch.Tensor) -> Tile:
