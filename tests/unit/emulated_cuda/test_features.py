@@ -207,7 +207,8 @@ def test_captured_optimizer_steps_equal_eager_steps(flags: str, nproc: int, tmp_
 @pytest.mark.parametrize(
     ("flags", "nproc", "tolerance"),
     [
-        pytest.param("--bf16", 1, 1e-4, id="bf16"),
+        # The gradient of a hidden value is rounded once instead of twice: half a unit of the last place.
+        pytest.param("--bf16", 1, 2**-9, id="bf16"),
         pytest.param(
             f"--squared-relu --recompute-granularity full --recompute-method uniform {TP2}", 2, EXACT, id="tp"
         ),
