@@ -19,6 +19,8 @@ pytestmark = pytest.mark.full
 
 BASE = """--hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0
     --attention-dropout 0 --train-iters 3 --lr-decay-iters 20 --lr-warmup-iters 0 --eval-interval 1000 --eval-iters 0"""
+UNTIED = "--untie-embeddings-and-output-weights"
+CHUNKS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
 PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
@@ -202,6 +204,31 @@ def test_captured_optimizer_steps_equal_eager_steps(flags: str, nproc: int, tmp_
     lines = captured.iterations()
     assert len({line["learning_rate"] for line in lines if not line["skipped"]}) >= 2
     assert (len({line["loss_scale"] for line in lines}) > 1) == ("--fp16" in flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "nproc", "triton"),
+    [
+        pytest.param("--bf16", 1, True, id="tied"),
+        pytest.param(f"--bf16 {UNTIED} {CHUNKS}", 1, False, id="untied, chunks", marks=pytest.mark.long),
+        pytest.param("--fp16 --pipeline-model-parallel-size 2", 2, False, id="pipeline, tied", marks=pytest.mark.long),
+        pytest.param(
+            *(f"--bf16 {UNTIED} --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2, False),
+            id="zero-bubble, untied",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(f"--bf16 {TP2} --hidden-dropout 0.1", 2, False, id="tensor parallel, tied", marks=pytest.mark.long),
+        pytest.param(f"--bf16 {TP2} {UNTIED}", 2, True, id="tensor parallel, untied", marks=pytest.mark.long),
+    ],
+)
+def test_steps_with_captured_losses_equal_eager_steps(flags: str, nproc: int, triton: bool, tmp_path: Path) -> None:
+    shape = "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --seq-length 8 --max-position-embeddings 8"
+    graphs = "--cuda-graph-impl local --loss-cuda-graph --cuda-graph-warmup-steps 1"
+    eager, captured = (
+        train_on_device(args_of(tmp_path / name, f"{shape} {flags} --train-iters 4 {more}"), nproc, triton=triton)
+        for name, more in (("eager", ""), ("captured", graphs))
+    )
+    assert exact_figures(captured.iterations()) == exact_figures(eager.iterations())
 
 
 LATE = "--overlap-step-results"
