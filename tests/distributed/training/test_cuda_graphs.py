@@ -151,7 +151,13 @@ def test_numbers_are_those_without_graphs(world_size: int, flags: str, expected:
     [
         # Two more graphs for an embedding, and two for a loss, for each micro-batch in flight.
         pytest.param(1, DROPOUT, [12], id="tied", marks=pytest.mark.long),
-        pytest.param(1, f"{UNTIED} {CHUNKS} {FULL} uniform --recompute-num-layers 1", [12], id="untied-chunks", marks=pytest.mark.long),
+        pytest.param(
+            1,
+            f"{UNTIED} {CHUNKS} {FULL} uniform --recompute-num-layers 1",
+            [12],
+            id="untied-chunks",
+            marks=pytest.mark.long,
+        ),
         pytest.param(2, f"{PP2} {DROPOUT}", [12, 6], id="1f1b", marks=pytest.mark.long),
         pytest.param(
             *(2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {UNTIED}", None),
@@ -164,15 +170,17 @@ def test_numbers_are_those_without_graphs(world_size: int, flags: str, expected:
             *(2, f"{PP2} --defer-embedding-wgrad-compute", None), id="late-output-gradients", marks=pytest.mark.long
         ),
         pytest.param(
-            2, f"--tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}", [12, 12], id="tp2", marks=pytest.mark.long
+            2,
+            f"--tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}",
+            [12, 12],
+            id="tp2",
+            marks=pytest.mark.long,
         ),
         pytest.param(2, f"{DP} --calculate-per-token-loss", [12, 12], id="dp2-overlapped", marks=pytest.mark.long),
         pytest.param(2, f"--context-parallel-size 2 {UNTIED}", [12, 12], id="cp2-untied", marks=pytest.mark.long),
     ],
 )
-def test_numbers_are_those_without_graphs_of_the_loss(
-    world_size: int, flags: str, expected: list[int] | None
-) -> None:
+def test_numbers_are_those_without_graphs_of_the_loss(world_size: int, flags: str, expected: list[int] | None) -> None:
     ranks = compare(world_size, flags, "--loss-cuda-graph")
     if expected is not None:
         assert [rank.num_graphs for rank in ranks] == expected

@@ -384,8 +384,8 @@ class GPTModel(Model):
         ``position_ids`` for the embedding and, with RoPE, for all chunks.
 
         Shapes: ``tokens, position_ids, labels, loss_mask, padding_mask: [b, s]``; ``sequence_lengths: [b]``; loss
-        ``-> [b, s]`` or ``[]`` float32; logits ``-> [s, b, v/tp]``; a message ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence
-        parallelism), wider if layers share tensors (`DecoderConfig.message_widths`).
+        ``-> [b, s]`` or ``[]`` float32; logits ``-> [s, b, v/tp]``; a message ``-> [s, b, h]`` (``[s/tp, b, h]`` under
+        sequence parallelism), wider if layers share tensors (`DecoderConfig.message_widths`).
 
         Raises:
             ConfigurationError: CUDA graphs are to capture the loss, and there are no labels.
