@@ -158,7 +158,7 @@ def tensor_parallel_linear(
     If the ranks' results are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on all.
     ``library`` computes the GEMMs on CPU (see `linear`). ``scatters`` reduce-scatters the result of a SPLIT input along
     s. ``overlap`` determines which communication overlaps which GEMM. ``memory`` provides the output buffer on a CPU
-    without chunked overlap. With ``quantizers`` the GEMMs run in FP8 without overlap.
+    without chunked overlap. With ``quantizers`` the GEMMs run in FP8 (see `float8_linear` for their overlap).
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` for region SEQUENCE) ``-> [s, b, out]`` with the shard's own ``in`` and
     ``out``, ``[s/tp, b, out]`` if it ``scatters``. Backward: the input's gradient is all-reduced (REPLICATED) or
@@ -167,7 +167,11 @@ def tensor_parallel_linear(
     """
     if quantizers is not None:
         return float8_linear(
-            *(x, weight, bias, region, tp, quantizers), adds_bias=adds_bias, library=library, scatters=scatters
+            *(x, weight, bias, region, tp, quantizers),
+            adds_bias=adds_bias,
+            library=library,
+            scatters=scatters,
+            overlap=overlap,
         )
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
     result: torch.Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
