@@ -346,6 +346,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
     training(
+        "tensor parallel, fp8, overlapped by symmetric memory",
+        f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory "
+        f"--tp-comm-overlap-rs-dgrad {_FP8} delayed",
+        2,
+    ),
+    training(
         "tensor parallel, overlapped by symmetric memory",
         f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory --bf16",
         2,

@@ -99,6 +99,16 @@ FEATURES = {
         *(4, ("symm_mem::barrier",), EXACT),
         cpu_flags="",
     ),
+    "overlapped tensor parallelism in fp8": Feature(
+        f"{FP8} tensorwise {TP2} --tp-comm-overlap --tp-comm-overlap-rs-dgrad",
+        *(2, ("symm_mem::barrier", SCALED), 3e-3),
+        cpu_flags=f"{FP8} tensorwise",
+    ),
+    "overlapped tensor parallelism in fp8 by rows": Feature(
+        f"{FP8} rowwise {TP2} --tp-comm-overlap --tp-comm-overlap-rs-dgrad",
+        *(2, ("symm_mem::barrier", SCALED), 3e-3),
+        cpu_flags=f"{FP8} rowwise",
+    ),
     "documents": Feature(
         "--reset-attention-mask --reset-position-ids --eod-mask-loss",
         operators=("aten::_scaled_dot_product_efficient_attention",),
