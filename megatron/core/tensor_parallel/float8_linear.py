@@ -167,12 +167,14 @@ class _Float8Linear(torch.autograd.Function):
         x_grad, reducing, turned_weight = None, None, None
         if needs_x_grad:
             turned_weight = quantizers.weight(weight, transpose=True, records=False, scale=weight_scale)
-        is_fused = ctx.overlap.backward and turned_weight is not None and _fuses(ctx.overlap, plain, turned_weight)
-        if is_fused and ctx.scatters:
-            x_grad, data = symmetric_memory.gather_and_multiply_quantized(plain, turned_weight, grad.dtype, tp)
+        fused: Quantized | None = None
+        if turned_weight is not None and ctx.overlap.backward and _fuses(ctx.overlap, plain, turned_weight):
+            fused = turned_weight
+        if fused is not None and ctx.scatters:
+            x_grad, data = symmetric_memory.gather_and_multiply_quantized(plain, fused, grad.dtype, tp)
             plain = plain.form(data, plain.scale)
-        elif is_fused and group is not None:
-            x_grad = symmetric_memory.multiply_and_scatter_quantized(plain, turned_weight, grad.dtype, tp)
+        elif fused is not None and group is not None:
+            x_grad = symmetric_memory.multiply_and_scatter_quantized(plain, fused, grad.dtype, tp)
         elif ctx.scatters:
             plain = gather_rows(plain, tp)
         if ctx.scatters and in_fp8:
