@@ -192,10 +192,10 @@ def keep_slots_too_short() -> None:
     def when_finished(slot: Any, action: Callable[[], None]) -> None:
         pass
 
-    def forward(ctx: Any, x: Any, slot: Any, dropout: Any, release: Callable[[Any], None]) -> Any:
+    def forward(ctx: Any, start: Any, slot: Any, release: Callable[[Any], None]) -> Any:
         ctx.slot, ctx.release = slot, release
         release(slot)
-        return slot.forward(x, dropout)
+        return slot.forward()
 
     cuda_graphs._Slot.when_finished = when_finished  # type: ignore[method-assign]
     cuda_graphs._Replay.forward = staticmethod(forward)  # type: ignore[assignment]
