@@ -80,7 +80,7 @@ def build_parser() -> Parser:
         "--tolerance",
         type=float,
         metavar="X",
-        help="relative tolerance (default: depends on the dtype; for bfloat16, errors are compared with those of one process)",
+        help="relative tolerance (default: by dtype; bfloat16 compares errors with those of one process)",
     )
     parser.add_argument("--fuzz", type=int, metavar="N", help="N random configurations instead of the matrix")
     parser.add_argument("--seed", type=int, default=0, help="seed of --fuzz")

@@ -61,12 +61,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of losses by step, of the first gradient norm and gradients by name, and errors of parameters.
+    """Relative errors of losses by step, of the first gradient norm and gradients, and errors of parameters.
+
+    ``gradients`` are Frobenius norms of differences by name, and ``scales`` relative errors of a gradient's projection
+    on the exact one. ``parameters`` is the Frobenius norm of the differences of all parameters, which is not relative.
 
     Gradient norms of later steps are not compared. Adam's first steps give each parameter the same length, so rounding
     errors of small gradients lead to other parameters. A single position at which a norm divides by a small number can
-    then multiply the gradient norm. ``gradients`` are Frobenius norms of differences, and ``scales`` the relative errors of a gradient's projection on
-    the exact one. ``parameters`` is the Frobenius norm of the differences of all parameters, which is not relative.
+    then multiply the gradient norm.
     """
 
     losses: tuple[float, ...]
