@@ -5,8 +5,8 @@ system per chunk (Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https:/
 2025, https://arxiv.org/abs/2510.26692). The forward pass is three kernels: sums of the decays, the products of each
 chunk with the inverse of its system, and the recurrence over chunks, which keeps a block of the state's columns in
 registers. With keys of more than 128 channels the state is two blocks of rows, and a fourth kernel computes the output
-from the states and corrections of all chunks. The backward pass runs the three again, then the recurrence of the state's gradient from the last chunk to the
-first, and one kernel per chunk for the gradients of the inputs.
+from the states and corrections of all chunks. The backward pass runs the three again, then the recurrence of the
+state's gradient from the last chunk to the first, and one kernel per chunk for the gradients of the inputs.
 
 Sums and states are float32. Matmuls of bfloat16 inputs have bfloat16 operands. All other matmuls, and the inverse,
 split float32 operands into three TensorFloat-32 matmuls.
