@@ -61,6 +61,13 @@ class LayerKind(NamedTuple):
         return model.of_global_layers if self.is_global else model.of_windowed_layers
 
 
+DEEPEP_AS_ALLTOALL = (
+    "--moe-token-dispatcher-type flex: DeepEP is predicted as alltoall, which sends a token once per expert instead of "
+    "once per rank"
+)
+"""Note on the predictions of a model whose tokens DeepEP exchanges."""
+
+
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     """Return the kind of every layer; the layers of MTP modules come last."""
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
@@ -285,7 +292,7 @@ class ExpertLayer:
 
     @property
     def _is_sent(self) -> bool:
-        return self.model.moe.moe_token_dispatcher_type == "alltoall"
+        return self.model.moe.moe_token_dispatcher_type != "allgather"
 
     @property
     def _gathered(self) -> int:

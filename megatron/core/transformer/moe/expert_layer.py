@@ -18,6 +18,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer import DecoderConfig, FeedForward, make_norm
+from megatron.core.transformer.moe.deepep import deepep_dispatcher
 from megatron.core.transformer.moe.expert_dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -79,8 +80,9 @@ class ExpertLayer(nn.Module):
             self.post_experts_layernorm = make_norm(config, groups.tp, device, partial_gradient=True)
             self.post_shared_experts_layernorm = make_norm(config, groups.tp, device)
         self.recomputes_shared = "shared_experts" in config.recomputed_modules
+        deepep = deepep_dispatcher(config, groups, device) if config.moe.asks_for_deepep else None
         kind = AllGatherDispatcher if config.moe.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
-        self.dispatch: TokenDispatcher = kind(config.moe.num_experts, groups)
+        self.dispatch: TokenDispatcher = deepep or kind(config.moe.num_experts, groups)
 
     def forward(
         self, x: torch.Tensor, padding_mask: torch.Tensor | None = None, stream: torch.Tensor | None = None
@@ -152,7 +154,7 @@ class ExpertLayer(nn.Module):
         assert capacity is not None
         capacity, size = min(capacity, rows.num_rows), self.groups.model.size
         is_of_one_rank = self.groups.tensor_size * self.groups.tp.size * self.groups.cp.size == 1
-        sends_padding = self.dispatch.exchanges_rows and is_of_one_rank and self.training
+        sends_padding = self.dispatch.sends_padding and is_of_one_rank and self.training
         if capacity and (size == 1 or sends_padding):
             return capacity, None
         return None, size * capacity
