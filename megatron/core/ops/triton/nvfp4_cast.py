@@ -74,48 +74,51 @@ def _words(first_key, second_key, features, row, column, num_rows, width):
 
 
 @triton.jit
-def _write(
-    values,
-    words,
-    exponent,
-    data,
-    scale,
-    first,
-    second,
-    height,
-    length,
-    IS_RANDOM: tl.constexpr,
-    IS_SQUARE: tl.constexpr,
-    IS_TILED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write a tile of the codes ``data: [height, length / 2]``, and the scales of the segments of its rows.
+def _quantize(values, words, exponent, IS_RANDOM: tl.constexpr, IS_SQUARE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the codes of a tile, and the bytes of the scales of its segments, with ``IS_SQUARE`` of its squares.
 
-    ``exponent`` is that of the tensor's scale. With ``IS_SQUARE`` 16 rows share their scales.
+    ``exponent`` is that of the tensor's scale.
     """
-    segments = tl.reshape(values * _inverse_powers(exponent), (BLOCK, BLOCK // 16, 16))
-    largest = tl.max(tl.abs(segments), axis=2)
+    values *= _inverse_powers(exponent)
     if IS_SQUARE:
-        of_squares = tl.max(tl.reshape(largest, (BLOCK // 16, 16, BLOCK // 16)), axis=1, keep_dims=True)
-        largest = tl.reshape(tl.broadcast_to(of_squares, (BLOCK // 16, 16, BLOCK // 16)), (BLOCK, BLOCK // 16))
+        segments = tl.reshape(values, (BLOCK // 16, 16, BLOCK // 16, 16))
+        largest = tl.max(tl.max(tl.abs(segments), axis=3), axis=1)
+    else:
+        segments = tl.reshape(values, (BLOCK, BLOCK // 16, 16))
+        largest = tl.max(tl.abs(segments), axis=2)
     bits = _float8_bits(largest * 0.16666666666666666, False)
     block_scale = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     inverse = tl.where(block_scale == 0.0, 0.0, tl.div_rn(1.0, block_scale))
-    scaled = tl.reshape(segments * inverse[:, :, None], (BLOCK, BLOCK))
+    if IS_SQUARE:
+        scaled = tl.reshape(segments * inverse[:, None, :, None], (BLOCK, BLOCK))
+    else:
+        scaled = tl.reshape(segments * inverse[:, :, None], (BLOCK, BLOCK))
     magnitude = tl.minimum(tl.abs(scaled), 6.0)
-    step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
+    # The codes below 4 are twice the value, those to 6 the value plus 2, and 6 and 7 half of it plus 4.
     steps = magnitude * tl.where(magnitude < 2.0, 2.0, tl.where(magnitude < 4.0, 1.0, 0.5))
+    first_code = tl.where(magnitude < 2.0, 0, tl.where(magnitude < 4.0, 2, 4))
     if IS_RANDOM:
         below = tl.floor(steps)
         uniform = (words >> 8).to(tl.float32) * 5.9604644775390625e-08
-        rounded = (below + tl.where(uniform < steps - below, 1.0, 0.0)) * step
+        rounded = below.to(tl.int32) + (uniform < steps - below).to(tl.int32)
     else:
-        # Adding 1.5 * 2**23 leaves no bits below 1, rounded to nearest even.
-        rounded = ((steps + 12582912.0) - 12582912.0) * step
-    code = tl.where(rounded <= 2.0, 2.0 * rounded, tl.where(rounded <= 4.0, rounded + 2.0, 7.0))
-    code = tl.where(tl.abs(scaled) < float("inf"), code, 0.0)
+        # Adding 1.5 * 2**23 rounds to nearest even, and leaves the integer in the lowest bits.
+        rounded = (steps + 12582912.0).to(tl.int32, bitcast=True)
     sign = (scaled.to(tl.int32, bitcast=True) >> 28) & 8
-    low, high = tl.split(tl.reshape(code.to(tl.int32) | sign, (BLOCK, BLOCK // 2, 2)))
+    return ((rounded + first_code) & 7) | sign, bits
+
+
+@triton.jit
+def _of_rows(bits, BLOCK: tl.constexpr):
+    """Return the scale of each segment of each row from those of squares."""
+    spread = tl.broadcast_to(bits[:, None, :], (BLOCK // 16, 16, BLOCK // 16))
+    return tl.reshape(spread, (BLOCK, BLOCK // 16))
+
+
+@triton.jit
+def _store(codes, bits, data, scale, first, second, height, length, IS_TILED: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a tile of the codes ``data: [height, length / 2]``, and the scales of the segments of its rows."""
+    low, high = tl.split(tl.reshape(codes, (BLOCK, BLOCK // 2, 2)))
     row = first + tl.arange(0, BLOCK)
     pair = second // 2 + tl.arange(0, BLOCK // 2)
     is_inside = (row < height)[:, None] & (pair < length // 2)[None, :]
@@ -170,32 +173,35 @@ def nvfp4_program(
     is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     IS_RANDOM: tl.constexpr = first_key is not None
     words = values
-    if data is not None:
+    if IS_SQUARE:
         exponent = _tensor_exponent(amax)
         tl.store(tensor_scale, _powers(exponent), mask=is_first)
-        if IS_RANDOM:
-            words = _words(first_key, second_key, features, row, column, num_rows, width)
-        _write(
-            values, words, exponent, data, scale, first_row, first_column, num_rows, width,
-            IS_RANDOM, IS_SQUARE, IS_TILED, BLOCK,
-        )  # fmt: skip
-    if turned is not None:
-        side: tl.constexpr = 0 if data is None or IS_SQUARE else 1
-        exponent = _tensor_exponent(amax + side)
-        tl.store(tensor_scale + side * STRIDE, _powers(exponent), mask=is_first)
-        values = tl.trans(values)
-        if not IS_SQUARE:
-            values = _transform(values, SIGNS, BLOCK)
-        words = values
-        if IS_RANDOM:
-            skipped = side * num_rows
-            words = tl.trans(
-                _words(first_key + skipped, second_key + skipped, features, row, column, num_rows, width)
-            )
-        _write(
-            values, words, exponent, turned, turned_scale, first_column, first_row, width, num_rows,
-            IS_RANDOM, IS_SQUARE, IS_TILED, BLOCK,
-        )  # fmt: skip
+        codes, bits = _quantize(values, words, exponent, False, True, BLOCK)
+        if data is not None:
+            rows = _of_rows(bits, BLOCK)
+            _store(codes, rows, data, scale, first_row, first_column, num_rows, width, IS_TILED, BLOCK)
+        if turned is not None:
+            codes, rows = tl.trans(codes), _of_rows(tl.trans(bits), BLOCK)
+            _store(codes, rows, turned, turned_scale, first_column, first_row, width, num_rows, IS_TILED, BLOCK)
+    else:
+        if data is not None:
+            exponent = _tensor_exponent(amax)
+            tl.store(tensor_scale, _powers(exponent), mask=is_first)
+            if IS_RANDOM:
+                words = _words(first_key, second_key, features, row, column, num_rows, width)
+            codes, bits = _quantize(values, words, exponent, IS_RANDOM, False, BLOCK)
+            _store(codes, bits, data, scale, first_row, first_column, num_rows, width, IS_TILED, BLOCK)
+        if turned is not None:
+            side: tl.constexpr = 0 if data is None else 1
+            exponent = _tensor_exponent(amax + side)
+            tl.store(tensor_scale + side * STRIDE, _powers(exponent), mask=is_first)
+            values = _transform(tl.trans(values), SIGNS, BLOCK)
+            words = values
+            if IS_RANDOM:
+                own = side * num_rows
+                words = tl.trans(_words(first_key + own, second_key + own, features, row, column, num_rows, width))
+            codes, bits = _quantize(values, words, exponent, IS_RANDOM, False, BLOCK)
+            _store(codes, bits, turned, turned_scale, first_column, first_row, width, num_rows, IS_TILED, BLOCK)
 
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
