@@ -3,8 +3,9 @@
 python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
 
 Flags of pretrain_gpt.py can replace or modify the preset. Flags for the layout, recomputation, sharding, precision and
-micro-batch size are ignored, since these settings are searched; with --fp4-format all layouts are in NVFP4. The launch command of the best layout is printed. With
---sensitivity the search is repeated with other GPU memory, sequence lengths, batch sizes and numbers of GPUs.
+micro-batch size are ignored, since these settings are searched; with --fp4-format all layouts are in NVFP4. The launch
+command of the best layout is printed. With --sensitivity the search is repeated with other GPU memory, sequence
+lengths, batch sizes and numbers of GPUs.
 
 python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
 

@@ -27,6 +27,7 @@ from megatron.planner.explanation import Change, Explanation, first_rank
 from megatron.planner.gpu import Gpu
 from megatron.planner.memory import MEMORY_PARTS
 from megatron.planner.pipeline_chart import draw_svg
+from megatron.planner.plan import Plan
 from megatron.planner.search import Candidate, Search
 from megatron.planner.step_time import StepTime
 

@@ -90,7 +90,7 @@ class PieceTrace:
 
     @property
     def quantized_weight_bytes(self) -> int:
-        """Return the bytes of the weights that the forward pass multiplies in FP8 or NVFP4, with the latter's scales."""
+        """Return the bytes of the weights that the forward pass multiplies in FP8, or in NVFP4 with its scales."""
         sizes = self.column("batch") * self.column("inner") * self.column("columns")
         is_forward, itemsize = self.column("phase") == PHASES.index("forward"), self.column("itemsize")
         chosen = is_forward & (self.column("kind") == GEMM) & (itemsize <= 1)

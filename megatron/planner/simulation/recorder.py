@@ -118,12 +118,12 @@ HOST_DIRECTIONS = TO_HOST, TO_DEVICE = ("to the host", "to the device")
 class Operation:
     """One operation that launches kernels.
 
-    ``shapes`` are those of its tensors, and ``itemsize`` is the size of their elements, which is 1/2 for NVFP4. ``num_bytes`` are the bytes that it reads and writes.
-    ``flops`` are the FLOPs of a matmul or of attention, without masked scores. ``where`` is the line of this project
-    that called it; for an autograd operation, the line whose gradient it computes. ``gemm`` has the sizes of a GEMM.
-    ``is_recomputed`` says that activation recomputation runs it. ``is_uncounted`` says that it may have unknown FLOPs:
-    a custom operator, or a Triton kernel with ``tl.dot`` but no ``launch_metadata``. ``is_expert`` says that it is a
-    GEMM of MoE experts.
+    ``shapes`` are those of its tensors, and ``itemsize`` is the size of their elements, which is 1/2 for NVFP4.
+    ``num_bytes`` are the bytes that it reads and writes. ``flops`` are the FLOPs of a matmul or of attention, without
+    masked scores. ``where`` is the line of this project that called it; for an autograd operation, the line whose
+    gradient it computes. ``gemm`` has the sizes of a GEMM. ``is_recomputed`` says that activation recomputation runs
+    it. ``is_uncounted`` says that it may have unknown FLOPs: a custom operator, or a Triton kernel with ``tl.dot`` but
+    no ``launch_metadata``. ``is_expert`` says that it is a GEMM of MoE experts.
     """
 
     phase: str

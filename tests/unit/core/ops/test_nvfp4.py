@@ -11,7 +11,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from megatron.core.ops import nvfp4_tensor
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, RowKeys, drop_elements, keyed_words
-from megatron.core.ops.fp8_tensor import SEGMENTS_OF_16, SQUARES_OF_16, Blocks, scaled_product, swizzled
+from megatron.core.ops.fp8_tensor import SEGMENTS_OF_16, SQUARES_OF_16, Blocks, scaled_product
 from megatron.core.ops.nvfp4_tensor import (
     Nvfp4Matrix,
     hadamard,
