@@ -27,14 +27,16 @@ class PaddedGroups:
     """Groups of rows, each padded to a multiple of `GRAIN` rows; only the device knows how many.
 
     ``num_rows`` is an upper limit. ``place`` has the padded row of each row, and ``source`` the row of each padded row,
-    or -1. ``group_of`` has the group of each `GRAIN` padded rows, and after the last group the number of groups.
+    or -1. ``padded_source`` is the source in rows that are padded already: their own index, or -1. ``group_of`` has the group of each `GRAIN` padded rows, and after the last group the number of groups.
 
-    Shapes: ``ends: [groups]``, ``source: [num_rows]``, ``group_of: [num_rows / GRAIN]`` int32, ``place: [n]`` int64.
+    Shapes: ``ends: [groups]``, ``source, padded_source: [num_rows]``, ``group_of: [num_rows / GRAIN]`` int32, ``place:
+    [n]`` int64.
     """
 
     ends: RowEnds
     place: torch.Tensor
     source: torch.Tensor
+    padded_source: torch.Tensor
     group_of: torch.Tensor
 
     @classmethod
@@ -50,9 +52,10 @@ class PaddedGroups:
         group = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
         place = rows + (padded_ends - padded_sizes - ends + sizes)[group]
         source = torch.full((most,), -1, dtype=torch.int32, device=device).index_copy_(0, place, rows.int())
+        padded_source = torch.full_like(source, -1).index_copy_(0, place, place.int())
         blocks = torch.arange(0, most, GRAIN, device=device)
         group_of = torch.searchsorted(padded_ends, blocks, right=True).int()
-        return cls(RowEnds(padded_ends.int()), place, source, group_of)
+        return cls(RowEnds(padded_ends.int()), place, source, padded_source, group_of)
 
 
 @dataclass(frozen=True, eq=False)

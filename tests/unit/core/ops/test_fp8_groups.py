@@ -57,6 +57,23 @@ def test_each_group_is_quantized_as_a_separate_matrix(is_on_device: bool) -> Non
         assert torch.equal(found.turned_scale[number], turned.scale.flatten())
 
 
+@pytest.mark.parametrize("parts", [(True, True), (True, False), (False, True)])
+def test_padded_rows_are_quantized_like_rows_whatever_their_padding(parts: tuple[bool, bool]) -> None:
+    x = rows_of(torch.bfloat16)
+    groups = PaddedGroups.of(row_counts(COUNTS), len(x), x.device)
+    padded = x.new_full((len(groups.source), x.shape[1]), torch.nan).index_copy(0, groups.place, x)
+    assert int(padded.isnan().any(1).sum()) == len(padded) - len(x) > 0
+    plain, transpose = parts
+    expected = quantized(x, groups, plain=plain, transpose=transpose)
+    found = quantize_groups(
+        padded, groups.group_of, len(groups.ends), source=groups.padded_source, plain=plain, transpose=transpose
+    )
+    for name in ("data", "scale", "turned", "turned_scale"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one.float(), other.float()), name
+
+
 def test_weights_are_quantized_expert_by_expert() -> None:
     torch.manual_seed(4)
     weight = torch.randn(3, 32, 48).bfloat16()
