@@ -27,16 +27,14 @@ class PaddedGroups:
     """Groups of rows, each padded to a multiple of `GRAIN` rows; only the device knows how many.
 
     ``num_rows`` is an upper limit. ``place`` has the padded row of each row, and ``source`` the row of each padded row,
-    or -1. ``padded_source`` is the source in rows that are padded already: their own index, or -1. ``group_of`` has the group of each `GRAIN` padded rows, and after the last group the number of groups.
+    or -1. ``group_of`` has the group of each `GRAIN` padded rows, and after the last group the number of groups.
 
-    Shapes: ``ends: [groups]``, ``source, padded_source: [num_rows]``, ``group_of: [num_rows / GRAIN]`` int32, ``place:
-    [n]`` int64.
+    Shapes: ``ends: [groups]``, ``source: [num_rows]``, ``group_of: [num_rows / GRAIN]`` int32, ``place: [n]`` int64.
     """
 
     ends: RowEnds
     place: torch.Tensor
     source: torch.Tensor
-    padded_source: torch.Tensor
     group_of: torch.Tensor
 
     @classmethod
@@ -52,10 +50,9 @@ class PaddedGroups:
         group = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
         place = rows + (padded_ends - padded_sizes - ends + sizes)[group]
         source = torch.full((most,), -1, dtype=torch.int32, device=device).index_copy_(0, place, rows.int())
-        padded_source = torch.full_like(source, -1).index_copy_(0, place, place.int())
         blocks = torch.arange(0, most, GRAIN, device=device)
         group_of = torch.searchsorted(padded_ends, blocks, right=True).int()
-        return cls(RowEnds(padded_ends.int()), place, source, padded_source, group_of)
+        return cls(RowEnds(padded_ends.int()), place, source, group_of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +82,13 @@ def quantize_groups(
     num_groups: int,
     *,
     source: torch.Tensor | None = None,
+    is_padded: bool = False,
     plain: bool,
     transpose: bool,
 ) -> QuantizedGroups:
     """Quantize groups of rows, their transposes, or both; ``source`` and ``group_of`` as in `PaddedGroups`.
+
+    With ``is_padded`` the rows are at their padded places, and rows without a source count as zeros.
 
     Shapes: ``x: [m, width]``, ``source: [n]``, ``group_of: [n / GRAIN]``, without a source ``n = m``.
     """
@@ -96,9 +96,11 @@ def quantize_groups(
     if runs_on_triton(x) and casts_to_float8(x.device.type):
         from megatron.core.ops.triton import cast_groups
 
-        first, second = cast_groups(x, source, group_of, num_groups, plain=plain, transpose=transpose)
+        forms = {"plain": plain, "transpose": transpose}
+        first, second = cast_groups(x, source, group_of, num_groups, is_padded=is_padded, **forms)
         return QuantizedGroups(*(first or (None, None)), *(second or (None, None)))
-    rows = x if source is None else x[source.clamp(min=0)].masked_fill((source < 0)[:, None], 0.0)
+    rows = x if source is None or is_padded else x[source.clamp(min=0)]
+    rows = rows if source is None else rows.masked_fill((source < 0)[:, None], 0.0)
     of_rows = group_of.repeat_interleave(GRAIN)
     rows = rows.masked_fill((of_rows >= num_groups)[:, None], 0.0)
     data = scale = turned = turned_scale = None

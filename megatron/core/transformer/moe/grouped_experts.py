@@ -287,8 +287,8 @@ def _quantized(
     x: torch.Tensor, groups: PaddedGroups, is_padded: bool, *, plain: bool, transpose: bool
 ) -> QuantizedGroups:
     """Quantize rows, or with ``is_padded`` padded rows, in which the rows of padding may have any values."""
-    number, source = len(groups.ends), groups.padded_source if is_padded else groups.source
-    return quantize_groups(x, groups.group_of, number, source=source, plain=plain, transpose=transpose)
+    number, forms = len(groups.ends), {"plain": plain, "transpose": transpose}
+    return quantize_groups(x, groups.group_of, number, source=groups.source, is_padded=is_padded, **forms)
 
 
 def _add_scaled_gradients(

@@ -66,7 +66,13 @@ def test_padded_rows_are_quantized_like_rows_whatever_their_padding(parts: tuple
     plain, transpose = parts
     expected = quantized(x, groups, plain=plain, transpose=transpose)
     found = quantize_groups(
-        padded, groups.group_of, len(groups.ends), source=groups.padded_source, plain=plain, transpose=transpose
+        padded,
+        groups.group_of,
+        len(groups.ends),
+        source=groups.source,
+        is_padded=True,
+        plain=plain,
+        transpose=transpose,
     )
     for name in ("data", "scale", "turned", "turned_scale"):
         one, other = getattr(found, name), getattr(expected, name)
@@ -95,12 +101,21 @@ def check_programs(dtype: torch.dtype, has_bad: bool) -> None:
         x[8, 3], x[20, 4] = float("nan"), float("inf")
     groups = PaddedGroups.of(row_counts(COUNTS), len(x), x.device)
     whole = torch.randn(2 * GRAIN, 70).to(dtype)
+    long = torch.randn(GRAIN, 4100).to(dtype)
+    padded = x.new_full((len(groups.source), x.shape[1]), torch.nan).index_copy(0, groups.place, x)
+    of_padded = {"source": groups.source, "is_padded": True}
     of_whole = torch.arange(2, dtype=torch.int32)
     for plain, transpose in [(True, True), (True, False), (False, True)]:
         parts = {"plain": plain, "transpose": transpose}
-        expected = quantized(x, groups, **parts), quantize_groups(whole, of_whole, 2, **parts)
+        arguments = (
+            ((x, groups.group_of, len(groups.ends)), {"source": groups.source}),
+            ((padded, groups.group_of, len(groups.ends)), of_padded),
+            ((whole, of_whole, 2), {}),
+            ((long, of_whole[:1], 1), {}),
+        )
+        expected = [quantize_groups(*given, **more, **parts) for given, more in arguments]
         with cpu_runs_on_triton():
-            actual = quantized(x, groups, **parts), quantize_groups(whole, of_whole, 2, **parts)
+            actual = [quantize_groups(*given, **more, **parts) for given, more in arguments]
         for mine, theirs in zip(actual, expected, strict=True):
             for name in ("data", "scale", "turned", "turned_scale"):
                 one, other = getattr(mine, name), getattr(theirs, name)
