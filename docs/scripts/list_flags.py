@@ -42,6 +42,11 @@ GROUPS = {
     "FaultConfig": "Fault tolerance",
     "RestartConfig": "In-process restart",
     "SourceConfig": "Presets and configuration files",
+    "VariantConfig": "Hybrid",
+    "LinearAttentionConfig": "Hybrid",
+    "PatternConfig": "Hybrid",
+    "MambaConfig": "Hybrid",
+    "HybridConfig": "Hybrid",
 }
 """The section of the page for each class that defines flags, in the order of the page."""
 

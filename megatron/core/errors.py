@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 
 def choices(values: Iterable[object]) -> str:
     """Format the accepted values for a message; return ``none`` if there are none."""
     return ", ".join(map(str, values)) or "none"
+
+
+def divisors(number: int, limit: int) -> str:
+    """Format the divisors of a number up to a limit, for messages."""
+    return choices(size for size in divisors_of(abs(number)) if size <= limit)
+
+
+def divisors_of(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order; empty for other numbers."""
+    small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 class MegatronError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron.core.transformer import GATED_DELTA_NET, LINEAR_ATTENTION
 from megatron.verification.cells import DROPOUT, MODULES, SHAPES, Cell, Layout, make_cell
 from megatron.verification.model_cells import ExpertLayout
 from megatron.verification.training_cells import FUSED_LORA, LORA, MUON, fully_sharded
@@ -156,9 +157,10 @@ def _cells() -> Iterator[Cell]:
         yield make_hybrid_cell(
             shape, Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True), extra=MUON
         )
-    kimi = ("--experimental-attention-variant", "kimi_delta_attention")
-    for layout in (*_DENSE_LAYOUTS, Layout(tp=2, sequence_parallel=True, recompute=MODULES)):
-        yield make_hybrid_cell("delta-net", layout, extra=kimi)
+    for name in LINEAR_ATTENTION:
+        for layout in (*_DENSE_LAYOUTS, Layout(tp=2, sequence_parallel=True, recompute=MODULES)):
+            if name != GATED_DELTA_NET:
+                yield make_hybrid_cell("delta-net", layout, extra=("--experimental-attention-variant", name))
     for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(cp=2)):
         yield make_hybrid_cell("delta-net", layout, extra=("--mtp-num-layers", "1"))
     for layout in (

@@ -58,6 +58,82 @@ sharded = make_cell("gpt2", Layout(tp=2, dp=2, sharding="optim"), extra=["--para
 config = resolve_cell(sharded.flags, 4, "float32")
 assert record_step(config, 0, *parts) == step_traffic(config, 0, (9, 0))
 """,
+    "recurrent_layer": """
+import torch
+from transformers import MiniMaxConfig
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+import pretrain_gpt
+from megatron.core.config_base import from_fields
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.inference_request import GenerationRequest
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.ops.attention_pattern import CAUSAL
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.lightning_attention import LightningAttention
+from megatron.planner.communication import step_traffic
+from megatron.verification.cells import Layout
+from megatron.verification.collective_recorder import record_step
+from megatron.verification.hybrid_cells import make_hybrid_cell
+from megatron.verification.run_cell import resolve_cell
+from megatron.verification.verifier import Verifier
+from megatron.verification.worker_pool import WorkerPool
+from tests.unit.core.inference.small_models import build, odd_config, whole_logits
+variant = ["--experimental-attention-variant", "lightning_attention"]
+torch.set_default_dtype(torch.float64)  # Theirs computes the decays in the default type.
+heads, dim, hidden, layers = 3, 4, 24, 5
+sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads, "linear_key_head_dim": dim}
+fields = {**sizes, "linear_value_head_dim": dim, "num_layers": layers, "hidden_size": hidden, "num_attention_heads": 4}
+fields |= {"hybrid_override_pattern": "L" * layers, "params_dtype": "float64", "norm_epsilon": 1e-4}
+ours = LightningAttention(from_fields(GPTConfig, **fields), 2, single_rank_group(), "cpu")
+for name, parameter in ours.named_parameters():
+    torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+settings = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": dim}
+settings |= {"num_hidden_layers": layers, "rms_norm_eps": 1e-4, "block_size": 16}
+theirs = MiniMaxLightningAttention(MiniMaxConfig(**settings), 2).double()
+theirs.norm = torch.nn.RMSNorm(heads * dim, eps=1e-4)  # Theirs is computed in float32.
+# Their rows are stacked per head.
+*qkv, gate = (part.detach() for part in ours.in_proj.weight.chunk(4))
+of_heads = torch.stack([part.view(heads, dim, hidden) for part in qkv], dim=1).flatten(0, 2)
+with torch.no_grad():
+    theirs.qkv_proj.weight.copy_(of_heads)
+    theirs.output_gate.weight.copy_(gate)
+    theirs.norm.weight.copy_(ours.out_norm.weight)
+    theirs.out_proj.weight.copy_(ours.out_proj.weight)
+inputs = [torch.randn(2, 71, hidden, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+expected, _ = theirs(inputs[0], None, None)[:2]
+actual = ours(inputs[1].transpose(0, 1), CAUSAL, None).hidden.transpose(0, 1)
+torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+weights = torch.randn_like(expected)
+for output in (actual, expected):
+    (output * weights).sum().backward()
+torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-11, atol=1e-11)
+torch.testing.assert_close(ours.out_norm.weight.grad, theirs.norm.weight.grad, rtol=1e-11, atol=1e-11)
+torch.set_default_dtype(torch.float32)
+alone = describe_parallel_state(0, 1)
+fields |= {"linear_num_value_heads": 6, "hybrid_override_pattern": "L*L-L"}
+model = build(odd_config(**fields), alone.tp)
+engine, prompts = InferenceEngine(model, alone), ((3, 1, 4), (15, 92, 6, 53, 58), (9,))
+request = GenerationRequest(prompts=prompts, max_new_tokens=6, sampling=SamplingConfig(greedy=True))
+for prompt, found in zip(prompts, engine.generate(request), strict=True):
+    tokens = list(prompt)
+    for _ in range(6):
+        tokens.append(int(whole_logits(model, torch.tensor([tokens]))[-1, 0, :101].argmax()))
+    assert found.tokens == tokens[len(prompt):], found
+layouts = (Layout(tp=2, sequence_parallel=True), Layout(cp=2), Layout(cp=2, passes_states=True))
+parts = (pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+with WorkerPool(2) as pool:
+    for layout in layouts:
+        report = Verifier(pool, *parts).check(make_hybrid_cell("delta-net", layout, "packed", extra=variant))
+        assert report.outcome == "passed", report.describe()
+sharded = make_hybrid_cell("delta-net", Layout(tp=2, dp=2, sharding="optim"), extra=variant)
+config = resolve_cell(sharded.flags, 4, "float32")
+assert record_step(config, 0, *parts) == step_traffic(config, 0, (9, 0))
+more = [*variant, "--linear-attention-freq", "2"]
+check_other_formats(flags, ["--hybrid-override-pattern", "L*"], "hybrid_layers 'L *'")
+check_rejected([*flags, *more, "--linear-conv-kernel-dim", "3"], "--linear-conv-kernel-dim 3 has no effect")
+""",
     "linear_feature": """
 import torch
 from megatron.core.parallel_config import ParallelConfig
@@ -247,7 +323,10 @@ assert tokenizer.tokenize("aé\\n") == [1, 3, 0]
 assert tokenizer.detokenize([*tokenizer.tokenize("aé"), tokenizer.eod_id]) == "aé"
 """,
 }
-TRAINED = ("flag", "layer_kind", "linear_feature", "attention_feature", "model", "checkpoint_format", "family")
+TRAINED = (
+    *("flag", "layer_kind", "recurrent_layer", "linear_feature", "attention_feature", "model", "checkpoint_format"),
+    "family",
+)
 """Recipes whose use takes the longest; by default their patches are only compared with the files."""
 MOST_FILES = 5
 PREAMBLE = """

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 
 from megatron.config import RunConfig
-from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
+from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check
 from megatron.core.config_base import field_specs
-from megatron.core.context_parallel import copies_of_key_value_heads
-from megatron.core.errors import ConfigurationError, choices
+from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import (
-    ATTENTION,
     ATTENTION_AND_MAMBA,
     GATED_ACTIVATIONS,
     LINEAR_ATTENTION,
-    MAMBA,
     MOE,
-    NAMES_OF_RECURRENCES,
+    RECURRENT_KINDS,
     SPARSE_ATTENTION,
     HybridConfig,
     LayerParts,
     MLAConfig,
     RotaryConfig,
+    recurrent_kinds_of,
 )
 
-_PREFIXES = {
-    "linear_": (LINEAR_ATTENTION, "gated delta-net or KDA layer"),
-    "mamba_": ((MAMBA,), "Mamba-2 layer"),
-    "parallel_": ((ATTENTION_AND_MAMBA,), "layer of attention and Mamba-2"),
-}
-"""Layers with the flags of a prefix, and their name."""
 _OF_ATTENTION = (
     *("attention_output_gate", "multi_latent_attention", "qk_layernorm", "window_size", "softmax_type"),
     *("attn_logit_softcapping", "no_rope_freq", "qk_clip", "clip_qkv", "log_max_attention_logit"),
@@ -71,10 +64,12 @@ def _check_pattern(config: RunConfig) -> Iterator[str]:
         return
     if hybrid.has_linear_attention:
         if hybrid.hybrid_override_pattern is not None:
+            kinds = [RECURRENT_KINDS[name] for name in LINEAR_ATTENTION]
+            *most, last = (f"{kind.symbol} for {kind.title}" for kind in kinds)
+            symbols = f"{', '.join(most)} and {last}"
             yield (
                 f"--experimental-attention-variant {hybrid.experimental_attention_variant} and "
-                "--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbols are G for gated "
-                "delta-net and K for KDA)"
+                f"--hybrid-override-pattern exclude each other; omit one of them (the pattern's symbols are {symbols})"
             )
             return
         if hybrid.linear_attention_freq is None:
@@ -135,77 +130,34 @@ def _check_shapes(config: RunConfig) -> Iterator[str]:
     parts = _parts(model)
     if not parts:
         return
-    used = {each.mixer for each in parts}
-    if ATTENTION_AND_MAMBA in used:
-        used |= {ATTENTION, MAMBA}
+    kinds, has_attention = recurrent_kinds_of(parts), any(each.has_attention for each in parts)
+    has_both = any(each.mixer == ATTENTION_AND_MAMBA for each in parts)
     for spec in field_specs(HybridConfig):
-        for prefix, (mixers, name) in _PREFIXES.items():
-            value = getattr(hybrid, spec.name)
-            is_idle = spec.name.startswith(prefix) and value != spec.default and used.isdisjoint(mixers)
-            # Another check reports flags of Mamba-2 without a pattern.
-            is_checked = prefix != "linear_" and hybrid.hybrid_override_pattern is None
-            if is_idle and not is_checked and spec.name != "linear_attention_freq":
-                yield f"{spec.typed(value)} has no effect: the model has no {name}; omit it"
-    absent = dict.fromkeys(_OF_ATTENTION, "attention") if ATTENTION not in used else {}
+        name, value = spec.name, getattr(hybrid, spec.name)
+        # Another check reports flags that need a pattern.
+        is_checked = spec.options.needs == "hybrid_override_pattern" and hybrid.hybrid_override_pattern is None
+        if value == spec.default or is_checked:
+            continue
+        readers = [kind for kind in RECURRENT_KINDS.values() if kind.reads(name)]
+        is_read, layers = any(kind in kinds for kind in readers), " or ".join(kind.title for kind in readers) + " layer"
+        if name.startswith("parallel_"):
+            is_read, layers = has_both, "layer of attention and Mamba-2"
+        elif not readers:
+            continue
+        if not is_read:
+            yield f"{spec.typed(value)} has no effect: the model has no {layers}; omit it"
+    absent = {} if has_attention else dict.fromkeys(_OF_ATTENTION, "attention")
     if not any(each.feed_forward for each in parts):
         absent |= dict.fromkeys(_OF_FEED_FORWARD, "feed-forward")
     for name, part in absent.items():
         found = config.flag(name)
         if found is not None and found[1] != found[0].default:
             yield f"{found[0].typed(found[1])} has no effect: the model has no {part} layer; omit it"
-    if ATTENTION not in used and model.position_embedding_type == "alibi":
+    if not has_attention and model.position_embedding_type == "alibi":
         yield "--position-embedding-type alibi has no effect: the model has no attention layer; use none"
-    tensor = max(model.tensor_model_parallel_size, 1)
-    if not used.isdisjoint(LINEAR_ATTENTION):
-        keys, values = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads
-        if values % keys:
-            yield (
-                f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}; numbers of key "
-                f"heads that work: {divisors(values, values)}"
-            )
-        yield from _check_sharding("--linear-num-key-heads", keys, tensor)
-        yield from _check_sharding("--linear-num-value-heads", values, tensor)
-        yield from _check_context(config, "--linear-num-value-heads", values, "--linear-num-key-heads", keys)
-    if MAMBA in used:
-        if hybrid.mamba_num_heads is None and 2 * model.hidden_size % hybrid.mamba_head_dim:
-            yield (
-                f"twice --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim "
-                f"{hybrid.mamba_head_dim}; change it, or pass --mamba-num-heads"
-            )
-            return
-        heads, groups = hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups
-        if heads % groups:
-            yield (
-                f"{heads} Mamba-2 heads are not divisible by --mamba-num-groups {groups}; numbers of groups that work: "
-                f"{divisors(heads, heads)}"
-            )
-        elif heads % tensor:
-            yield (
-                f"{heads} Mamba-2 heads are not divisible by --tensor-model-parallel-size {tensor}; sizes that work: "
-                f"{divisors(heads, heads)}"
-            )
-        elif tensor % groups == 0:
-            if groups * hybrid.mamba_state_dim % tensor:
-                yield (
-                    f"--mamba-num-groups {groups} x --mamba-state-dim {hybrid.mamba_state_dim} is not divisible by "
-                    f"--tensor-model-parallel-size {tensor}, whose ranks share a group; use another size"
-                )
-        else:
-            yield from _check_sharding("--mamba-num-groups", groups, tensor)
-        multipliers = hybrid.mamba_multipliers
-        if len(multipliers) != 5 or min(multipliers) <= 0:
-            given = " ".join(map(str, multipliers))
-            yield f"--mamba-multipliers {given}: five numbers greater than 0 are expected, of z, x, B, C and dt"
-        lower, upper = hybrid.mamba_dt_lower_limit, hybrid.mamba_dt_upper_limit
-        if upper is not None and lower > upper:
-            yield f"--mamba-dt-lower-limit {lower} is above --mamba-dt-upper-limit {upper}; use a smaller lower limit"
-        yield from _check_context(config, "--mamba-num-heads", heads, "--mamba-num-groups", groups)
-        if groups < tensor and model.context_parallel_size > 1 and model.recurrent_cp_comm_type == "a2a":
-            yield (
-                f"--mamba-num-groups {groups} is below --tensor-model-parallel-size {tensor}, which is not supported "
-                f"with --context-parallel-size {model.context_parallel_size} and --recurrent-cp-comm-type a2a; use "
-                f"--recurrent-cp-comm-type all_gather, or at most {groups} tensor-parallel ranks"
-            )
+    # Kinds of linear attention have the same checks.
+    problems = (kind.check_shapes(hybrid, model.hidden_size, model) for kind in kinds)
+    yield from dict.fromkeys(itertools.chain.from_iterable(problems))
 
 
 def flags_of_absent_layers(config: RunConfig, given: Collection[str]) -> Iterator[str]:
@@ -234,31 +186,6 @@ def flags_of_absent_layers(config: RunConfig, given: Collection[str]) -> Iterato
             yield f"{typed} has no effect: the model has no {part} layer; omit it"
 
 
-def _check_sharding(name: str, number: int, tensor: int) -> Iterator[str]:
-    if number % tensor:
-        yield (
-            f"{name} {number} is not divisible by --tensor-model-parallel-size {tensor}; sizes that work: "
-            f"{divisors(number, number)}"
-        )
-
-
-def _check_context(config: RunConfig, name: str, heads: int, name_of_groups: str, groups: int) -> Iterator[str]:
-    """Reject context-parallel ranks that cannot share the heads of a recurrent layer."""
-    model = config.model
-    tensor, context = max(model.tensor_model_parallel_size, 1), model.context_parallel_size
-    is_exchanged = context > 1 and model.recurrent_cp_comm_type == "a2a"
-    if not is_exchanged or heads % groups or heads % tensor or groups % tensor:
-        return
-    own_heads, own_groups = heads // tensor, groups // tensor
-    if copies_of_key_value_heads(own_heads, own_groups, context) is None:
-        sizes = [size for size in range(1, own_heads + 1) if copies_of_key_value_heads(own_heads, own_groups, size)]
-        yield (
-            f"{name} {heads} with {name_of_groups} {groups}: the {own_heads} heads of a tensor-parallel rank, in "
-            f"{own_groups} groups, cannot be divided among --context-parallel-size {context} ranks; context-parallel "
-            f"sizes that work: {choices(sizes)}; or use --recurrent-cp-comm-type all_gather"
-        )
-
-
 def _check_exchanges(config: RunConfig) -> Iterator[str]:
     """Reject communication types of context parallelism that the layers do not have.
 
@@ -268,7 +195,7 @@ def _check_exchanges(config: RunConfig) -> Iterator[str]:
     exchanges, own, context = model.cp_comm_type, model.recurrent_cp_comm_type, model.context_parallel_size
     if context <= 1 or not parts:
         return
-    if not any(each.has_recurrence for each in parts):
+    if not any(each.recurrence for each in parts):
         if own != "a2a":
             yield f"--recurrent-cp-comm-type {own} has no effect: the model has no recurrent layer; omit it"
         return
@@ -279,9 +206,9 @@ def _check_exchanges(config: RunConfig) -> Iterator[str]:
             f"have --recurrent-cp-comm-type {own}; omit it"
         )
     for number, (each, exchange) in enumerate(zip(parts, exchanges, strict=False)):
-        if len(exchanges) == len(parts) and each.mixer in NAMES_OF_RECURRENCES and exchange != own:
+        if len(exchanges) == len(parts) and each.mixer in RECURRENT_KINDS and exchange != own:
             yield (
-                f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({NAMES_OF_RECURRENCES[each.mixer]}) "
+                f"--cp-comm-type {' '.join(exchanges)}: layer {number + 1} ({RECURRENT_KINDS[each.mixer].title}) "
                 f"has --recurrent-cp-comm-type {own}, and not {exchange}; use {own} for it"
             )
             break

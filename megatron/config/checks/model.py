@@ -13,27 +13,22 @@ from megatron.config.checks.parallelism import (
     LAYOUT_FIELDS,
     Check,
     attention_shapes,
-    divisors,
     query_groups,
 )
 from megatron.core.config_base import field_specs, field_value, with_fields
-from megatron.core.errors import ConfigurationError, choices
+from megatron.core.errors import ConfigurationError, choices, divisors
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import layout_problems, mtp_modules_per_stage
 from megatron.core.registry import is_registered
 from megatron.core.transformer import (
-    ATTENTION,
-    ATTENTION_AND_MAMBA,
     FOUR_BIT_BLOCK,
     GATED_ACTIVATIONS,
-    GATED_DELTA_NET,
-    KIMI_DELTA_ATTENTION,
-    LINEAR_ATTENTION,
-    MAMBA,
-    NAMES_OF_RECURRENCES,
     HybridConfig,
+    LayerParts,
+    RecurrentKind,
     adapted_parts,
+    recurrent_kinds_of,
 )
 
 _PATTERN = ("num_layers", "experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern")
@@ -342,17 +337,12 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
         yield f"{refused} --cpu-offloading-weights cannot offload quantized weights; omit it"
     tp, experts = max(model.tensor_model_parallel_size, 1), max(model.parallel_sizes.expert_tp, 1)
     widths = {"--hidden-size": (model.hidden_size, 1)}
-    mixers = _mixers(model)
-    if ATTENTION in mixers:
+    parts = _layer_parts(model)
+    if any(each.has_attention for each in parts):
         for own, flag, _ in attention_shapes(model):
             widths[f"--num-attention-heads x {flag}"] = own.context_size, tp
-    if not mixers.isdisjoint(LINEAR_ATTENTION):
-        widths["--linear-num-value-heads x --linear-value-head-dim"] = model.hybrid.linear_value_size, tp
-    if KIMI_DELTA_ATTENTION in mixers:
-        widths["--linear-value-head-dim"] = model.hybrid.linear_value_head_dim, 1
-    if MAMBA in mixers:
-        inner = model.hybrid.inner_size(MAMBA, model.hidden_size)
-        widths["--mamba-num-heads x --mamba-head-dim"] = inner, tp
+    for kind in recurrent_kinds_of(parts):
+        widths |= kind.input_widths(model.hybrid, model.hidden_size, tp)
     if model.moe.num_experts is None or model.moe.moe_layer_freq.strip() != "1":
         widths["--ffn-hidden-size"] = (model.ffn_hidden_size, tp)
     if model.moe.num_experts is not None:
@@ -1173,7 +1163,8 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"--ffn-hidden-size {width} is {width // tensor} on each tensor-parallel rank, {needed}; "
             f"use {_rounded(width, multiple * tensor)}"
         )
-    if ATTENTION not in _mixers(model) or model.mla.multi_latent_attention:
+    has_attention = any(each.has_attention for each in _layer_parts(model))
+    if not has_attention or model.mla.multi_latent_attention:
         return
     for own, flag, _ in attention_shapes(model):
         yield from _check_head_channels(own, flag, multiple, needed)
@@ -1222,73 +1213,53 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
             yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
 
 
-def _mixers(model: GPTConfig) -> set[str | None]:
-    """Return the kinds of sequence mixers of the layers, or nothing if another check reports an invalid pattern."""
+def _layer_parts(model: GPTConfig) -> tuple[LayerParts, ...]:
+    """Return the parts of the layers, or nothing if another check reports an invalid pattern."""
     try:
-        mixers = {parts.mixer for parts in model.layer_parts}
+        return model.layer_parts
     except ValueError:
-        return set()
-    return mixers | ({ATTENTION, MAMBA} if ATTENTION_AND_MAMBA in mixers else set())
+        return ()
 
 
-def _projection_widths(model: GPTConfig, mixer: str, heads: str, number: int) -> tuple[int, int]:
+def _projection_widths(model: GPTConfig, kind: RecurrentKind[HybridConfig], heads: str, number: int) -> tuple[int, int]:
     """Return the rows of a recurrent layer's input projection and the columns of its output projection on a rank.
 
     ``heads`` is the field of its number of heads, for which ``number`` is taken.
     """
-    hybrid = with_fields(model.hybrid, **{heads: number})
-    rows, columns = hybrid.projection_rows(mixer, model.hidden_size), hybrid.inner_size(mixer, model.hidden_size)
-    return sum(rows) // model.tensor_model_parallel_size, columns // model.tensor_model_parallel_size
+    hybrid, tensor = with_fields(model.hybrid, **{heads: number}), model.tensor_model_parallel_size
+    rows, columns = kind.projection_rows(hybrid, model.hidden_size), kind.inner_size(hybrid, model.hidden_size)
+    return sum(rows) // tensor, columns // tensor
 
 
 def _check_recurrent_widths(config: RunConfig) -> Iterator[str]:
-    model, hybrid, multiple = config.model, config.model.hybrid, _multiple(config)
+    model, multiple = config.model, _multiple(config)
     tensor = model.tensor_model_parallel_size
     if not model.fp8.is_quantized or tensor <= 0:
         return
-    of_delta = "linear_num_value_heads", hybrid.linear_num_value_heads, hybrid.linear_num_key_heads
-    shapes = {
-        GATED_DELTA_NET: of_delta,
-        KIMI_DELTA_ATTENTION: of_delta,
-        MAMBA: ("mamba_num_heads", hybrid.mamba_heads(model.hidden_size), hybrid.mamba_num_groups),
-    }
-    for mixer, (field, heads, groups) in shapes.items():
-        # Tensor-parallel ranks may share a group of Mamba-2 heads.
-        is_sharded = groups % tensor == 0 or (mixer == MAMBA and tensor % groups == 0)
+    needed, kinds = f"but {_asked(config)} needs a multiple of {multiple}", recurrent_kinds_of(_layer_parts(model))
+    for kind in kinds:
+        field, heads, groups = kind.heads(model.hybrid, model.hidden_size)
+        is_sharded = groups % tensor == 0 or (kind.shares_groups and tensor % groups == 0)
         step = max(groups, tensor)
-        if mixer not in _mixers(model) or not is_sharded or heads % step:
-            continue  # The checks of the shapes report the last two.
-        rows, columns = _projection_widths(model, mixer, field, heads)
+        if not is_sharded or heads % step:
+            continue  # The checks of the shapes report it.
+        rows, columns = _projection_widths(model, kind, field, heads)
         if rows % multiple == columns % multiple == 0:
             continue
         numbers = range(heads + step, heads + step * multiple + 1, step)
         fitting = (
             number
             for number in numbers
-            if not any(width % multiple for width in _projection_widths(model, mixer, field, number))
+            if not any(width % multiple for width in _projection_widths(model, kind, field, number))
         )
         number, typed = next(fitting, None), f"--{field.replace('_', '-')}"
         yield (
-            f"{typed} {heads} gives the projections of a {NAMES_OF_RECURRENCES[mixer]} layer {rows} rows and {columns} "
-            f"columns on each tensor-parallel rank, but {_asked(config)} needs a multiple of {multiple}; use "
+            f"{typed} {heads} gives the projections of a {kind.title} layer {rows} rows and {columns} columns on each "
+            f"tensor-parallel rank, {needed}; use "
             + (f"{typed} {number}" if number else f"heads whose widths are multiples of {multiple}")
         )
-    if KIMI_DELTA_ATTENTION not in _mixers(model):
-        return
-    needed = f"but {_asked(config)} needs a multiple of {multiple}"
-    rank, keys = hybrid.linear_value_head_dim, hybrid.linear_num_key_heads
-    if rank % multiple:
-        yield (
-            f"--linear-value-head-dim {rank} is the width of the low-rank projections of a KDA layer, {needed}; use "
-            f"{_rounded(rank, multiple)}"
-        )
-    if keys % tensor == 0 and hybrid.linear_key_size // tensor % multiple:
-        width = hybrid.linear_key_head_dim
-        wider = next(each for each in count(width) if keys // tensor * each % multiple == 0)
-        yield (
-            f"--linear-key-head-dim {width} makes {hybrid.linear_key_size // tensor} key channels of a KDA layer on "
-            f"each tensor-parallel rank, {needed}; use {wider}"
-        )
+    for kind in kinds:
+        yield from kind.check_quantized_widths(model.hybrid, tensor, multiple, needed)
 
 
 def _check_tokens(config: RunConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron.config import RunConfig
 from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
-from megatron.core.errors import ConfigurationError, choices
+from megatron.core.errors import ConfigurationError, choices, divisors
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel import default_schedule, layout_problems, schedule_problems
@@ -23,17 +23,6 @@ class Check:
 
     reads: tuple[str, ...]
     find: Callable[[RunConfig], Iterable[str]]
-
-
-def divisors(number: int, limit: int) -> str:
-    """Format the divisors of a number up to a limit, for messages."""
-    return choices(size for size in divisors_of(abs(number)) if size <= limit)
-
-
-def divisors_of(number: int) -> list[int]:
-    """Return the divisors of a positive number in ascending order; empty for other numbers."""
-    small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
 
 
 ATTENTION_SHAPE = ("global_kv_channels", "global_num_query_groups", "num_query_groups", "kv_channels")

@@ -15,7 +15,7 @@ from megatron.config import (
     extra_validation_sets,
 )
 from megatron.config.checks import hybrid, model, parallelism
-from megatron.config.checks.parallelism import Check, divisors_of, has_whole_copies
+from megatron.config.checks.parallelism import Check, has_whole_copies
 from megatron.core.config_base import BELOW_ONE
 from megatron.core.datasets import (
     ConversationFile,
@@ -26,7 +26,7 @@ from megatron.core.datasets import (
     split_boundaries,
     suggest_split,
 )
-from megatron.core.errors import ConfigurationError, DataError, StorageError, choices
+from megatron.core.errors import ConfigurationError, DataError, StorageError, choices, divisors_of
 from megatron.core.object_store import PACKAGES, is_url, url_problem
 from megatron.core.optimizer import parse_optimizer_args, parse_override, styles_unknown_to_megatron
 from megatron.core.parallel_config import MODEL_SIZE_NAMES

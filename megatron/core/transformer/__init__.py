@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     )
     from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
     from megatron.core.transformer.gated_attention import GatedAttention
+    from megatron.core.transformer.gated_delta_net_kind import GATED_DELTA_NET
     from megatron.core.transformer.hybrid_config import (
         ATTENTION,
         ATTENTION_AND_MAMBA,
-        GATED_DELTA_NET,
-        KIMI_DELTA_ATTENTION,
         LINEAR_ATTENTION,
-        MAMBA,
         MOE,
-        NAMES_OF_RECURRENCES,
+        RECURRENT_KINDS,
         SPARSE_ATTENTION,
         SYMBOLS,
         HybridConfig,
         LayerParts,
         layer_parts,
         pattern_symbols,
+        recurrent_kinds_of,
     )
+    from megatron.core.transformer.kimi_delta_attention_kind import KIMI_DELTA_ATTENTION
     from megatron.core.transformer.kv_cache import KeyValueCache
     from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
     from megatron.core.transformer.lora import add_adapters, quantize_base
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         linear_layers_of,
         plain_names,
     )
+    from megatron.core.transformer.mamba_kind import MAMBA
     from megatron.core.transformer.mlp import (
         ACTIVATIONS,
         MLP,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     )
     from megatron.core.transformer.per_layer_input import PerLayerInputs
     from megatron.core.transformer.qk_clip import QueryKeyClip, largest_logits
+    from megatron.core.transformer.recurrent_kind import RecurrentKind
     from megatron.core.transformer.rotary_pos_embedding import (
         RotaryAngles,
         RotaryEmbedding,
@@ -119,10 +121,12 @@ __getattr__ = lazy_exports(
         "cuda_graphs": "GraphedLayers",
         "dropout": "HiddenDropout keys_of_rank require_keys",
         "gated_attention": "GatedAttention",
+        "gated_delta_net_kind": "GATED_DELTA_NET",
         "hybrid_config": (
-            "ATTENTION ATTENTION_AND_MAMBA GATED_DELTA_NET KIMI_DELTA_ATTENTION LINEAR_ATTENTION MAMBA MOE "
-            "NAMES_OF_RECURRENCES SPARSE_ATTENTION SYMBOLS HybridConfig LayerParts layer_parts pattern_symbols"
+            "ATTENTION ATTENTION_AND_MAMBA LINEAR_ATTENTION MOE RECURRENT_KINDS SPARSE_ATTENTION SYMBOLS HybridConfig "
+            "LayerParts layer_parts pattern_symbols recurrent_kinds_of"
         ),
+        "kimi_delta_attention_kind": "KIMI_DELTA_ATTENTION",
         "kv_cache": "KeyValueCache",
         "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
         "lora": "add_adapters quantize_base",
@@ -130,12 +134,14 @@ __getattr__ = lazy_exports(
             "ADAPTERS FOUR_BIT_BLOCK GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE TRANSFORMER_LAYERS WHOLE "
             "adapted_parts linear_layers_of plain_names"
         ),
+        "mamba_kind": "MAMBA",
         "mlp": "ACTIVATIONS FeedForward MLP MLPSubmodules activation_of megatron_activation with_scaled_gate",
         "multi_latent_attention": "LatentAttention ReplicatedLinear join_heads",
         "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
         "norm": "Norm ResidualNorm ResidualSum add_and_normalize add_branch make_norm normalize",
         "per_layer_input": "PerLayerInputs",
         "qk_clip": "QueryKeyClip largest_logits",
+        "recurrent_kind": "RecurrentKind",
         "rotary_pos_embedding": (
             "RotaryAngles RotaryEmbedding apply_rotary apply_rotary_to_both factor_frequencies "
             "proportional_frequencies split_and_rotate yarn_frequencies"

@@ -27,14 +27,13 @@ from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelCon
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
-    KIMI_DELTA_ATTENTION,
     MOE,
-    NUM_KDA_MAPS,
     SPARSE_ATTENTION,
     HybridConfig,
     LayerParts,
     format_layers,
     layer_parts,
+    recurrent_kinds_of,
 )
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts, linear_layers_of
@@ -1141,8 +1140,8 @@ class DecoderConfig(ParallelConfig, in_args=True):
     def float8_places(self) -> Fp8TensorIndex:
         """Return the index of the tensors for which delayed scaling keeps an amax history."""
         maps, further = self.mla.num_attention_maps, self.mtp.mtp_depth
-        if any(parts.mixer == KIMI_DELTA_ATTENTION for parts in self.layer_parts):
-            maps = max(maps, NUM_KDA_MAPS)
+        for kind in recurrent_kinds_of(self.layer_parts):
+            maps = max(maps, kind.num_linear_layers)
         return Fp8TensorIndex(self.num_layers + further, maps + 2, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
@@ -1206,7 +1205,6 @@ class DecoderConfig(ParallelConfig, in_args=True):
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
         parts = self.layer_parts[kind]
-        mixer, feed_forward = parts
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         if self.has_sparse_attention:
             window = min(window, self.mla.dsa_indexer_topk or seq_length)
@@ -1218,16 +1216,16 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms, core = gemms + of_indexer[0], core + of_indexer[1]
         if not parts.has_attention:
             gemms, core = 0, 0.0
-        if mixer is not None:
-            more_gemms, recurrence = self.hybrid.multiply_adds(mixer, hidden)
-            gemms, core = gemms + more_gemms, core + recurrence
+        if parts.recurrence is not None:
+            gemms += parts.recurrence.gemm_multiply_adds(self.hybrid, hidden)
+            core += parts.recurrence.recurrence_multiply_adds(self.hybrid, hidden)
         num_matrices = 3 if self.is_gated else 2
-        if feed_forward == MOE:
+        if parts.feed_forward == MOE:
             # Routed experts (top-k), the shared expert and the router.
             width = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size
             width += self.moe.moe_shared_expert_intermediate_size or 0
             gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
-        elif feed_forward is not None:
+        elif parts.feed_forward is not None:
             gemms += hidden * self.ffn_size_of(layer_number) * num_matrices
         # The layer's columns of the projection of the first hidden states, the gate, and the projection back.
         gemms += 3 * hidden * self.hidden_size_per_layer_input

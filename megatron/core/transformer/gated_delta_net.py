@@ -14,7 +14,7 @@ from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.hybrid_config import GATED_DELTA_NET
+from megatron.core.transformer.gated_delta_net_kind import GATED_DELTA_NET
 from megatron.core.transformer.norm import normalize
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 

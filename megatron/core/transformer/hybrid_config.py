@@ -1,4 +1,4 @@
-"""Flags of hybrid models: which layers are gated delta-nets, KDA or Mamba-2 layers, and their shapes.
+"""Flags of hybrid models: which layers are recurrent, and the kinds of recurrent layers.
 
 Importing this module does not import torch.
 """
@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.transformer.gated_delta_net_kind import GatedDeltaNetKind
+from megatron.core.transformer.kimi_delta_attention_kind import KimiDeltaAttentionKind
 from megatron.core.transformer.layer_pattern import evaluate_pattern, parse_layer_pattern
+from megatron.core.transformer.linear_attention_kind import LinearAttentionConfig, LinearAttentionKind
+from megatron.core.transformer.mamba_kind import MAMBA, MambaConfig, MambaKind
+from megatron.core.transformer.recurrent_kind import RecurrentKind
 
-ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba"
+ATTENTION = "attention"
 ATTENTION_AND_MAMBA = "attention_and_mamba"
-KIMI_DELTA_ATTENTION = "kimi_delta_attention"
-LINEAR_ATTENTION = (GATED_DELTA_NET, KIMI_DELTA_ATTENTION)
+RECURRENT_KINDS: dict[str | None, RecurrentKind[HybridConfig]] = {
+    kind.name: kind for kind in (GatedDeltaNetKind(), KimiDeltaAttentionKind(), MambaKind())
+}
+"""Kinds of recurrent layers by name."""
+LINEAR_ATTENTION = tuple(kind.name for kind in RECURRENT_KINDS.values() if isinstance(kind, LinearAttentionKind))
 """Sequence mixers with the shapes of ``linear_*``."""
 SPARSE_ATTENTION = "dsa"
 """DeepSeek sparse attention (DSA), a variant of MLA in all layers."""
-NUM_KDA_MAPS = 6
-"""Linear layers of a KDA layer: input, output, and two low-rank pairs. Other recurrent layers have two."""
 MLP, MOE = "mlp", "moe"
-
-NAMES_OF_RECURRENCES = {GATED_DELTA_NET: "gated delta-net", KIMI_DELTA_ATTENTION: "KDA", MAMBA: "Mamba-2"}
-"""Names of recurrent layers in messages."""
 
 _VARIANT, _PATTERN = "experimental_attention_variant", "hybrid_override_pattern"
 
@@ -41,15 +44,17 @@ class LayerParts(NamedTuple):
         return self.mixer in (ATTENTION, ATTENTION_AND_MAMBA)
 
     @property
-    def has_recurrence(self) -> bool:
-        return self.mixer == ATTENTION_AND_MAMBA or self.mixer in NAMES_OF_RECURRENCES
+    def recurrence(self) -> RecurrentKind[HybridConfig] | None:
+        """Return the kind of the recurrent layer, also of one in parallel with attention."""
+        return RECURRENT_KINDS.get(MAMBA if self.mixer == ATTENTION_AND_MAMBA else self.mixer)
 
 
+_OF_KINDS = {kind.symbol: LayerParts(kind.name, None) for kind in RECURRENT_KINDS.values()}
 SYMBOLS = {
-    "M": LayerParts(MAMBA, None),
+    # Messages list Megatron's symbols first.
+    "M": _OF_KINDS["M"],
     "*": LayerParts(ATTENTION, None),
-    "G": LayerParts(GATED_DELTA_NET, None),
-    "K": LayerParts(KIMI_DELTA_ATTENTION, None),
+    **_OF_KINDS,
     "P": LayerParts(ATTENTION_AND_MAMBA, None),
     "-": LayerParts(None, MLP),
     "E": LayerParts(None, MOE),
@@ -58,6 +63,12 @@ SYMBOLS = {
 NAMES = {parts.mixer or parts.feed_forward or "": parts for parts in SYMBOLS.values()}
 """Layers of --hybrid-override-pattern by name."""
 _SYMBOL_OF_PART = {parts.mixer or parts.feed_forward: symbol for symbol, parts in SYMBOLS.items()}
+
+
+def recurrent_kinds_of(layers: Iterable[LayerParts]) -> tuple[RecurrentKind[HybridConfig], ...]:
+    """Return the kinds of recurrent layers of a model, each once."""
+    used = {parts.recurrence for parts in layers}
+    return tuple(kind for kind in RECURRENT_KINDS.values() if kind in used)
 
 
 def format_layers(layers: Sequence[LayerParts]) -> str:
@@ -71,12 +82,8 @@ def pattern_symbols(layers: Sequence[LayerParts]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridConfig(Config, in_args=False):
-    """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
-
-    Gated delta-net: Yang et al. 2024, https://arxiv.org/abs/2412.06464. Kimi Delta Attention (KDA): Kimi Team 2025,
-    https://arxiv.org/abs/2510.26692. Mamba-2: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
-    """
+class VariantConfig(Config, in_args=False):
+    """Which layers have linear attention instead of attention."""
 
     experimental_attention_variant: str | None = flag(
         None,
@@ -89,45 +96,26 @@ class HybridConfig(Config, in_args=False):
     has, or Kimi Delta Attention (KDA), as Kimi Linear has; or DeepSeek sparse attention (dsa) in all layers."""
     linear_attention_freq: str | None = flag(None, metavar="N", role="shape", needs=_VARIANT, seen_as="hybrid_layers")
     """Layers with linear attention: all but every Nth, or a list with 1 for such layers, else 0: ([1]*3+[0])*4."""
-    linear_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE)
-    """Positions that the convolution before linear attention covers, its own included."""
-    linear_key_head_dim: int = flag(128, role="shape", bounds=POSITIVE)
-    """Query and key dimension per head of linear attention."""
-    linear_value_head_dim: int = flag(128, role="shape", bounds=POSITIVE)
-    """Value dimension per head of linear attention."""
-    linear_num_key_heads: int = flag(16, role="shape", bounds=POSITIVE)
-    """Number of query and key heads of linear attention."""
-    linear_num_value_heads: int = flag(32, role="shape", bounds=POSITIVE)
-    """Number of value heads of linear attention, a multiple of the key heads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatternConfig(Config, in_args=False):
+    """Which parts each layer has."""
 
     hybrid_override_pattern: str | None = flag(None, metavar="PATTERN", role="shape", seen_as="hybrid_layers")
     """Kind of every layer, each with its own norm and residual: M Mamba-2, * attention, G gated delta-net, K KDA, P
     attention and Mamba-2 in parallel, - MLP, E experts, such as M-M*-; or a list of names:
     ([mamba,mlp]*3+[attention,mlp])*2."""
-    mamba_state_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """State dimension of Mamba-2."""
-    mamba_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Dimension of a Mamba-2 head."""
-    mamba_num_groups: int = flag(8, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Groups of Mamba-2 heads that share B and C."""
-    mamba_num_heads: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Number of Mamba-2 heads; by default 2 x hidden size / --mamba-head-dim."""
-    mamba_conv_kernel_dim: int = flag(4, role="shape", bounds=POSITIVE, needs=_PATTERN)
-    """Positions that the convolution of Mamba-2 covers, its own included."""
-    mamba_conv_bias: bool = flag(True, negative="--disable-mamba-conv-bias", role="weights", needs=_PATTERN)
-    """Add a bias to the convolution of Mamba-2. Off: use a convolution of Mamba-2 without bias."""
-    mamba_proj_bias: bool = flag(False, role="weights", needs=_PATTERN)
-    """Add biases to the input and output projections of Mamba-2."""
-    mamba_dt_lower_limit: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE, needs=_PATTERN)
-    """Clamp the step sizes dt of Mamba-2 to this value or more."""
-    mamba_dt_upper_limit: float | None = flag(None, role="meaning", bounds=POSITIVE, needs=_PATTERN)
-    """Clamp the step sizes dt of Mamba-2 to this value or less; by default they have no upper limit."""
-    mamba_norm: str = flag("after-gate", choices=("after-gate", "before-gate", "none"), role="shape", needs=_PATTERN)
-    """Normalize the output of Mamba-2 after its gate, before its gate, or not at all."""
-    mamba_multipliers: tuple[float, ...] = flag(
-        (1.0,) * 5, nargs="+", metavar="X", role="meaning", bounds=None, needs=_PATTERN
-    )
-    """Multipliers of the gate z, x, B, C and the step sizes dt of Mamba-2 after the input projection: five numbers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(MambaConfig, PatternConfig, LinearAttentionConfig, VariantConfig, in_args=False):
+    """Linear attention and state-space layers; without ``experimental_attention_variant`` or a pattern there are none.
+
+    Flags are listed from the last base to the first, and those of this class at the end. The classes of
+    `RECURRENT_KINDS` name the papers.
+    """
+
     parallel_attention_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
     """Multiplier of the output of attention in parallel with Mamba-2."""
     parallel_mamba_multiplier: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_PATTERN)
@@ -142,53 +130,13 @@ class HybridConfig(Config, in_args=False):
         """Return whether --experimental-attention-variant is a linear attention."""
         return self.experimental_attention_variant in LINEAR_ATTENTION
 
-    @property
-    def linear_key_size(self) -> int:
-        """Return the width of all key heads of linear attention together, which is also that of the query heads."""
-        return self.linear_num_key_heads * self.linear_key_head_dim
-
-    @property
-    def linear_value_size(self) -> int:
-        """Return the width of all value heads of linear attention together."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
-
-    def mamba_heads(self, hidden_size: int) -> int:
-        return self.mamba_num_heads or 2 * hidden_size // self.mamba_head_dim
-
     def projection_rows(self, mixer: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the rows of each tensor that the input projection of a recurrent layer stacks.
-
-        They are queries, keys, values, the gate of the output, beta and the decay input of a gated delta-net, those but
-        for the gate and the decay input of KDA, and the gate z, x, B, C and the step sizes dt of Mamba-2.
-        """
-        if mixer in LINEAR_ATTENTION:
-            keys, values, heads = self.linear_key_size, self.linear_value_size, self.linear_num_value_heads
-            is_kda = mixer == KIMI_DELTA_ATTENTION
-            return (keys, keys, values, heads) if is_kda else (keys, keys, values, values, heads, heads)
-        heads = self.mamba_heads(hidden_size)
-        inner, states = heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
-        return inner, inner, states, states, heads
+        """Return the rows of each tensor that the input projection of a recurrent layer stacks."""
+        return RECURRENT_KINDS[mixer].projection_rows(self, hidden_size)
 
     def inner_size(self, mixer: str, hidden_size: int) -> int:
         """Return the width of the input of the output projection of a recurrent layer."""
-        return self.linear_value_size if mixer in LINEAR_ATTENTION else self.projection_rows(mixer, hidden_size)[0]
-
-    def multiply_adds(self, mixer: str, hidden_size: int) -> tuple[int, float]:
-        """Return the multiply-adds per token of the recurrent part of a mixer: of its GEMMs, and of the recurrence.
-
-        The recurrence is counted with its convolution as Megatron-LM does.
-        """
-        if mixer == ATTENTION:
-            return 0, 0.0
-        inner = self.inner_size(mixer, hidden_size)
-        gemms = hidden_size * (sum(self.projection_rows(mixer, hidden_size)) + inner)
-        if mixer == KIMI_DELTA_ATTENTION:
-            # The gate and the decays are projected to the dimension of a head first.
-            gemms += self.linear_value_head_dim * (2 * hidden_size + inner + self.linear_key_size)
-        if mixer in LINEAR_ATTENTION:
-            convolution = self.linear_conv_kernel_dim * (2 * self.linear_key_size + inner)
-            return gemms, convolution + 4 * inner * self.linear_key_head_dim
-        return gemms, 3.5 * inner * self.mamba_state_dim
+        return RECURRENT_KINDS[mixer].inner_size(self, hidden_size)
 
 
 # Cached because a search for the fastest layout evaluates the same patterns thousands of times.

@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnShardedLinear
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.hybrid_config import KIMI_DELTA_ATTENTION
+from megatron.core.transformer.kimi_delta_attention_kind import KIMI_DELTA_ATTENTION
 from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
 
 

@@ -156,7 +156,7 @@ def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: Adapte
             if kinds.has_attention:
                 _adapt_linear(attention, SelfAttention, linear, parts, layer.layer_number, config, options)
         elif linear in OF_RECURRENCE:
-            if kinds.has_recurrence:
+            if kinds.recurrence is not None:
                 is_second = isinstance(mixer, AttentionAndMamba)
                 _adapt_linear(
                     recurrence, RecurrentMixer, linear, parts, layer.layer_number, config, options, is_second=is_second

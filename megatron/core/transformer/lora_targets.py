@@ -48,13 +48,13 @@ _PLAIN = {
 def linear_layers_of(layers: Iterable[LayerParts]) -> tuple[str, ...]:
     """Return the names of the linear layers of a model whose layers have these parts.
 
-    Neither MLA's layers nor the low-rank projections of KDA are among them.
+    Of MLA's layers none are among them, and of recurrent layers only the input and output projections.
     """
     kinds = tuple(layers)
     return (
         *(OF_ATTENTION if any(parts.has_attention for parts in kinds) else ()),
         *(OF_FEED_FORWARD if any(parts.feed_forward for parts in kinds) else ()),
-        *(OF_RECURRENCE if any(parts.has_recurrence for parts in kinds) else ()),
+        *(OF_RECURRENCE if any(parts.recurrence for parts in kinds) else ()),
     )
 
 

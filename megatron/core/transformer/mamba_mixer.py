@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     sum_over_tensor_model_parallel_region,
 )
 from megatron.core.transformer.decoder_config import DecoderConfig
-from megatron.core.transformer.hybrid_config import MAMBA
+from megatron.core.transformer.mamba_kind import MAMBA
 from megatron.core.transformer.recurrent_mixer import RecurrentMixer, StackedConvolution, without_padding
 
 

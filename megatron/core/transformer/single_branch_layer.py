@@ -11,7 +11,6 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import require_keys
-from megatron.core.transformer.hybrid_config import ATTENTION_AND_MAMBA, MAMBA
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -50,12 +49,11 @@ class SingleBranchLayer(TransformerLayer):
         experts: ExpertGroups | None,
     ) -> None:
         self.input_layernorm = make_stream_norm(config, tp, device)
-        mixer, _ = config.layer_parts[config.kind_of(self.layer_number)]
-        # The names of the parts in Megatron-LM's layers.
-        has_mamba = mixer in (MAMBA, ATTENTION_AND_MAMBA)
-        self.name_of_branch = "mlp" if mixer is None else "mixer" if has_mamba else "self_attention"
-        self.has_feed_forward = mixer is None
-        if mixer is None:
+        parts = config.layer_parts[config.kind_of(self.layer_number)]
+        of_mixer = "self_attention" if parts.recurrence is None else parts.recurrence.module_name
+        self.has_feed_forward = parts.mixer is None
+        self.name_of_branch = "mlp" if self.has_feed_forward else of_mixer
+        if self.has_feed_forward:
             self.mlp = make_feed_forward(config, self.layer_number, tp, device, experts)
         else:
             setattr(self, self.name_of_branch, make_attention(config, self.layer_number, tp, device, cp))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,14 +24,7 @@ from megatron.core.transformer.attention_and_mamba import AttentionAndMamba
 from megatron.core.transformer.decoder_config import DecoderConfig
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.gated_attention import GatedAttention
-from megatron.core.transformer.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.hybrid_config import (
-    ATTENTION_AND_MAMBA,
-    GATED_DELTA_NET,
-    KIMI_DELTA_ATTENTION,
-    MAMBA,
-)
-from megatron.core.transformer.kimi_delta_attention import KimiDeltaAttention
+from megatron.core.transformer.hybrid_config import ATTENTION_AND_MAMBA, RECURRENT_KINDS
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.mlp import FeedForward
@@ -45,16 +39,11 @@ from megatron.core.transformer.norm import (
     make_norm,
 )
 from megatron.core.transformer.per_layer_input import PerLayerBranch
+from megatron.core.transformer.recurrent_mixer import RecurrentMixer
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.shared_attention import BorrowingAttention, SourceAttention
 from megatron.core.transformer.shared_tensors import SharedTensors
 from megatron.core.transformer.sparse_attention import SparseLatentAttention
-
-_RECURRENT: dict[str | None, type[GatedDeltaNet] | type[MambaMixer]] = {
-    GATED_DELTA_NET: GatedDeltaNet,
-    KIMI_DELTA_ATTENTION: KimiDeltaAttention,
-    MAMBA: MambaMixer,
-}
 
 
 def make_stream_norm(config: DecoderConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
@@ -82,8 +71,9 @@ def make_attention(
         ConfigurationError: --attention names a class that does not fit MLA, or has parameters without `ParamSpec`.
     """
     mixer, _ = config.layer_parts[config.kind_of(layer_number)]
-    if mixer in _RECURRENT:
-        return _RECURRENT[mixer](config, layer_number, tp, device, cp)
+    if mixer in RECURRENT_KINDS:
+        recurrent: type[RecurrentMixer] = pkgutil.resolve_name(RECURRENT_KINDS[mixer].layer)
+        return recurrent(config, layer_number, tp, device, cp)
     attention = _make_self_attention(config, layer_number, tp, device, cp)
     if mixer == ATTENTION_AND_MAMBA:
         return AttentionAndMamba(config.hybrid, attention, MambaMixer(config, layer_number, tp, device, cp))

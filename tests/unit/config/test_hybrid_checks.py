@@ -8,9 +8,16 @@ import pytest
 
 from megatron.config.arguments import resolve_arguments
 from megatron.config.checks.hybrid import flags_of_absent_layers
-from megatron.core.config_base import with_fields
+from megatron.core.config_base import field_specs, with_fields
 from megatron.core.errors import ConfigurationError
-from megatron.core.transformer.hybrid_config import SYMBOLS, LayerParts, parse_hybrid_pattern
+from megatron.core.transformer.hybrid_config import (
+    NAMES,
+    RECURRENT_KINDS,
+    SYMBOLS,
+    HybridConfig,
+    LayerParts,
+    parse_hybrid_pattern,
+)
 from tests.unit.config.test_model_checks import BASE
 
 DELTA = "--experimental-attention-variant gated_delta_net"
@@ -370,3 +377,15 @@ def test_flags_that_a_checkpoint_sets_for_layers_that_are_absent_are_accepted() 
     assert list(flags_of_absent_layers(config, ("rotary_percent",))) == [
         "--rotary-percent 0.5 has no effect: the model has no attention layer; omit it"
     ]
+
+
+def test_kinds_of_recurrent_layers_have_names_and_symbols_of_their_own_and_read_flags() -> None:
+    # Attention, attention and Mamba-2, MLP and experts.
+    assert len(SYMBOLS) == len(NAMES) == len(RECURRENT_KINDS) + 4
+    assert len({kind.title for kind in RECURRENT_KINDS.values()}) == len(RECURRENT_KINDS)
+    names = {spec.name for spec in field_specs(HybridConfig)}
+    for name, kind in RECURRENT_KINDS.items():
+        assert SYMBOLS[kind.symbol] == LayerParts(name, None)
+        assert set(kind.unread) <= names
+        read = {field for field in names if kind.reads(field)}
+        assert kind.heads(HybridConfig(), 64).field in read

@@ -25,7 +25,7 @@ from megatron.core.optimizer.muon_shard_exchange import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_shards
-from megatron.core.transformer.hybrid_config import NAMES_OF_RECURRENCES, HybridConfig
+from megatron.core.transformer.hybrid_config import RECURRENT_KINDS, HybridConfig
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
             torch.testing.assert_close(-weight.detach()[chosen], expected)
 
 
-@pytest.mark.parametrize("mixer", NAMES_OF_RECURRENCES)
+@pytest.mark.parametrize("mixer", RECURRENT_KINDS)
 @pytest.mark.parametrize("is_split", [True, False])
 def test_each_tensor_of_a_recurrent_layers_projection_is_made_orthogonal_by_itself(mixer: str, is_split: bool) -> None:
     """--muon-no-split-qkv is about attention alone."""
