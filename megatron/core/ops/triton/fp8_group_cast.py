@@ -144,13 +144,13 @@ def cast_groups(
     """
     num_rows, width = len(group_of) * GRAIN, x.shape[1]
     if not transpose and width <= _WHOLE_ROW:
-        data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
-        scale = torch.empty(num_rows, device=x.device)
+        rows = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(num_rows, device=x.device)
         whole_rows_program[(num_rows // _WHOLE_ROWS,)](
-            x, source, group_of, scale, data, num_groups, width,
+            x, source, group_of, scales, rows, num_groups, width,
             IS_PADDED=is_padded, GRAIN=GRAIN, ROWS=_WHOLE_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=_WARPS,
         )  # fmt: skip
-        return (data.view(torch.float8_e4m3fn), scale), None
+        return (rows.view(torch.float8_e4m3fn), scales), None
     sizes = [num_rows * plain, num_groups * width * transpose]
     amax = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device)
     of_rows, of_columns = (part if size else None for part, size in zip(amax.split(sizes), sizes))
