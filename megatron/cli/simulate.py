@@ -19,7 +19,7 @@ from megatron.cli.planner_arguments import check_world_size, check_writable, wri
 from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_config import ParallelSizes
-from megatron.planner import GPUS, find_gpu, lacks_format, with_known_vocabulary
+from megatron.planner import DEEPEP_AS_ALLTOALL, GPUS, find_gpu, lacks_format, with_known_vocabulary
 from megatron.planner.simulation import load_fake_cuda
 
 # Functions import torch, not the module: the library that replaces the CUDA driver must be loaded before torch.
@@ -78,6 +78,8 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
         raise ConfigurationError(f"--gpu {problem}, or omit the {flags} flags")
     for note in parsed.notes:
         print(note)
+    if config.model.moe.asks_for_deepep:
+        print(DEEPEP_AS_ALLTOALL)
     load_fake_cuda()
     from megatron.planner.simulation import (
         EstimatedRun,

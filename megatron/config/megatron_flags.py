@@ -64,7 +64,6 @@ class NotSupported:
 _TOKEN_FILES = ("mmap", "lazy", "cached", "infer")
 _FUSION = "results are the same with and without this fusion"
 _ONE_LOGGER = "one-logger is not supported"
-_FLEX = "DeepEP and HybridEP are not used; --moe-token-dispatcher-type selects the dispatcher"
 _CKPT_FORMAT = "--ckpt-format sets the format to write, and the format to load is detected"
 _WRITERS = "the checkpoint format determines what each rank writes"
 _TP_OVERLAP = "tensor-parallel communication always overlaps with the wgrad GEMM if the device can"
@@ -96,11 +95,8 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is only one implementation of grouped GEMM"),
     "--moe-permute-fusion": NoEffect(0, _FUSION),
     "--moe-router-fusion": NoEffect(0, _FUSION),
-    "--moe-enable-deepep": NoEffect(0, _FLEX),
-    "--moe-flex-dispatcher-backend": NoEffect(1, _FLEX, accepted=("deepep", "hybridep")),
-    "--moe-flex-dispatcher-num-sms": NoEffect(1, _FLEX),
-    "--moe-deepep-num-sms": NoEffect(1, _FLEX),
-    "--moe-hybridep-num-sms": NoEffect(1, _FLEX),
+    "--moe-enable-deepep": NoEffect(0, "--moe-token-dispatcher-type flex uses DeepEP without it"),
+    "--moe-hybridep-num-sms": NoEffect(1, "HybridEP is not used"),
     "--mla-down-proj-fusion": NoEffect(0, _FUSION),
     "--cache-mla-latents": NoEffect(0, "generation with MLA always caches the latent vectors"),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),

@@ -488,12 +488,12 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
             f"--recompute-num-layers {model.recompute_num_layers} has no effect without --recompute-granularity full"
         )
         model = dataclasses.replace(model, recompute_num_layers=None)
-    if model.moe.num_experts is not None and model.moe.moe_token_dispatcher_type == "flex":
-        notes.append(
-            "--moe-token-dispatcher-type flex: DeepEP and HybridEP are not used; tokens are exchanged with alltoall, "
-            "with the same results"
-        )
-        model = with_fields(model, moe_token_dispatcher_type="alltoall")
+    moe = model.moe
+    if moe.moe_token_dispatcher_type == "flex" and not moe.asks_for_deepep:
+        backend = f"--moe-flex-dispatcher-backend {moe.moe_flex_dispatcher_backend}"
+        notes.append(f"{backend}: HybridEP is not used; tokens are exchanged with alltoall, with the same results")
+        if moe.moe_deepep_num_sms != type(moe)().moe_deepep_num_sms:
+            notes.append(f"--moe-deepep-num-sms {moe.moe_deepep_num_sms} has no effect with {backend}")
     return dataclasses.replace(config, model=model)
 
 

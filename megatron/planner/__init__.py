@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.planner.gpu import GPUS, AttentionRate, Gpu, find_gpu, gpu_to_json, read_gpu
     from megatron.planner.implementations import IMPLEMENTATIONS, NATIVE, Implementation, find_implementation
     from megatron.planner.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
-    from megatron.planner.plan import ExpertLayer
+    from megatron.planner.plan import DEEPEP_AS_ALLTOALL, ExpertLayer
     from megatron.planner.prediction import HOPPER_MACHINES, lacks_format, usable_bytes
     from megatron.planner.recommendation import Recommendation, recommend
     from megatron.planner.report import (
@@ -45,7 +45,7 @@ __getattr__ = lazy_exports(
         "gpu": "AttentionRate GPUS Gpu find_gpu gpu_to_json read_gpu",
         "implementations": "IMPLEMENTATIONS Implementation NATIVE find_implementation",
         "pipeline_chart": "HUES LETTERS draw_svg label rows_of summary title",
-        "plan": "ExpertLayer",
+        "plan": "DEEPEP_AS_ALLTOALL ExpertLayer",
         "prediction": "HOPPER_MACHINES lacks_format usable_bytes",
         "recommendation": "Recommendation recommend",
         "report": (

@@ -250,7 +250,7 @@ def _add_global_loss(total: TrafficSum, here: StepRank, chunk: StageContents) ->
     numbers = layer_numbers(model, chunk)
     _, num_again = recomputed_groups(model, len(chunk.layer_numbers))
     again = [*numbers[:num_again], *(numbers[len(chunk.layer_numbers) :] if num_again else ())]
-    forwards = sum(model.moe_layers[model.kind_of(number)] for number in [*numbers, *again])
+    forwards = sum(model.has_experts(number) for number in [*numbers, *again])
     if "moe" in model.recomputed_modules:
         forwards *= 2
     score = max(here.element, 8 if model.moe.moe_router_dtype == "fp64" else 4)
@@ -321,7 +321,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
         total.add("broadcast", PP, 8)
         total.add("all_reduce", DP_CP, 8)
     sizes, num_further = here.sizes, config.model.mtp.mtp_depth
-    layers = sum(config.model.moe_layers) + num_further * config.model.moe_layers[-1]
+    layers = sum(config.model.moe_layers) + num_further * config.model.has_experts(config.model.num_layers)
     replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
     is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
     norms = 16 if config.optimizer.log_num_zeros_in_grad else 8

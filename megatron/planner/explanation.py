@@ -49,7 +49,7 @@ from megatron.planner.choice import (
 from megatron.planner.communication import step_traffic
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.plan import Plan, step_flops
+from megatron.planner.plan import DEEPEP_AS_ALLTOALL, Plan, step_flops
 from megatron.planner.prediction import Prediction, predict, usable_bytes
 from megatron.planner.step_time import StepTime
 from megatron.training import ModelSize, model_size
@@ -416,7 +416,7 @@ def explain(config: RunConfig, notes: Sequence[str], gpu: Gpu, implementation: I
         plan=plan,
         gpu=gpu,
         implementation=implementation,
-        notes=tuple(notes),
+        notes=(*notes, DEEPEP_AS_ALLTOALL) if config.model.moe.asks_for_deepep else tuple(notes),
         size=model_size(config),
         prediction=prediction,
         timeline=timeline,

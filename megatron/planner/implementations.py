@@ -52,12 +52,12 @@ def saved_by_transformer_engine(
     feed_forward: dict[str, float] = {
         "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)
     }
-    if model.moe_layers[model.kind_of(layer_number)]:
+    if model.has_experts(layer_number):
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         feed_forward = dict(experts.kept())
         if weighs_early:
             feed_forward |= {
-                "experts' inputs": experts.given * h * product_input,
+                "experts' inputs": experts.given * model.expert_input_size * product_input,
                 "experts": experts.given * experts.width * (experts.gates * element + product_input),
                 "experts' outputs": experts.given * _WIDE,
             }
@@ -374,7 +374,7 @@ def _dense_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) ->
 
 def _expert_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
     """Return the bytes of the memory passes of a router, a dispatcher and experts."""
-    layer, h = expert_layer(plan), plan.model.hidden_size
+    layer, h = expert_layer(plan), plan.model.expert_input_size
     moves = 2 * _FUSED_MOVES if implementation.fuses_permutation else sum(layer.moved_rows)
     passed: float = layer.choices * h * layer.element * moves
     passed += layer.given * layer.width * layer.element * (3 * layer.gates + 2)

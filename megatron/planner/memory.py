@@ -342,7 +342,7 @@ def _described_layer(plan: Plan, implementation: Implementation, number: int) ->
     assert implementation.saved is not None
     model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
     kept, whole = (_sum(implementation.saved, each, plan, number) for each in _with_and_without_recompute(model))
-    at_work = element * _feed_forward_gradients(plan, has_experts=model.moe_layers[model.kind_of(number)])
+    at_work = element * _feed_forward_gradients(plan, has_experts=model.has_experts(number))
     if not implementation.has_flash_attention:
         at_work += _SCORES_AT_WORK * element * score_elements(model, plan.seq_length, plan.micro_batch_size)
     return PieceMemory(kept, kept, whole + at_work)

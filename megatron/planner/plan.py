@@ -56,9 +56,21 @@ class LayerKind(NamedTuple):
     def has_experts(self) -> bool:
         return self.parts.feed_forward == MOE
 
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Return the key by which kinds are ordered; a part that a layer lacks comes first."""
+        return self.in_float8, tuple(part or "" for part in self.parts), *self[2:]
+
     def shape(self, model: GPTConfig) -> GPTConfig:
         """Return the model's configuration with the shape of this layer's attention."""
         return model.of_global_layers if self.is_global else model.of_windowed_layers
+
+
+DEEPEP_AS_ALLTOALL = (
+    "--moe-token-dispatcher-type flex: DeepEP is predicted as alltoall, which sends a token once per expert instead of "
+    "once per rank"
+)
+"""Note on the predictions of a model whose tokens DeepEP exchanges."""
 
 
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
@@ -69,7 +81,8 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     borrows = tuple(source is not None for source in model.key_value_sources)
     of_layers = model.layer_parts, model.layer_windows, without_rotary, borrows, model.layers_with_indexer
     own = _kinds(float8_layers, *of_layers, tuple(exchanges), seq_length, model.has_global_shape)
-    further = own[-1]._replace(
+    further = own[model.kind_of(model.num_layers)]._replace(
+        parts=model.parts_of(model.num_layers),
         in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers),
         is_further=True,
         has_indexer=model.has_sparse_attention,
@@ -206,7 +219,7 @@ class ExpertLayer:
     @property
     def at_work(self) -> int:
         """Return the elements that the backward pass needs in addition to the activations that are still saved."""
-        h, width = self.model.hidden_size, self.width
+        h, width = self.model.expert_input_size, self.width
         # Gradients of the expert outputs, several copies while they are permuted; then gradients of the linear layers.
         copies = 2 if self._is_sent and self.num_ranks > 1 else 1
         experts = max(copies * self.choices * h, self.given * width, self.given * (self.gates * width - h))
@@ -218,6 +231,7 @@ class ExpertLayer:
         ``shared_keeps`` says whether the second linear layer of the shared expert saves its input.
         """
         h, e, modules = self.model.hidden_size, self.element, self.model.recomputed_modules
+        of_expert = self.model.expert_input_size
         shared = self.tokens * self.shared_width * (self.gates + shared_keeps) * e
         if "shared_experts" in modules:
             shared = 0
@@ -226,13 +240,14 @@ class ExpertLayer:
             shared += rows * (h + 1) * e
         return {
             "router": self._router(),
-            "experts' inputs": self.given * h * self._keeps("linear_fc1") * e,
+            "experts' inputs": self.given * of_expert * self._keeps("linear_fc1") * e,
             "experts": self.given
             * self.width
             * (self.gates + ("moe_act" not in modules) * self._keeps("linear_fc2"))
             * e,
             "experts' adapters": self.given * self._adapter_width * e,
-            "experts' outputs": self.choices * h * e,
+            "experts' outputs": self.choices * of_expert * e,
+            "latent sums": self.rows * (self.model.moe.moe_latent_size or 0) * (not self.model.lora_rank) * e,
             "shared expert": shared,
             "places of tokens": self._places(),
         }
@@ -285,7 +300,7 @@ class ExpertLayer:
 
     @property
     def _is_sent(self) -> bool:
-        return self.model.moe.moe_token_dispatcher_type == "alltoall"
+        return self.model.moe.moe_token_dispatcher_type != "allgather"
 
     @property
     def _gathered(self) -> int:
@@ -400,5 +415,5 @@ def _megatron_flops(model: GPTConfig, s: int) -> float:
         of_scores = 2 * own.query_projection_size
         if model.mla.multi_latent_attention:
             of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-        unused_half += 1.0 * s * s * of_scores * model.layer_parts[model.kind_of(number)].has_attention
+        unused_half += 1.0 * s * s * of_scores * model.parts_of(number).has_attention
     return 3.0 * (_forward_flops(causal, s) + unused_half)

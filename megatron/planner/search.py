@@ -34,6 +34,7 @@ def output_layers(model: GPTConfig) -> float:
     if model.moe.num_experts is not None:
         # Only the experts to which a token is routed.
         of_experts = model.moe.moe_router_topk * model.moe.moe_ffn_hidden_size
+        of_experts = of_experts * model.expert_input_size // model.hidden_size
         of_experts += model.moe.moe_shared_expert_intermediate_size or 0
         share = sum(model.moe_layers) / model.num_layers
         width = round(share * of_experts + (1.0 - share) * width)

@@ -17,6 +17,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -405,7 +406,7 @@ def step_time(
         bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
     links = Links(gpu, plan.parallel_sizes)
     return StepTime(
-        layer=layers[max(kind for kind in layers if not kind.is_further)],
+        layer=layers[max((kind for kind in layers if not kind.is_further), key=attrgetter("order"))],
         output_layer=output,
         slowest_stage=slowest,
         busy=plan.num_microbatches * slowest,

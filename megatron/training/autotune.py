@@ -178,7 +178,7 @@ def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
     num_operations = 2 * rows * width * inner
     if model.moe.num_experts is not None:
         sizes = model.parallel_sizes
-        inner = model.moe.moe_ffn_hidden_size // sizes.expert_tp
+        width, inner = model.expert_input_size, model.moe.moe_ffn_hidden_size // sizes.expert_tp
         choices = rows * model.moe.moe_router_topk * sizes.ep * sizes.expert_tp // sizes.tp
         num_operations = 2 * choices * width * inner // sizes.ep
         rows = max(choices // model.moe.num_experts, 1)

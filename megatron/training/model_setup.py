@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint.formats.huggingface import describe_missing_family
 from megatron.config import RunConfig
 from megatron.core.collectives import all_gather_objects, any_rank
+from megatron.core.config_base import with_fields
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
@@ -41,7 +42,7 @@ from megatron.core.optimizer import (
     make_optimizer,
     state_bytes,
 )
-from megatron.core.parallel_state import ParallelState, all_gather_from_world
+from megatron.core.parallel_state import ExpertGroups, ParallelState, all_gather_from_world
 from megatron.core.pipeline_parallel import (
     MessageOrders,
     PipelineConnection,
@@ -54,7 +55,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
 from megatron.core.transformer import DecoderConfig, GraphedLayers, QueryKeyClip, describe_attention
-from megatron.core.transformer.moe import ExpertLoads, loads_of
+from megatron.core.transformer.moe import ExpertLoads, check_deepep, loads_of, why_no_deepep
 from megatron.training.compiled_regions import compile_regions
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
@@ -224,6 +225,32 @@ def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[st
     reason = reason or "another process of this run cannot import the package"
     log(f"transformer-engine is not used, because {reason}; this project's own layers are used instead")
     return replace(config, model=replace(model, transformer_impl="local"))
+
+
+def with_token_dispatcher(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
+    """Log whether DeepEP exchanges the tokens of MoE layers, and fall back to alltoall if not; collective.
+
+    Raises:
+        ConfigurationError: DeepEP does not support the model, its layout, or --inprocess-restart.
+    """
+    moe = config.model.moe
+    if moe.num_experts is None or not moe.asks_for_deepep:
+        return config
+    reason = why_no_deepep(runtime.state.expert_model.size, runtime.device.torch_device)
+    if not any_rank(reason is not None, runtime.state.world):
+        if config.restart.inprocess_restart:
+            raise ConfigurationError(
+                "--moe-token-dispatcher-type flex: DeepEP does not support --inprocess-restart, since its buffers "
+                "wait for all ranks when they are freed; use --moe-token-dispatcher-type alltoall"
+            )
+        check_deepep(config.model, ExpertGroups.of(runtime.state))
+        log(f"tokens are exchanged with DeepEP on {moe.moe_deepep_num_sms} multiprocessors of a GPU")
+        return config
+    reason = reason or "another process of this run cannot import the package deep_ep"
+    log(f"DeepEP is not used, because {reason}; tokens are exchanged with alltoall, with the same results")
+    if moe.moe_deepep_num_sms != type(moe)().moe_deepep_num_sms:
+        log(f"--moe-deepep-num-sms {moe.moe_deepep_num_sms} has no effect without DeepEP")
+    return replace(config, model=with_fields(config.model, moe_token_dispatcher_type="alltoall"))
 
 
 def build_model_and_optimizer(

@@ -85,6 +85,7 @@ from megatron.training.model_setup import (
     ModelAndOptimizer,
     ModelProvider,
     build_model_and_optimizer,
+    with_token_dispatcher,
     with_transformer_impl,
 )
 from megatron.training.preflight import check_host_memory
@@ -308,7 +309,8 @@ def choose_implementations(
     config = choose_num_threads(config, runtime, launch, log)
     config = choose_library(config, runtime, log_detail)
     config = choose_tp_overlap(config, runtime, log)
-    return with_transformer_impl(config, runtime, log)
+    config = with_transformer_impl(config, runtime, log)
+    return with_token_dispatcher(config, runtime, log)
 
 
 def _run(setup: RunSetup) -> None:

@@ -83,7 +83,7 @@ class _Layer:
 
     @property
     def has_experts(self) -> bool:
-        return self.model.moe_layers[self.model.kind_of(self.number)]
+        return self.model.has_experts(self.number)
 
     @property
     def saves_core(self) -> bool:
@@ -202,7 +202,7 @@ class _Layer:
         return self._input(matrix, linear) * (not self._recomputes_feed_forward) + writes
 
     def _of_experts(self, matrix: ChunkParameter, linear: str) -> int:
-        """Return the bytes saved because of a matrix of a MoE layer: router, shared or routed experts."""
+        """Return the bytes saved because of a matrix of a MoE layer: router, latent projections or experts."""
         is_recomputed, element = self._recomputes_feed_forward, self.element
         if linear == "router":
             wide = element if self.model.moe.moe_router_dtype is None else max(element, 4)
@@ -212,6 +212,9 @@ class _Layer:
         is_routed = matrix.is_expert
         if is_recomputed or ("shared_experts" in self.recomputed and not is_routed):
             return 0
+        if linear == "fc1_latent_proj":
+            # It reads the layer's input, and the dispatch copies its output.
+            return self._input(matrix, linear) * self._rounds
         if linear == "linear_fc1":
             return self._input(matrix, linear) * (is_routed or self._rounds) + matrix.writes * element
         is_kept = not (is_routed and "moe_act" in self.recomputed)

@@ -128,6 +128,18 @@ _EXPERT_LAYOUTS = (
 )
 
 
+_LATENT_LAYOUTS = (
+    Layout(tp=2),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(tp=2, sequence_parallel=True, pp=2, recompute=_FULL),
+    Layout(tp=2, sequence_parallel=True, recompute=MODULES),
+    fully_sharded(Layout(tp=2, sequence_parallel=True, dp=2), overlap=True),
+    Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim_grads", overlap=True),
+    *_EXPERT_LAYOUTS,
+)
+_LATENT = ("--moe-latent-size", "14")
+
+
 def hybrid_matrix() -> list[Cell]:
     """Return the test cases of hybrid models that every release must pass."""
     return list(_cells())
@@ -177,6 +189,20 @@ def _cells() -> Iterator[Cell]:
     yield make_hybrid_cell("mamba", Layout(tp=2, sequence_parallel=True, cp=2), "packed", extra=clipped)
     yield make_hybrid_cell("nemotron", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), extra=LORA)
     yield make_hybrid_cell("nemotron", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), extra=MUON)
+    for layout in _LATENT_LAYOUTS:
+        yield make_hybrid_cell("nemotron", layout, extra=_LATENT)
+    predicted = (*_LATENT, "--mtp-num-layers", "1")
+    for layout in (
+        Layout(tp=2, sequence_parallel=True, pp=2),
+        Layout(pp=2, cp=2, recompute=_FULL),
+        ExpertLayout(tp=2, cp=2, dp=2, ep=4, etp=1, sequence_parallel=True, recompute=MODULES),
+        fully_sharded(ExpertLayout(dp=4, ep=2), overlap=True),
+    ):
+        yield make_hybrid_cell("nemotron", layout, "packed", extra=predicted)
+    yield make_hybrid_cell("mamba", Layout(tp=2, pp=2), extra=("--mtp-num-layers", "2", *DROPOUT))
+    of_groups = ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)
+    yield make_hybrid_cell("nemotron", of_groups, "packed", extra=(*_LATENT, *LORA))
+    yield make_hybrid_cell("nemotron", of_groups, "uneven", extra=(*_LATENT, *MUON))
     yield make_hybrid_cell("mamba", Layout(tp=2), extra=("--normalization", "RMSNorm", "--swiglu"))
     for flags in (_BAMBA, _FALCON_H1):
         for groups, layout in _FEW_GROUPS:

@@ -292,6 +292,18 @@ _SPARSE_LAYOUTS = (
 )
 
 
+_SPARSE_CONTEXT_LAYOUTS = tuple(
+    replace(layout, cp_comm_type="all_gather")
+    for layout in (
+        Layout(cp=2),
+        Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim_grads", overlap=True),
+        Layout(cp=4, recompute=("selective", "core_attn", "mla_up_proj")),
+        Layout(tp=2, pp=2, cp=2, recompute=("full", "uniform", "1")),
+        Layout(cp=2, dp=2, sharding="optim_grads_params", overlap=True),
+    )
+)
+
+
 def latent_matrix() -> list[Cell]:
     """Return the test cases of MLA models, with DSA too, that every release must pass."""
     return [*_latent_cells(), *_sparse_cells()]
@@ -303,6 +315,11 @@ def _sparse_cells() -> Iterator[Cell]:
             yield make_latent_cell(shape, layout)
         for layout in (Layout(dp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
             yield make_latent_cell(shape, layout, "packed")
+        for layout in _SPARSE_CONTEXT_LAYOUTS:
+            yield make_latent_cell(shape, layout)
+        for layout in _SPARSE_CONTEXT_LAYOUTS[:2]:
+            yield make_latent_cell(shape, layout, "packed", extra=DROPOUT)
+        yield make_latent_cell(shape, _SPARSE_CONTEXT_LAYOUTS[0], extra=("--dsa-indexer-topk", "64"))
     yield make_latent_cell("sparse", Layout(pp=2, virtual_stages=2), extra=DROPOUT)
     yield make_latent_cell("sparse", Layout(tp=2, dp=2, overlap=True), extra=("--dsa-indexer-loss-coeff", "0"))
     for layout in (ExpertLayout(pp=2, dp=2, ep=2), ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)):

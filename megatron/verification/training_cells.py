@@ -259,6 +259,7 @@ def _recipes() -> Iterator[Cell]:
     for exchange in EXCHANGES:
         yield make_cell("mistral", Layout(cp=2, cp_comm_type=exchange, dp=2, sharding="optim"), extra=QK_CLIP)
     yield make_latent_cell("latent", Layout(tp=2, cp=2, sequence_parallel=True), extra=QK_CLIP)
+    yield make_latent_cell("sparse", Layout(cp=2, cp_comm_type="all_gather"), extra=QK_CLIP)
     yield make_prediction_cell("llama-mtp", Layout(pp=2, dp=2, sharding="optim_grads"), extra=QK_CLIP)
     yield with_optimizer_on_host(make_cell("gpt2", replace(_SHARDED, pp=2)))
     yield with_optimizer_on_host(

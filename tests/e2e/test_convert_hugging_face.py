@@ -266,6 +266,7 @@ OTHERS = (
     *("deepseek_v2_groups", "moonlight", "ministral", "ministral3", "solar_open", "glm4_moe_lite", "exaone_moe"),
     *("gptj", "codegen", "gpt_bigcode", "persimmon", "bloomz", "mpt_1b", "opt_125m", "xglm_7b", "qwen3_next"),
     *("bamba", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1", "falcon_h1_norm", "apertus"),
+    "nemotron_h_latent",
     *("hunyuan_dense", "hunyuan_moe", "minimax_m2", "phimoe", "dots1", "nemotron", "ernie4_5_moe"),
     *("qwen3_5", "qwen3_5_moe", "kimi_linear", "jais2"),
     *("gemma4", "gemma4_values", "gemma4_moe", "gemma4_e2b"),

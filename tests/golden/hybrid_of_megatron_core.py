@@ -1,4 +1,4 @@
-"""Print the parameters and the sharded tensors of megatron-core's Mamba-2 and gated delta-net as JSON.
+"""Print the parameters of megatron-core's Mamba-2, gated delta-net and latent experts as JSON, and sharded tensors.
 
 Run with torchrun under an interpreter that has megatron-core 0.16.1; the last rank prints. The kernels and norms that
 need a GPU are replaced, since only names and shapes are wanted.
@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 
 class GroupNorm(nn.Module):
@@ -52,6 +57,15 @@ class HeadNorm(GroupNorm):
         super().__init__(hidden_size)
 
 
+class DuplicatedLinear(nn.Module):
+    """Stand for Transformer Engine's linear layer that all ranks have."""
+
+    def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, bias: bool, **_: Any) -> None:
+        super().__init__()
+        assert (parallel_mode, bias) == ("duplicated", False)
+        self.weight = nn.Parameter(torch.ones(output_size, input_size))
+
+
 class Tracker:
     @contextmanager
     def fork(self, *_: Any) -> Iterator[None]:
@@ -67,6 +81,29 @@ def described(module: nn.Module) -> dict[str, Any]:
             if isinstance(each, ShardedTensor):
                 sharded[each.key] = [list(each.global_shape), list(each.global_offset)]
     return {"parameters": [[name, list(p.shape)] for name, p in module.named_parameters()], "sharded": sharded}
+
+
+def latent_experts(config: TransformerConfig, linears: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Return (name, shape) of the parameters of an MoE layer with latent experts and a shared expert, in order."""
+    experts = replace(
+        config,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=16,
+        moe_latent_size=10,
+        moe_shared_expert_intermediate_size=12,
+        moe_router_load_balancing_type="none",
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        sequence_parallel=True,
+    )
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
+    of_mlp = MLPSubmodules(linear_fc1=linears["in_proj"], linear_fc2=linears["out_proj"])
+    submodules = moe_layer.MoESubmodules(
+        experts=ModuleSpec(SequentialMLP, submodules=of_mlp),
+        shared_experts=ModuleSpec(SharedExpertMLP, submodules=of_mlp),
+    )
+    layer = moe_layer.MoELayer(experts, submodules, layer_number=1)
+    return [(name, list(parameter.shape)) for name, parameter in layer.named_parameters()]
 
 
 def main() -> None:
@@ -104,7 +141,7 @@ def main() -> None:
     )
     submodules = gated_delta_net.GatedDeltaNetSubmodules(**linears, out_norm=HeadNorm)
     delta = gated_delta_net.GatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups)
-    found = {"mamba": described(mamba), "delta": described(delta)}
+    found = {"mamba": described(mamba), "delta": described(delta), "experts": latent_experts(config, linears)}
     if torch.distributed.get_rank() == size - 1:
         print(json.dumps(found))
 

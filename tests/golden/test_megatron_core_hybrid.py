@@ -1,4 +1,4 @@
-"""The names, shapes, order and shards of Mamba-2 and gated delta-net in the files are those of megatron-core.
+"""The names, shapes, order and shards of Mamba-2, gated delta-net and experts in the files are those of megatron-core.
 
 ``MEGATRON_CORE_PYTHON`` names an interpreter that has megatron-core 0.16.1 and torch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,10 +17,11 @@ import torch
 
 from megatron.checkpoint.formats.megatron.torch_dist_metadata import read_metadata
 from tests.unit.checkpoint.formats.megatron.memory_source import MemorySource
-from tests.unit.checkpoint.formats.megatron.test_hybrid import DELTA, MAMBA, write
+from tests.unit.checkpoint.formats.megatron.test_hybrid import DELTA, EXPERTS, MAMBA, write
 
 SCRIPT = Path(__file__).with_name("hybrid_of_megatron_core.py")
 PYTHON = os.environ.get("MEGATRON_CORE_PYTHON")
+_SEPARATE = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 
 
 @pytest.mark.long
@@ -31,6 +33,15 @@ def test_mixers_have_the_tensors_of_megatron_core(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert run.returncode == 0, run.stderr
     theirs = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
+    experts = write(MemorySource(dataclasses.replace(EXPERTS, tensor_model_parallel_size=2)), tmp_path / "E", "torch")
+    (path, *_) = experts.rglob("mp_rank_01*/model_optim_rng.pt")
+    prefix, found = "decoder.layers.1.mlp.", torch.load(path, weights_only=False)["model"]
+    layer = [(key.removeprefix(prefix), value) for key, value in found.items() if key.startswith(prefix)]
+    # The script has separate experts, and Transformer Engine's layers in the files grouped ones.
+    names = [(_SEPARATE.sub(r"experts.\2.weight\1", name), shape) for name, shape in theirs["experts"]]
+    assert sorted(names[3:]) == sorted((name, list(value.shape)) for name, value in layer[5:] if value is not None)
+    ours = [(name, list(value.shape)) for name, value in layer if value is not None]
+    assert ours[:3] == names[:3]
     for kind, model, mixer in (("mamba", MAMBA, "mixer"), ("delta", DELTA, "self_attention")):
         source = MemorySource(dataclasses.replace(model, tensor_model_parallel_size=2), has_optimizer=False)
         prefix = f"decoder.layers.0.{mixer}."

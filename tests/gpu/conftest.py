@@ -21,7 +21,7 @@ from tests.gpu.timing import gpu_type
 from tests.harness.training_run import REPOSITORY, run_command
 
 FOLDER_VARIABLE = "GPU_REPORT"
-_SMALL_BUCKET = 2**16
+_SMALL_BUCKET = 2**12
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "flash_attn": ("flash-attn", "attention"),
     "apex": ("apex", "the fused optimizer"),
     "transformer_engine": ("transformer-engine", "attention and norms with --transformer-impl transformer_engine"),
+    "deep_ep": ("deep_ep", "expert parallelism with --moe-token-dispatcher-type flex"),
 }
 """Optional packages by module name: the name of the distribution and the use of the package."""
 _EXTENSIONS: Mapping[str, str] = {

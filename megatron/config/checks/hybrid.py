@@ -118,11 +118,17 @@ def _check_single_branches(config: RunConfig) -> Iterator[str]:
         f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
         "--use-parallel-residual": model.use_parallel_residual,
         "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,
-        f"--mtp-num-layers {model.mtp.mtp_num_layers}": model.mtp.mtp_num_layers is not None,
     }
     for name, is_given in others.items():
         if is_given:
             yield f"{given} is not supported with {name}, which needs layers with attention and FFN; omit {name}"
+    layers = model.layer_parts
+    has_both = any(each.has_attention for each in layers) and any(each.feed_forward for each in layers)
+    if model.mtp.mtp_num_layers is not None and not has_both:
+        yield (
+            f"--mtp-num-layers {model.mtp.mtp_num_layers}: the layer of an MTP module has attention and experts or an "
+            f"MLP, which {given} does not have; use a pattern with * and with E or -"
+        )
 
 
 def _check_shapes(config: RunConfig) -> Iterator[str]:
@@ -255,8 +261,10 @@ def _check_sparse(config: RunConfig) -> Iterator[str]:
         )
     yield from _check_indexers(config)
     pattern = model.hybrid.hybrid_override_pattern
+    exchanges = " ".join(model.cp_comm_type)
+    if model.context_parallel_size > 1 and set(model.cp_comm_type) != {"all_gather"}:
+        yield f"{given} does not support --cp-comm-type {exchanges}; use --cp-comm-type all_gather"
     others = {
-        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--window-size {model.window_size}": model.window_size is not None,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         f"--attn-logit-softcapping {model.attn_logit_softcapping}": model.attn_logit_softcapping is not None,
@@ -302,7 +310,7 @@ HYBRID_CHECKS = (
             *("experimental_attention_variant", "hybrid_override_pattern", "linear_attention_freq", "skip_train"),
             *("multi_latent_attention", "qk_pos_emb_head_dim", "position_embedding_type", "context_parallel_size"),
             *(spec.name for spec in field_specs(MLAConfig) if spec.name.startswith("dsa_")),
-            *("window_size", "softmax_type", "attn_logit_softcapping", "attention"),
+            *("window_size", "softmax_type", "attn_logit_softcapping", "attention", "cp_comm_type"),
         ),
         _check_sparse,
     ),

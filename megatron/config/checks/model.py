@@ -347,6 +347,8 @@ def _check_quantized_base(config: RunConfig) -> Iterator[str]:
         widths["--ffn-hidden-size"] = (model.ffn_hidden_size, tp)
     if model.moe.num_experts is not None:
         widths["--moe-ffn-hidden-size"] = (model.moe.moe_ffn_hidden_size, experts)
+    if model.moe.moe_latent_size is not None:
+        widths["--moe-latent-size"] = (model.moe.moe_latent_size, 1)
     if model.moe.moe_shared_expert_intermediate_size is not None:
         widths["--moe-shared-expert-intermediate-size"] = (model.moe.moe_shared_expert_intermediate_size, tp)
     for name, (width, size) in widths.items():
@@ -467,7 +469,7 @@ MODEL_CHECKS = (
                 "hidden_size",
                 "num_attention_heads",
             ),
-            *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+            *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
             *(*ATTENTION_SHAPE, *LAYOUT_FIELDS),
         ),
         _check_quantized_base,
@@ -940,7 +942,9 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
 
 def _check_dispatch(config: RunConfig) -> Iterator[str]:
     moe = config.model.moe
-    if moe.moe_token_dispatcher_type == "alltoall" or moe.num_experts is None:
+    if moe.asks_for_deepep and moe.num_experts is not None and moe.moe_deepep_num_sms % 2:
+        yield f"--moe-deepep-num-sms {moe.moe_deepep_num_sms}: an even number is expected"
+    if moe.moe_token_dispatcher_type != "allgather" or moe.num_experts is None:
         return
     given = f"--moe-token-dispatcher-type {moe.moe_token_dispatcher_type}"
     if moe.moe_expert_capacity_factor is not None:
@@ -960,6 +964,9 @@ def _check_float8(config: RunConfig) -> Iterator[str]:
             f"--moe-ffn-hidden-size {width} is {width // tensor} on each expert-tensor-parallel rank, but FP8 needs a "
             f"multiple of 16; use {-(-width // (16 * tensor)) * 16 * tensor}"
         )
+    latent = model.moe.moe_latent_size
+    if latent is not None and latent % 16:
+        yield f"--moe-latent-size {latent}, but FP8 needs a multiple of 16; use {_rounded(latent, 16)}"
     tensor, shared = model.tensor_model_parallel_size, model.moe.moe_shared_expert_intermediate_size
     if shared is not None and tensor > 0 and shared % tensor == 0 and shared // tensor % 16:
         yield (
@@ -1063,10 +1070,14 @@ MOE_CHECKS = (
         ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity", *_NOT_WITH_SINKHORN),
         _check_balancing,
     ),
-    Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
+    Check(
+        ("num_experts", "moe_token_dispatcher_type", "moe_deepep_num_sms", "moe_expert_capacity_factor"),
+        _check_dispatch,
+    ),
     Check(
         (
             "num_experts",
+            "moe_latent_size",
             "fp8_format",
             "fp4_format",
             "lora_rank",
@@ -1270,9 +1281,12 @@ def _check_tokens(config: RunConfig) -> Iterator[str]:
         parts *= model.tensor_model_parallel_size
     if not model.fp8.is_quantized or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
         return
-    tokens = length * batch // parts
-    if tokens % multiple == 0:
+    if model.moe.moe_latent_size is not None and not model.sequence_parallel:
+        # Tensor-parallel ranks share the tokens that they route.
+        parts *= max(model.tensor_model_parallel_size, 1)
+    if length * batch % (parts * multiple) == 0:
         return
+    tokens = -(-length * batch // parts)
     step = parts * (2 if model.context_parallel_size > 1 else 1)
     fitting = next(size for size in count(_rounded(length, step), step) if size * batch // parts % multiple == 0)
     yield (
@@ -1301,6 +1315,6 @@ FLOAT8_CHECKS = (
     Check((*_SHAPE, *MODEL_SIZE_NAMES), _check_widths),
     Check((*_LATENT, *MODEL_SIZE_NAMES), _check_latent_widths),
     Check((*_SHAPE, *MODEL_SIZE_NAMES, *(spec.name for spec in field_specs(HybridConfig))), _check_recurrent_widths),
-    Check(("seq_length", "micro_batch_size", *MODEL_SIZE_NAMES), _check_tokens),
+    Check(("seq_length", "micro_batch_size", "moe_latent_size", *MODEL_SIZE_NAMES), _check_tokens),
     Check(("use_distributed_optimizer", *MODEL_SIZE_NAMES), _check_param_gather),
 )

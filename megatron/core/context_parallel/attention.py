@@ -46,7 +46,8 @@ class AllGatherAttention:
 
     For each of the rank's two chunks, ``core`` gets only the keys that the chunk can attend to: up to the chunk's end
     for causal attention, and from the start of its first query's window. The core gets the part of the pattern instead
-    of a mask of positions. Forward: all-gather of keys and values along s; backward: reduce-scatter of their gradients.
+    of a mask of positions. If the pattern has a mask, of this rank's queries and all keys, ``core`` gets all of them at
+    once. Forward: all-gather of keys and values along s; backward: reduce-scatter of their gradients.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
@@ -58,12 +59,19 @@ class AllGatherAttention:
         pattern, device = inputs.pattern, inputs.query.device
         both = gather_from_sequence_parallel_region(torch.stack((inputs.key, inputs.value), dim=1), group=self.cp)
         keys, values = to_sequence_order(both, self.cp.size, dim=0).unbind(dim=1)
-        chunk = chunk_length(keys.shape[0], self.cp.size)
+        length = keys.shape[0]
+        if pattern.mask is not None:
+            dropout = inputs.dropout
+            if dropout:
+                queries = positions_of(self.cp.rank, self.cp.size, length, device)
+                dropout = dropout.of_chunk(self.cp.rank, queries, torch.arange(length, device=device))
+            return self.core(AttentionInputs(inputs.query, keys, values, pattern, dropout, inputs.sinks))
+        chunk = chunk_length(length, self.cp.size)
         context = []
         for queries, index in zip(inputs.query.chunk(2), chunks_of(self.cp.rank, self.cp.size)):
             start, end = index * chunk, (index + 1) * chunk
             first = 0 if pattern.window is None else max(0, start + 1 - pattern.window)
-            last = end if pattern.is_causal else keys.shape[0]
+            last = end if pattern.is_causal else length
             part, dropout = pattern.part(range(start, end), range(first, last)), inputs.dropout
             if dropout:
                 positions = torch.arange(last, device=device)
@@ -241,9 +249,9 @@ def with_context_parallel(
     """Wrap ``core`` for sequences that are split over ``cp``; without context parallelism return ``core`` itself.
 
     The result takes a pattern without a mask, because the mask of a whole sequence would be larger than all other
-    tensors of a rank. ``plain_blocks`` disables fused kernels in ring attention. ``softcap`` must equal the
-    softcap of ``core``. With ``a2a+p2p`` the ranks of the group's inner level shard the heads, and each of them forms
-    a ring with ranks of the outer level.
+    tensors of a rank. Only ``all_gather`` takes one, of this rank's queries and all keys. ``plain_blocks`` disables
+    fused kernels in ring attention. ``softcap`` must equal the softcap of ``core``. With ``a2a+p2p`` the ranks of the
+    group's inner level shard the heads, and each of them forms a ring with ranks of the outer level.
     """
     if cp.size == 1:
         return core

@@ -160,7 +160,7 @@ def _output_features(module: nn.Module) -> torch.Tensor:
 
 def _reads_stream(name: str, module: nn.Module) -> bool:
     """Return whether a linear layer's input is the output of a norm of the residual stream."""
-    return not isinstance(module, RowShardedLinear) and not name.endswith(("_up_proj", "_b_proj"))
+    return not isinstance(module, RowShardedLinear) and not name.endswith(("_up_proj", "_b_proj", "_latent_proj"))
 
 
 def describe_float8(config: DecoderConfig, device: torch.device | str) -> str | None:

@@ -220,8 +220,10 @@ def describe_attention(
             flash = "torch's flash kernel" if active is None else active.kernel
             names[f"{flash if has_kernel else 'step by step'}, block by block"] += 1
             continue
+        # Each chunk of an all-gather is a call, or with selected keys all of a rank's queries.
+        num_calls = (size if selects else 2 * size) if exchange == "all_gather" else 1
         call = AttentionCall(
-            *(dtype, head_dim, seq_length // (2 * size if exchange == "all_gather" else 1), seq_length),
+            *(dtype, head_dim, seq_length // num_calls, seq_length),
             replace(pattern, window=window if has_window else None),
             has_groups=own.num_query_groups != config.num_attention_heads,
             has_dropout=config.attention_dropout > 0.0,

@@ -27,6 +27,8 @@ from megatron.core.parallel_config import Fp8Config, Fp8TensorIndex, ParallelCon
 from megatron.core.registry import find_registered, is_registered
 from megatron.core.transformer.alibi import extended_head_width
 from megatron.core.transformer.hybrid_config import (
+    ATTENTION,
+    MLP,
     MOE,
     SPARSE_ATTENTION,
     HybridConfig,
@@ -271,6 +273,9 @@ class MoEConfig(Config, in_args=False):
     """Layers with experts: every Nth from the first on, or a list of 1 or 0 per layer: ([0]+[1]*3)*4."""
     moe_ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE, needs="num_experts")
     """Hidden size of an expert; by default --ffn-hidden-size."""
+    moe_latent_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
+    """Width of the routed experts' inputs and outputs, with a linear layer before the dispatch and one after the
+    weighted sum (LatentMoE); by default --hidden-size. Router and shared expert read hidden states."""
     moe_shared_expert_intermediate_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
     """FFN hidden size of the shared expert, which processes every token; by default there is no shared expert."""
     moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
@@ -279,7 +284,7 @@ class MoEConfig(Config, in_args=False):
         False,
         role="weights",
         needs="moe_shared_expert_intermediate_size",
-        excludes=("hybrid_override_pattern", "apply_residual_connection_post_layernorm"),
+        excludes=("hybrid_override_pattern", "apply_residual_connection_post_layernorm", "moe_latent_size"),
     )
     """Normalize the routed experts' input apart from the shared expert's, and both outputs before their sum. The router
     reads the residual stream."""
@@ -364,8 +369,28 @@ class MoEConfig(Config, in_args=False):
         role="run",
         needs="num_experts",
     )
-    """Dispatch of tokens to other ranks' experts: all-gather or all-to-all. flex is alltoall: no DeepEP or HybridEP
-    kernels."""
+    """Dispatch of tokens to other ranks' experts: all-gather, all-to-all, or with flex DeepEP. Without CUDA
+    or the package deep_ep, flex is alltoall."""
+    moe_flex_dispatcher_backend: str = flag(
+        "deepep",
+        choices=("deepep", "hybridep"),
+        role="run",
+        idle=idle_without("moe_token_dispatcher_type", value="flex"),
+    )
+    """Package that --moe-token-dispatcher-type flex uses. hybridep is alltoall: no HybridEP kernels."""
+    moe_deepep_num_sms: int = flag(
+        20,
+        aliases=("--moe-flex-dispatcher-num-sms",),
+        bounds=POSITIVE,
+        role="run",
+        idle=idle_without("moe_token_dispatcher_type", value="flex"),
+    )
+    """Multiprocessors of a GPU that DeepEP's kernels use; an even number."""
+
+    @property
+    def asks_for_deepep(self) -> bool:
+        """Return whether DeepEP exchanges the tokens, if the device and the installed packages allow it."""
+        return self.moe_token_dispatcher_type == "flex" and self.moe_flex_dispatcher_backend == "deepep"
 
     @property
     def routes_by_sinkhorn(self) -> bool:
@@ -867,6 +892,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return moe_layers(self.moe, self.num_layers)
 
     @property
+    def expert_input_size(self) -> int:
+        """Return the width of the routed experts' inputs and outputs."""
+        return self.moe.moe_latent_size or self.hidden_size
+
+    @property
     def experts_that_rank_a_group(self) -> int | None:
         """Return the number of best experts whose scores rank a group; None without group-limited routing."""
         return self.moe.group_score_topk
@@ -1133,8 +1163,32 @@ class DecoderConfig(ParallelConfig, in_args=True):
         return frozenset(each for parts, each in zip(self.layer_parts, types, strict=True) if parts.has_attention)
 
     def kind_of(self, layer_number: int) -> int:
-        """Return the layer whose per-layer settings apply: for an MTP layer, the last layer of the model."""
+        """Return the layer whose per-layer settings apply.
+
+        For an MTP layer it is the last layer of the model, or with --hybrid-override-pattern the last one with
+        attention.
+        """
+        if layer_number >= self.num_layers and self.hybrid.hybrid_override_pattern is not None:
+            attention = [number for number, parts in enumerate(self.layer_parts) if parts.has_attention]
+            return attention[-1] if attention else self.num_layers - 1
         return min(layer_number, self.num_layers - 1)
+
+    def parts_of(self, layer_number: int) -> LayerParts:
+        """Return the kinds of a layer's sequence mixer and of its feed-forward.
+
+        The layer of an MTP module has both: those of the last layer of the model, or with --hybrid-override-pattern
+        attention and experts, or an MLP in a model without experts.
+
+        Raises:
+            ValueError: a pattern of layers is invalid; the message gives the reason.
+        """
+        if layer_number >= self.num_layers and self.hybrid.hybrid_override_pattern is not None:
+            return LayerParts(ATTENTION, MLP if self.moe.num_experts is None else MOE)
+        return self.layer_parts[self.kind_of(layer_number)]
+
+    def has_experts(self, layer_number: int) -> bool:
+        """Return whether a layer's feed-forward has experts; layers from ``num_layers`` on belong to MTP modules."""
+        return self.parts_of(layer_number).feed_forward == MOE
 
     @property
     def float8_places(self) -> Fp8TensorIndex:
@@ -1142,7 +1196,10 @@ class DecoderConfig(ParallelConfig, in_args=True):
         maps, further = self.mla.num_attention_maps, self.mtp.mtp_depth
         for kind in recurrent_kinds_of(self.layer_parts):
             maps = max(maps, kind.num_linear_layers)
-        return Fp8TensorIndex(self.num_layers + further, maps + 2, self.moe.num_experts or 0, has_join=further > 0)
+        of_feed_forward = 2 if self.moe.moe_latent_size is None else 4
+        return Fp8TensorIndex(
+            self.num_layers + further, maps + of_feed_forward, self.moe.num_experts or 0, has_join=further > 0
+        )
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of one micro-batch on a rank."""
@@ -1204,7 +1261,7 @@ class DecoderConfig(ParallelConfig, in_args=True):
             gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
-        parts = self.layer_parts[kind]
+        parts = self.parts_of(layer_number)
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         if self.has_sparse_attention:
             window = min(window, self.mla.dsa_indexer_topk or seq_length)
@@ -1221,10 +1278,11 @@ class DecoderConfig(ParallelConfig, in_args=True):
             core += parts.recurrence.recurrence_multiply_adds(self.hybrid, hidden)
         num_matrices = 3 if self.is_gated else 2
         if parts.feed_forward == MOE:
-            # Routed experts (top-k), the shared expert and the router.
-            width = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size
-            width += self.moe.moe_shared_expert_intermediate_size or 0
-            gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
+            # Routed experts (top-k), the shared expert, the router and the latent projections.
+            routed = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size * self.expert_input_size
+            shared = (self.moe.moe_shared_expert_intermediate_size or 0) * hidden
+            gemms += (routed + shared) * num_matrices + hidden * (self.moe.num_experts or 0)
+            gemms += 2 * hidden * (self.moe.moe_latent_size or 0)
         elif parts.feed_forward is not None:
             gemms += hidden * self.ffn_size_of(layer_number) * num_matrices
         # The layer's columns of the projection of the first hidden states, the gate, and the projection back.

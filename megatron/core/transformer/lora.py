@@ -146,7 +146,7 @@ def quantize_base(module: nn.Module, config: DecoderConfig) -> None:
 
 
 def _adapt_layer(layer: TransformerLayer, config: DecoderConfig, options: AdapterOptions) -> None:
-    kinds = config.layer_parts[config.kind_of(layer.layer_number)]
+    kinds = config.parts_of(layer.layer_number)
     mixer = getattr(layer, "mixer", getattr(layer, "self_attention", None))
     attention = recurrence = mixer
     if isinstance(mixer, AttentionAndMamba):

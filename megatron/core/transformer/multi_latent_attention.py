@@ -33,26 +33,39 @@ from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_r
 
 
 class ReplicatedLinear(nn.Module):
-    """Linear layer whose weight is replicated on every tensor-parallel rank, for narrow outputs.
+    """Linear layer whose weight is replicated on every tensor-parallel rank, for narrow inputs or outputs.
 
-    Under sequence parallelism each rank computes its own part of the sequence.
+    Under sequence parallelism, or if ``is_split``, each rank computes its own part of the sequence. ``init_std`` is by
+    default that of other weights.
 
     Shapes: ``[..., in] -> [..., out]``.
     """
 
     def __init__(
-        self, config: DecoderConfig, in_features: int, out_features: int, tp: Group, device: torch.device | str
+        self,
+        config: DecoderConfig,
+        in_features: int,
+        out_features: int,
+        tp: Group,
+        device: torch.device | str,
+        *,
+        is_split: bool = False,
+        has_bias: bool = False,
+        init_std: float | None = None,
     ) -> None:
         super().__init__()
         self.tp, self.product_library = tp, config.cpu_gemm_backend
         self.quantizers: Fp8Quantizers | None = None
-        shape = (out_features, in_features)
-        spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
-        self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
+        shape, is_split = (out_features, in_features), is_split or config.sequence_parallel
+        dtype, std = dtype_from_name(config.params_dtype), config.init_method_std if init_std is None else init_std
+        self.weight = make_parameter(shape, replicated_spec("weight", shape, tp, is_split, std=std), dtype, device)
+        self.bias: nn.Parameter | None = None
+        if has_bias:
+            self.bias = make_parameter(shape[:1], replicated_spec("bias", shape[:1], tp, is_split), dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return tensor_parallel_linear(
-            *(x, self.weight, None, InputRegion.SPLIT, self.tp),
+            *(x, self.weight, self.bias, InputRegion.SPLIT, self.tp),
             library=self.product_library,
             quantizers=self.quantizers,
         )

@@ -110,7 +110,8 @@ def further_layer_numbers(config: DecoderConfig) -> range:
 class MTPLayer(nn.Module):
     """MTP module: project hidden states joined with the embedding of a later token, and apply a transformer layer.
 
-    ``depth`` counts from 0. The transformer layer has the settings of the model's last layer.
+    ``depth`` counts from 0. The transformer layer has the settings of the model's last layer, and with
+    --hybrid-override-pattern attention and a feed-forward.
 
     Shapes: ``[s, b, h], [s, b, h] -> [s, b, h]``; all are ``[s/tp, b, h]`` under sequence parallelism.
     """

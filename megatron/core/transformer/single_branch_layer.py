@@ -32,7 +32,7 @@ def make_layer(
     experts: ExpertGroups | None = None,
 ) -> TransformerLayer:
     """Return the configured layer: with attention and feed-forward, or with one of its parts."""
-    parts = config.layer_parts[config.kind_of(layer_number)]
+    parts = config.parts_of(layer_number)
     kind = TransformerLayer if all(parts) else SingleBranchLayer
     return kind(config, layer_number, tp, device, cp, experts)
 
@@ -49,7 +49,7 @@ class SingleBranchLayer(TransformerLayer):
         experts: ExpertGroups | None,
     ) -> None:
         self.input_layernorm = make_stream_norm(config, tp, device)
-        parts = config.layer_parts[config.kind_of(self.layer_number)]
+        parts = config.parts_of(self.layer_number)
         of_mixer = "self_attention" if parts.recurrence is None else parts.recurrence.module_name
         self.has_feed_forward = parts.mixer is None
         self.name_of_branch = "mlp" if self.has_feed_forward else of_mixer

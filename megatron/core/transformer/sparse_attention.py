@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron.core.collectives import all_reduce
+from megatron.core.context_parallel import positions_of, to_sequence_order
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.ops import (
     AttentionPattern,
@@ -133,7 +134,8 @@ class Indexer(nn.Module):
 class SparseLatentAttention(LatentAttention):
     """MLA over the keys that the indexer selects for each query, with an additional mask of all queries and keys.
 
-    The KV cache stores the indexer's keys with the rotary parts of the keys.
+    The KV cache stores the indexer's keys with the rotary parts of the keys. Under context parallelism a rank selects
+    the keys of its own queries among the gathered keys of all ranks.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -174,6 +176,7 @@ class SparseLatentAttention(LatentAttention):
         index_key = weights = None
         if self.has_indexer:
             index_key, weights = self.indexer.keys_and_weights(x, angles)
+            index_key = self._of_all_ranks(index_key)
         if cache is not None:
             kept = rotary_key if index_key is None else torch.cat((rotary_key, index_key), dim=-1)
             latents, kept = cache.update(self.layer_number, latent.unsqueeze(2), kept)
@@ -195,6 +198,15 @@ class SparseLatentAttention(LatentAttention):
             context = self._weighted(*heads, pattern, dropout, angles)
         return LayerOutput(self.linear_proj(context), losses)
 
+    def _of_all_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+        """All-gather keys of the context-parallel ranks; backward: a reduce-scatter, as each rank has its own queries.
+
+        Shapes: ``[s/cp, ...] -> [s, ...]``.
+        """
+        if self.cp.size == 1:
+            return keys
+        return to_sequence_order(gather_from_sequence_parallel_region(keys, group=self.cp), self.cp.size, dim=0)
+
     def _select(
         self,
         of_query: torch.Tensor,
@@ -206,6 +218,8 @@ class SparseLatentAttention(LatentAttention):
     ) -> tuple[AttentionPattern, tuple[AuxiliaryLoss, ...]]:
         """Return the pattern of the selected keys, and in training the indexer loss.
 
+        Under context parallelism ``index_key`` are the keys of all ranks.
+
         Shapes: ``index_key: [sk, b, 1, d]``, ``weights: [sq, b, n]``; ``heads`` as in `_widen`.
         """
         num_queries, num_keys = len(heads[0]), len(index_key)
@@ -214,7 +228,11 @@ class SparseLatentAttention(LatentAttention):
         losses: tuple[AuxiliaryLoss, ...] = ()
         if has_loss or has_choice:
             scores = index_scores(self.indexer.queries(of_query, angles), index_key.squeeze(2), weights)
-            matrix = pattern.matrix(num_queries, num_keys, scores.device)
+            if self.cp.size > 1:
+                positions = positions_of(self.cp.rank, self.cp.size, num_keys, scores.device)
+                matrix = pattern.visible(positions, torch.arange(num_keys, device=scores.device))
+            else:
+                matrix = pattern.matrix(num_queries, num_keys, scores.device)
             if matrix is None:
                 matrix = torch.ones((1, 1, num_queries, num_keys), dtype=torch.bool, device=scores.device)
             visible = matrix.squeeze(1)
@@ -236,7 +254,7 @@ class SparseLatentAttention(LatentAttention):
         Shapes: ``scores: [b, sq, sk]``, ``visible: [b or 1, sq, sk]`` of bool.
         """
         query, key, _ = heads
-        attention = attention_of_all_heads(query.detach(), key.detach(), visible)
+        attention = attention_of_all_heads(query.detach(), self._of_all_ranks(key.detach()), visible)
         all_reduce(attention, self.tp)
         loss_sum = indexer_divergence(scores, visible, attention) * self.loss_coeff
         num_tokens = loss_sum.detach().new_full((), scores.shape[0] * scores.shape[1])

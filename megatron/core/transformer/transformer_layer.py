@@ -70,7 +70,7 @@ def make_attention(
     Raises:
         ConfigurationError: --attention names a class that does not fit MLA, or has parameters without `ParamSpec`.
     """
-    mixer, _ = config.layer_parts[config.kind_of(layer_number)]
+    mixer, _ = config.parts_of(layer_number)
     if mixer in RECURRENT_KINDS:
         recurrent: type[RecurrentMixer] = pkgutil.resolve_name(RECURRENT_KINDS[mixer].layer)
         return recurrent(config, layer_number, tp, device, cp)
@@ -117,7 +117,7 @@ def make_feed_forward(
     experts: ExpertGroups | None = None,
 ) -> nn.Module:
     """Return the configured feed-forward module, called like `FeedForward`; it returns a `LayerOutput`."""
-    if config.moe_layers[config.kind_of(layer_number)]:
+    if config.has_experts(layer_number):
         return ExpertLayer(config, experts or ExpertGroups.like_dense(tp, None), device)
     width = config.ffn_size_of(layer_number)
     own = config if width == config.ffn_hidden_size else replace(config, ffn_hidden_size=width)

@@ -148,13 +148,13 @@ def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
 def _beyond_choices(config: RunConfig, layer_number: int) -> float:
     """Return the change of a layer's forward FLOPs by expert capacity: padding adds, dropped tokens subtract."""
     model, length = config.model, config.data.seq_length
-    if model.moe.moe_expert_capacity_factor is None or not model.moe_layers[model.kind_of(layer_number)]:
+    if model.moe.moe_expert_capacity_factor is None or not model.has_experts(layer_number):
         return 0.0
     sequences = config.training.micro_batch_size
     layer = ExpertLayer(model, length * sequences // model.context_parallel_size, sequences, element=1)
     chosen = layer.rows * model.moe.moe_router_topk * layer.sizes.expert_tp
     width = model.moe.moe_router_topk * model.moe.moe_ffn_hidden_size
-    of_experts = model.hidden_size * width * (3 if model.is_gated else 2)
+    of_experts = model.expert_input_size * width * (3 if model.is_gated else 2)
     return 2.0 * length * of_experts * (layer.given / chosen - 1)
 
 

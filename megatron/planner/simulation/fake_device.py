@@ -38,6 +38,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import attention_backend, dot_product_attention
 from megatron.core.process_group import CollectiveCall
 from megatron.core.transformer import MoEConfig, attention
+from megatron.core.transformer.moe import deepep
 from megatron.planner import Gpu
 from megatron.planner.simulation.fake_triton import recorded_programs
 from megatron.planner.simulation.operators import CudaOperators, FakeFlexAttention, LowerRightMask
@@ -392,6 +393,8 @@ def simulated_gpu(
         followed_storages(recorder),
         observed_links(recorder),
         without_triton() if second_document is None else with_triton(recorder, second_document),
+        # DeepEP computes on real tensors; its exchange is simulated as alltoall.
+        patch.object(deepep, "load_deepep", lambda: None),
         QuickFakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         CudaOperators(recorder, gpu.capability),

@@ -1,4 +1,4 @@
-"""The choice of what computes: CPU products, the chunks of --tp-comm-overlap, and --transformer-impl."""
+"""The choice of what computes: CPU products, the chunks of --tp-comm-overlap, --transformer-impl, and DeepEP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.core.process_group import single_rank_group
 from megatron.training import autotune, model_setup
 from megatron.training.autotune import choose_library, choose_tp_overlap, is_quicker, measure_libraries
 from megatron.training.initialize import LaunchEnvironment, make_runtime
-from megatron.training.model_setup import with_transformer_impl
+from megatron.training.model_setup import with_token_dispatcher, with_transformer_impl
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import fork_training
@@ -423,3 +423,60 @@ def test_a_checkpoint_records_the_threads_of_its_run(tmp_path: Path) -> None:
     fork_training(toy_args(tmp_path, "--train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --num-threads 1")).check()
     record = recorded_config(newest(tmp_path / "checkpoints"))
     assert (record["initialization"]["used_threads"], record["world_size"]) == (1, 1)
+
+
+FLEX = "--num-experts 4 --moe-token-dispatcher-type flex --expert-model-parallel-size 2"
+
+
+def exchanged(flags: str, reasons: tuple[str | None, ...]) -> tuple[str, list[str]]:
+    """Return this rank's dispatcher and what is said, if DeepEP is kept back on each rank by a reason or None."""
+    config = resolve_arguments([*MINIMAL, *flags.split()], len(reasons)).config
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model_setup, "why_no_deepep", lambda num_ranks, device: reasons[torch.distributed.get_rank()])
+        patched.setattr(model_setup, "check_deepep", lambda model, groups: None)
+        config = with_token_dispatcher(config, make_runtime(config, Device("cpu")), lines.append)
+    return config.model.moe.moe_token_dispatcher_type, lines
+
+
+def without_deepep(reason: str) -> str:
+    return f"DeepEP is not used, because {reason}; tokens are exchanged with alltoall, with the same results"
+
+
+def test_one_line_says_that_deepep_is_used() -> None:
+    said = "tokens are exchanged with DeepEP on 24 multiprocessors of a GPU"
+    for of_rank in run_distributed(2, exchanged, f"{FLEX} --moe-deepep-num-sms 24", (None, None)):
+        assert of_rank == ("flex", [said])
+
+
+def test_ranks_agree_on_deepep() -> None:
+    lacking = "the package deep_ep cannot be imported"
+    first, second = run_distributed(2, exchanged, f"{FLEX} --moe-deepep-num-sms 24", (None, lacking))
+    unused = "--moe-deepep-num-sms 24 has no effect without DeepEP"
+    of_other = "another process of this run cannot import the package deep_ep"
+    assert first == ("alltoall", [without_deepep(of_other), unused])
+    assert second == ("alltoall", [without_deepep(lacking), unused])
+
+
+@pytest.mark.parametrize("flags", ["--num-experts 4 --moe-token-dispatcher-type alltoall", f"{FLEX} {{}} hybridep"])
+def test_who_does_not_ask_for_deepep_is_told_nothing(flags: str) -> None:
+    flags = flags.format("--moe-flex-dispatcher-backend")
+    for kind, lines in run_distributed(2, exchanged, flags, (None, None)):
+        assert kind in ("alltoall", "flex")
+        assert lines == []
+
+
+def restart_with_deepep() -> str:
+    """Return the error of a run with DeepEP whose processes are to restart."""
+    config = resolve_arguments([*MINIMAL, *FLEX.split()], 2).config
+    config = replace(config, restart=replace(config.restart, inprocess_restart=True))
+    runtime = make_runtime(config, Device("cpu"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model_setup, "why_no_deepep", lambda num_ranks, device: None)
+        with pytest.raises(ConfigurationError) as caught:
+            with_token_dispatcher(config, runtime, lambda line: None)
+    return str(caught.value)
+
+
+def test_deepep_is_rejected_with_restarts_of_processes() -> None:
+    assert "DeepEP does not support --inprocess-restart" in run_distributed(2, restart_with_deepep)[0]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron.cli import verify_parallelism
-from megatron.verification.cells import BASE_FLAGS, DROPOUT, IN_PARTS, MODULES, Cell, Layout, make_cell
+from megatron.verification.cells import DROPOUT, IN_PARTS, MODULES, Cell, Layout, make_cell
 from megatron.verification.model_cells import ExpertLayout, make_expert_cell, make_latent_cell, make_prediction_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.training_cells import FUSED_LORA, MUON, fully_sharded, with_optimizer_on_host
 from tests.distributed.verification import planted_faults
+from tests.distributed.verification.small_cells import small
 from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.cell_server import EmulatedVerifier
 
@@ -38,17 +40,6 @@ def emulator() -> None:
 def verifier(emulator: None) -> Iterator[EmulatedVerifier]:
     with EmulatedVerifier() as emulated:
         yield emulated
-
-
-def small(cell: Cell) -> Cell:
-    """Return the cell with fewer samples per step, unless it has sizes of its own.
-
-    A pipeline keeps four micro-batches, and each rank of a pair of replicas two.
-    """
-    if any(flag in cell.flags[len(BASE_FLAGS) :] for flag in ("--micro-batch-size", "--global-batch-size")):
-        return cell
-    has_one_replica = " pp1 " in cell.name and " dp1" in cell.name
-    return replace(cell, model_flags=(*cell.model_flags, "--global-batch-size", "2" if has_one_replica else "4"))
 
 
 SP = Layout(tp=2, sequence_parallel=True)
@@ -83,6 +74,8 @@ DEFAULT = tuple(
 """Cells that the default tests run: each parallelism, sharding, schedule and kind of recompute or offload."""
 
 _EVERY_PAIR, _EVERY_LARGER = 2, 24
+_USUAL = ("tp1", "pp1", "cp1", "dp1")
+_DIMENSIONS = ("tp", "pp", "cp", "dp", "ep")
 
 
 def spread_cells(cells: list[Cell]) -> list[Cell]:
@@ -92,9 +85,39 @@ def spread_cells(cells: list[Cell]) -> list[Cell]:
     return [*pairs[::_EVERY_PAIR], *larger[::_EVERY_LARGER]]
 
 
+def combinations_of(cell: Cell) -> set[frozenset[str]]:
+    """Return which choices the cell combines, as its name says.
+
+    These are its flags, every two choices of its layout, and the model with the data and with each dimension of
+    parallelism.
+    """
+    model, data, *words = cell.name.split()
+    num_choices = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+    chosen = [word for word in words[:num_choices] if word not in _USUAL]
+    flags = [word for word in words[num_choices:] if word.startswith("--")]
+    # tp2sp and tp4 are of one dimension.
+    dimensions = [name for name in _DIMENSIONS if any(re.match(rf"{name}\d", word) for word in chosen)]
+    pairs = [*itertools.combinations([data, *chosen], 2), *((model, other) for other in (data, *dimensions))]
+    return {*map(frozenset, pairs), *(frozenset([choice]) for choice in (*chosen, *flags))}
+
+
+def covering_cells(cells: list[Cell], covered: Iterable[Cell]) -> list[Cell]:
+    """Return some of the cells, in their order: together they have each combination that ``covered`` leaves out."""
+    combined = {cell.name: combinations_of(cell) for cell in cells}
+    missing = set[frozenset[str]]().union(*combined.values()).difference(*map(combinations_of, covered))
+    chosen = set()
+    while missing:
+        best = max(combined, key=lambda name: len(combined[name] & missing))
+        missing -= combined[best]
+        chosen.add(best)
+    return [cell for cell in cells if cell.name in chosen]
+
+
 MATRIX = verify_parallelism.choose_cells(verify_parallelism.parse_arguments([]))
 _DEFAULT_NAMES = {cell.name for cell in DEFAULT}
-FULL = [small(cell) for cell in spread_cells(MATRIX) if cell.name not in _DEFAULT_NAMES]
+_OTHERS = [small(cell) for cell in spread_cells(MATRIX) if cell.name not in _DEFAULT_NAMES]
+FULL = covering_cells(_OTHERS, DEFAULT)
+"""Cells that have every combination of two choices which half of the matrix has. The long tests run the matrix."""
 
 
 @pytest.mark.default(len(DEFAULT))

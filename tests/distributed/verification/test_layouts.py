@@ -38,6 +38,7 @@ from megatron.verification.training_cells import (
     with_optimizer_on_host,
 )
 from megatron.verification.verifier import Verifier
+from tests.distributed.verification.small_cells import small
 
 CELLS = (
     make_attention_cell("sinks", Layout(cp=2, cp_comm_type="a2a")),
@@ -46,7 +47,7 @@ CELLS = (
 
 
 @pytest.mark.default(1)
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [*map(small, CELLS)], ids=lambda cell: cell.name)
 def test_such_a_model_is_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
@@ -66,7 +67,7 @@ LATENT_CELLS = (
 
 
 @pytest.mark.default(1)
-@pytest.mark.parametrize("cell", LATENT_CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [*map(small, LATENT_CELLS)], ids=lambda cell: cell.name)
 def test_latent_attention_is_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
@@ -93,7 +94,7 @@ HYBRID_CELLS = (
 
 
 @pytest.mark.default(1)
-@pytest.mark.parametrize("cell", HYBRID_CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [*map(small, HYBRID_CELLS)], ids=lambda cell: cell.name)
 def test_hybrid_models_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
@@ -117,7 +118,7 @@ PREDICTION_CELLS = (
 @pytest.mark.default(1)
 @pytest.mark.parametrize(
     "cell",
-    [*PREDICTION_CELLS[:2], *(pytest.param(cell, marks=pytest.mark.long) for cell in PREDICTION_CELLS[2:])],
+    [*map(small, PREDICTION_CELLS[:2]), *(pytest.param(cell, marks=pytest.mark.long) for cell in PREDICTION_CELLS[2:])],
     ids=lambda cell: cell.name,
 )
 def test_further_tokens_are_predicted_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
@@ -149,7 +150,7 @@ FURTHER = [cell for cell in adapter_matrix() if cell not in ADAPTER_CELLS]
 @pytest.mark.full
 @pytest.mark.parametrize(
     "cell",
-    [*ADAPTER_CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
+    [*map(small, ADAPTER_CELLS), *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
     ids=lambda cell: cell.name,
 )
 def test_adapters_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
@@ -184,7 +185,7 @@ SHARDED_CELLS = (
 
 
 @pytest.mark.default(1)
-@pytest.mark.parametrize("cell", SHARDED_CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [*map(small, SHARDED_CELLS)], ids=lambda cell: cell.name)
 def test_sharded_weights_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
@@ -209,7 +210,7 @@ OPTIMIZER_FURTHER = [cell for cell in optimizer_matrix() if cell not in OPTIMIZE
 @pytest.mark.default(1)
 @pytest.mark.parametrize(
     "cell",
-    [*OPTIMIZER_CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in OPTIMIZER_FURTHER)],
+    [*map(small, OPTIMIZER_CELLS), *(pytest.param(cell, marks=pytest.mark.long) for cell in OPTIMIZER_FURTHER)],
     ids=lambda cell: cell.name,
 )
 def test_an_optimizer_makes_the_same_weights_at_any_layout(cell: Cell, verifier: Verifier) -> None:
@@ -243,7 +244,7 @@ RECIPE_FURTHER = [cell for cell in recipe_matrix() if cell not in (*RECIPE_CELLS
 @pytest.mark.full
 @pytest.mark.parametrize(
     "cell",
-    [*RECIPE_CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in RECIPE_FURTHER)],
+    [*map(small, RECIPE_CELLS), *(pytest.param(cell, marks=pytest.mark.long) for cell in RECIPE_FURTHER)],
     ids=lambda cell: cell.name,
 )
 def test_a_recipe_makes_the_same_weights_at_any_layout(cell: Cell, verifier: Verifier) -> None:

@@ -42,6 +42,7 @@ from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 from tests.distributed.verification import planted_faults
 from tests.distributed.verification.planted_faults import EMBEDDING, NORM
+from tests.distributed.verification.small_cells import small
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -139,7 +140,7 @@ FURTHER = (
 @pytest.mark.default(len(DEFAULT))
 @pytest.mark.parametrize(
     "cell",
-    [*DEFAULT, *REPRESENTATIVE, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
+    [*DEFAULT, *map(small, REPRESENTATIVE), *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
     ids=lambda cell: cell.name,
 )
 def test_a_layout_computes_what_one_process_computes(verifier: Verifier, cell: Cell) -> None:

@@ -53,6 +53,7 @@ ANSWERED = {
     "--max-consecutive-skipped-iterations": "1 iterations in a row had gradients that are not finite",
     "--max-spikes": "--max-spikes 0 is reached",
     # The tests go without these packages.
+    "--moe-deepep-num-sms": "--moe-deepep-num-sms 24 has no effect without DeepEP",
     "--eval-tasks": "error: --eval-tasks t needs the package lm-eval",
     "--eval-tasks-include-path": "/t has no effect without --eval-tasks",
     "--eval-tasks-interval": "--eval-tasks-interval 2 has no effect without --eval-tasks",

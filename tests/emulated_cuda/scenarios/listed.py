@@ -1357,6 +1357,13 @@ _PAIRS = (
         "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
         2,
     ),
+    prepared(
+        "experts over DeepEP",
+        "deepep",
+        f"{_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-router-dtype fp32 --bf16 "
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-expert-capacity-factor 0.75",
+        2,
+    ),
     prepared("transformer-engine, LayerNorm", "transformer-engine", "--bf16 --transformer-impl transformer_engine"),
     faulty("a replica drifts", "drift_at=3", "--check-weight-hash-across-dp-replicas-interval 1", 2, 1, 1),
     faulty("a large gradient", "nan_gradient_at=6", f"--bf16 --rerun-mode validate_results {_OVERLAPS}", 2, 1, 1),

@@ -17,7 +17,7 @@ SHAPE = """
     position_embedding_type max_position_embeddings position_embedding_offset normalization apply_layernorm_1p swiglu
     norm_placement qk_layernorm_across_heads qk_layernorm_per_head geglu quick_geglu
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
-    moe_router_enable_expert_bias
+    moe_router_enable_expert_bias moe_latent_size
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_layer_freq
     softmax_type attention activation_func attention_output_gate

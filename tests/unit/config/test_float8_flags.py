@@ -105,6 +105,17 @@ def test_nvfp4_has_layers_in_bfloat16_and_16_bit_weight_gradients_like_fp8() -> 
         ),
         ("--fp8-format hybrid --seq-length 40", 1, ("makes 40 tokens per micro-batch", "use --seq-length 48")),
         (
+            "--fp8-format hybrid --num-experts 4 --moe-ffn-hidden-size 32 --moe-latent-size 40",
+            1,
+            ("--moe-latent-size 40, but FP8 needs a multiple of 16; use 48",),
+        ),
+        (
+            "--fp8-format hybrid --seq-length 48 --tensor-model-parallel-size 2 --num-experts 4 "
+            "--moe-ffn-hidden-size 32 --moe-latent-size 48",
+            2,
+            ("makes 24 tokens per micro-batch", "use --seq-length 64"),
+        ),
+        (
             "--fp8-format hybrid --seq-length 48 --context-parallel-size 2",
             2,
             ("makes 24 tokens per micro-batch", "use --seq-length 64"),

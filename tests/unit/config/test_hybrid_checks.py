@@ -62,7 +62,11 @@ WRONG = [
         "is not supported with --norm-placement post, which needs layers with attention",
     ),
     (f"{MIXED} --use-parallel-residual", "is not supported with --use-parallel-residual"),
-    (f"{MIXED} --mtp-num-layers 1 --no-position-embedding", "is not supported with --mtp-num-layers 1"),
+    (
+        "--hybrid-override-pattern M-M- --mtp-num-layers 1 --no-position-embedding",
+        "--mtp-num-layers 1: the layer of an MTP module has attention and experts or an MLP, which "
+        "--hybrid-override-pattern M-M- does not have; use a pattern with * and with E or -",
+    ),
     (f"{MIXED} --mamba-head-dim 24", "twice --hidden-size 32 is not divisible by --mamba-head-dim 24"),
     (f"{MIXED} --mamba-num-heads 12", "12 Mamba-2 heads are not divisible by --mamba-num-groups 8; numbers of groups"),
     (f"{MIXED} --mamba-multipliers 1 2", "--mamba-multipliers 1.0 2.0: five numbers greater than 0 are expected"),
@@ -202,7 +206,10 @@ WRONG = [
     ("--dsa-indexer-topk 8", "--dsa-indexer-topk 8 has no effect without --experimental-attention-variant"),
     (f"{FOUR} --dsa-indexer-topk 8", "--dsa-indexer-topk 8 has no effect without --experimental-attention-variant dsa"),
     (f"{WHOLE_DSA} --dsa-indexer-head-dim 8", "--dsa-indexer-head-dim 8 is below --qk-pos-emb-head-dim 64"),
-    (f"{WHOLE_DSA} --context-parallel-size 2", "dsa is not supported with --context-parallel-size 2; omit"),
+    (
+        f"{WHOLE_DSA} --context-parallel-size 2",
+        "dsa does not support --cp-comm-type p2p; use --cp-comm-type all_gather",
+    ),
     (f"{WHOLE_DSA} --window-size 4,0", "dsa is not supported with --window-size 4,0; omit --window-size 4,0"),
     (f"{WHOLE_DSA} --softmax-type learnable", "dsa is not supported with --softmax-type learnable; omit"),
     (f"{WHOLE_DSA} --linear-attention-freq 2", "dsa is not supported with --linear-attention-freq 2; omit"),
@@ -347,6 +354,10 @@ def test_layers_and_experts_follow_the_flags() -> None:
     model = resolve_arguments([*BASE.split(), *pattern.split()], 1).config.model
     assert model.moe_layers == (False, True, False, False)
     assert model.output_init_method_std == pytest.approx(0.02 / 2)
+    model = with_fields(model, mtp_num_layers=1)
+    assert (model.kind_of(4), model.parts_of(4), model.has_experts(4)) == (2, ("attention", "moe"), True)
+    parts = [model.layer_forward_flops(number, 16) for number in (1, 2, 4)]
+    assert parts[2] == (parts[0][0] + parts[1][0] + 2 * 16 * 2 * model.hidden_size**2, parts[1][1])
 
 
 def test_the_work_of_each_part_is_counted() -> None:

@@ -144,15 +144,35 @@ def test_experts_spread_over_data_context_and_tensor_ranks() -> None:
     assert sizes.record()["expert_model_parallel_size"] == 8
 
 
-def test_others_kernels_give_way_to_alltoall_and_routing_at_random_is_announced() -> None:
-    flex = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend deepep"
-    given = resolve_arguments([*BASE.split(), *EIGHT.split(), *flex.split()], 8)
-    assert given.config.model.moe.moe_token_dispatcher_type == "alltoall"
-    assert [note.split(": ")[0] for note in given.notes if "HybridEP" in note] == [
-        "--moe-enable-deepep has no effect",
-        "--moe-flex-dispatcher-backend deepep has no effect",
-        "--moe-token-dispatcher-type flex",
+def notes_of(flags: str) -> list[str]:
+    """Return the notes on flags of a model of experts that name DeepEP or HybridEP."""
+    given = resolve_arguments([*BASE.split(), *EIGHT.split(), *flags.split()], 8)
+    return [note for note in given.notes if "deepep" in note.lower() or "HybridEP" in note]
+
+
+def test_deepep_is_announced_when_the_model_is_built_and_hybridep_is_not_used() -> None:
+    flex = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
+    assert notes_of(f"{flex} deepep --moe-deepep-num-sms 24") == []
+    instead = "HybridEP is not used; tokens are exchanged with alltoall, with the same results"
+    assert notes_of(f"{flex} hybridep --moe-deepep-num-sms 24 --moe-hybridep-num-sms 8") == [
+        "--moe-hybridep-num-sms 8 has no effect: HybridEP is not used",
+        f"--moe-flex-dispatcher-backend hybridep: {instead}",
+        "--moe-deepep-num-sms 24 has no effect with --moe-flex-dispatcher-backend hybridep",
     ]
+    without = "has no effect without --moe-token-dispatcher-type flex"
+    given = "--moe-token-dispatcher-type alltoall --moe-enable-deepep --moe-flex-dispatcher-num-sms 24"
+    assert notes_of(given) == [
+        "--moe-enable-deepep has no effect: --moe-token-dispatcher-type flex uses DeepEP without it",
+        f"--moe-deepep-num-sms 24 {without}",
+    ]
+
+
+def test_deepep_has_an_even_number_of_multiprocessors() -> None:
+    with pytest.raises(ConfigurationError, match="--moe-deepep-num-sms 21: an even number is expected"):
+        notes_of("--moe-token-dispatcher-type flex --moe-deepep-num-sms 21")
+
+
+def test_routing_at_random_is_announced() -> None:
     random = resolve_arguments([*BASE.split(), *EIGHT.split(), "--moe-router-force-load-balancing"], 8)
     assert any("the router does not learn" in note for note in random.notes)
 

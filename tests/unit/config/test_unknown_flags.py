@@ -61,7 +61,7 @@ def test_a_flag_of_another_trainer_is_answered_with_what_to_give(typed: str, lin
 def test_a_feature_that_is_not_there_is_refused_by_name() -> None:
     counted = "a run is counted in iterations: pass --train-iters or --train-samples"
     assert answer("--epochs 3") == f"--epochs 3 (of Megatron-LM before 2021) is not supported: {counted}"
-    assert "is not supported: this choice of a mixture of experts is not built" in answer("--moe-latent-size 8")
+    assert "is not supported: this choice of a mixture of experts is not built" in answer("--moe-token-dropping 8")
 
 
 @pytest.mark.parametrize(

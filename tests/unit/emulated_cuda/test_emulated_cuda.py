@@ -108,10 +108,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_training_on_two_devices_has_the_losses_of_the_cpu(layout: str, tmp_path: Path) -> None:
-    expected = run_training((*FLAGS, "--metrics-jsonl", tmp_path / "cpu.jsonl")).check().losses()
+@pytest.fixture(scope="module")
+def losses_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    metrics = tmp_path_factory.mktemp("cpu") / "metrics.jsonl"
+    return run_training((*FLAGS, "--metrics-jsonl", metrics)).check().losses()
+
+
+# The layouts of the long tests are among those of tests/distributed/verification/test_emulated_layouts.py.
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=() if name == "tensor" else pytest.mark.long) for name in LAYOUTS],
+)
+def test_a_training_on_two_devices_has_the_losses_of_the_cpu(
+    layout: str, losses_on_cpu: list[float], tmp_path: Path
+) -> None:
     flags = (*FLAGS, *LAYOUTS[layout], "--metrics-jsonl", tmp_path / "cuda.jsonl")
     result = run_training(flags, 2, env=emulated_environment(2, triton=False)).check()
     assert "race" not in result.stderr
-    assert result.losses() == pytest.approx(expected, rel=1e-5)
+    assert result.losses() == pytest.approx(losses_on_cpu, rel=1e-5)

@@ -16,7 +16,7 @@ from tests.emulated_cuda.cuda_lines import __main__ as cuda_lines
 from tests.emulated_cuda.cuda_lines.argued import ARGUED
 from tests.emulated_cuda.cuda_lines.finding import scopes_of, truth_on_cuda
 from tests.emulated_cuda.scenarios.changed_source import REPOSITORY, statements_of, with_probes
-from tests.emulated_cuda.scenarios.listed import SCENARIOS, training
+from tests.emulated_cuda.scenarios.listed import SCENARIOS, prepared, training
 from tests.emulated_cuda.scenarios.observed_calls import with_observed_calls
 from tests.emulated_cuda.scenarios.running import CALLS, Result, Scenario, Servers, difference
 from tests.emulated_cuda.synchronizations import __main__ as synchronizations
@@ -170,6 +170,43 @@ def test_the_host_waits_as_often_in_a_step_of_more_layers_and_micro_batches(
         of_a_step.append([after - before for before, after in zip(*waits)])
     assert of_a_step[0] == of_a_step[1]
     assert min(of_a_step[0]) > 0
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 16 --swiglu --disable-bias-linear --expert-model-parallel-size 2 "
+    "--moe-router-dtype fp32 --bf16 --moe-router-score-function sigmoid"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "is_same"),
+    [
+        ("--moe-router-topk 1", True),  # no sum of several ranks is rounded
+        ("--moe-router-topk 2 --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap", False),
+        ("--moe-router-topk 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", False),
+    ],
+)
+def test_deepep_trains_as_alltoall(servers: Servers, flags: str, is_same: bool) -> None:
+    """The stand-in for DeepEP runs on a stream of its own, so that a missing wait would be reported."""
+    flags = f"{EXPERTS} {flags} --moe-token-dispatcher-type"
+    mine = prepared("DeepEP", "deepep", f"{flags} flex", 2)
+    found, known = (servers.of(each).run(each) for each in (mine, training("alltoall", f"{flags} alltoall", 2)))
+    assert (found.fault, known.fault) == ("", "")
+    assert len(found.metrics) == len(known.metrics) > 0
+    for row, other in zip(found.metrics, known.metrics):
+        for key in ("lm_loss", "grad_norm"):
+            assert row.get(key) == (other.get(key) if is_same else pytest.approx(other.get(key), rel=5e-3))
+
+
+@pytest.mark.full
+def test_a_model_that_deepep_does_not_support_ends_with_one_line(servers: Servers) -> None:
+    flags = EXPERTS.replace(" --bf16", "") + " --moe-token-dispatcher-type flex"
+    ended = prepared("DeepEP, float32", "deepep", flags, 2)
+    fault = servers.of(ended).run(ended).fault
+    # A rank may be killed because the other has ended.
+    assert "[2, " in fault or ", 2]" in fault
+    assert ": error: --moe-token-dispatcher-type flex: DeepEP sends bfloat16, and the model is in float32" in fault
 
 
 def test_metrics_that_differ_are_shown() -> None:

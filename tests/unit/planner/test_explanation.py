@@ -19,6 +19,7 @@ from megatron.planner.explanation import Explanation, explain, first_rank
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import MEMORY_PARTS
+from megatron.planner.plan import DEEPEP_AS_ALLTOALL
 from megatron.planner.report import to_page, to_text
 from megatron.training.theoretical_memory_usage import model_size
 from tests.closed_forms.step_traffic import step_traffic
@@ -190,3 +191,16 @@ def test_a_browser_shows_every_bar_and_pass_and_asks_no_network(tmp_path: Path) 
     assert seen["passes"] == 2 * 2 * 8 * 2
     assert not seen["overflow"]
     assert seen["requests"] == 0
+
+
+def test_deepep_is_predicted_as_alltoall() -> None:
+    experts = (
+        "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type"
+    )
+    found, known = (
+        explain(parsed.config, parsed.notes, H100, NATIVE)
+        for parsed in (read_planned_run([*SMALL, *experts.split(), kind], WORLD_SIZE) for kind in ("flex", "alltoall"))
+    )
+    assert found.prediction == known.prediction
+    assert found.to_json()["stages"] == known.to_json()["stages"]
+    assert [note for note in found.notes if note not in known.notes] == [DEEPEP_AS_ALLTOALL]

@@ -92,6 +92,9 @@ PUBLISHED = ROWS | {
     "phi4-14b": 1.466e10,
     "opt-6.7b": 6.658e09,
     "nemotron3-nano-30b-a3b": 3.158e10,
+    "nemotron3-super-120b-a12b": 123.6e9,
+    "deepseek-v3.2": 685.4e9 - 2 * 0.927e9,  # as deepseek-v3
+    "glm-5": 753.9e9,
     "nemotron-h-8b": 8.1e09,
     "nemotron-4-15b": 1.56e10,
     "nanochat-d32": 1.88e09,

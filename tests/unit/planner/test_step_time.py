@@ -18,7 +18,8 @@ from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.step_time import LayerTime
 from megatron.verification.cells import BASE_FLAGS, SHAPES, Layout
-from megatron.verification.model_cells import make_latent_cell
+from megatron.verification.hybrid_cells import make_hybrid_cell
+from megatron.verification.model_cells import ExpertLayout, make_latent_cell
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.sized_cells import NARROW_LATENT, UP_PROJECTIONS
 from tests.unit.planner.test_plan import plan_of
@@ -82,6 +83,16 @@ def layer_of(layout: Layout, more: tuple[str, ...]) -> LayerTime:
     time = predict(Plan.of(resolve_cell(cell.flags, cell.world_size, "bfloat16")), NATIVE, H100).time
     assert time is not None
     return time.layer
+
+
+def test_layers_of_one_part_are_predicted_and_latent_experts_save_less() -> None:
+    predictions = []
+    for latent in ((), ("--moe-latent-size", "8")):
+        cell = make_hybrid_cell("nemotron", ExpertLayout(dp=2, ep=2), extra=latent)
+        plan = Plan.of(resolve_cell(cell.flags, cell.world_size, "bfloat16"))
+        predictions.append(predict(plan, NATIVE, H100))
+    assert all(each.time is not None for each in predictions)
+    assert predictions[1].stages[0].activations < predictions[0].stages[0].activations
 
 
 def test_recomputed_and_wider_heads_take_longer() -> None:

@@ -88,6 +88,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("megatron/core/ops/attention_backend.py:load_flash_attention",),
     "flash_attn_interface": ("megatron/core/ops/attention_backend.py:load_flash_attention_3",),
     "transformer_engine": ("megatron/core/ops/transformer_engine.py:load_transformer_engine",),
+    "deep_ep": ("megatron/core/transformer/moe/deepep.py:load_deepep",),
     "bitsandbytes": ("megatron/core/ops/four_bit.py:load_bitsandbytes",),
     "fsspec": ("megatron/core/object_store.py:open_store",),
     # fsspec imports it.

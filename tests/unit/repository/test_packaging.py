@@ -100,7 +100,7 @@ def test_nothing_imported_at_run_time_is_undeclared() -> None:
         declared |= {Requirement(text).name for text in project_metadata()["optional-dependencies"][extra]}
     distributions = importlib.metadata.packages_distributions()
     known = {name.replace("-", "_") for name in declared}
-    known |= {"apex", "flash_attn_interface", "transformer_engine", "megatron", "pretrain_gpt", "__future__"}
+    known |= {"apex", "deep_ep", "flash_attn_interface", "transformer_engine", "megatron", "pretrain_gpt", "__future__"}
     for path in package_files():
         for name in {name.partition(".")[0] for name in used_names(path)} - sys.stdlib_module_names:
             owners = {owner.replace("-", "_").lower() for owner in distributions.get(name, [name])}

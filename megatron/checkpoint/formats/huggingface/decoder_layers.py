@@ -155,8 +155,8 @@ def windows_before_full_layers(settings: Settings, period: int) -> list[bool]:
 def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Yield the links of a layer's router and experts; each expert's projections are separate tensors in files."""
     assert config.moe.num_experts is not None
-    count, width, ffn = config.moe.num_experts, config.hidden_size, config.moe.moe_ffn_hidden_size
-    yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
+    count, width, ffn = config.moe.num_experts, config.expert_input_size, config.moe.moe_ffn_hidden_size
+    yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, config.hidden_size))
     for expert in range(count):
         of_expert = f"{theirs}{names.experts}.{expert}."
         for number, name in enumerate((names.gate, names.up)[0 if config.is_gated else 1 :]):

@@ -114,8 +114,12 @@ class SharedExpertFamily(RotaryDecoderFamily):
         return settings | ({"num_nextn_predict_layers": config.mtp.mtp_depth} if self.has_mtp else {})
 
     def links(self, config: GPTConfig) -> Iterable[TensorLink]:
-        """Yield every link; layers after the last one are MTP modules, with copies of both embeddings."""
+        """Yield every link."""
         yield from super().links(config)
+        yield from self.mtp_links(config)
+
+    def mtp_links(self, config: GPTConfig) -> Iterator[TensorLink]:
+        """Yield the links of the MTP modules, which are layers after the last one with copies of both embeddings."""
         vocabulary, width = (config.vocab_size, config.hidden_size), config.hidden_size
         has_own = config.untie_embeddings_and_output_weights
         output_layer = "model.output_layer.weight" if has_own else "model.embedding.word_embeddings.weight"

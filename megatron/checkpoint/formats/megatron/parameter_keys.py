@@ -128,6 +128,8 @@ _LAYER_MODULES: dict[str, str] = {
     "self_attention.linear_kv_up_proj": "self_attention.linear_kv_up_proj",
     "pre_mlp_layernorm": "pre_mlp_layernorm",
     "mlp.router": "mlp.router",
+    "mlp.fc1_latent_proj": "mlp.fc1_latent_proj",
+    "mlp.fc2_latent_proj": "mlp.fc2_latent_proj",
     "mlp.shared_experts.linear_fc1": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.linear_fc2": "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1": "mlp.linear_fc1",

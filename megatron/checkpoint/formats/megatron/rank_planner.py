@@ -72,7 +72,7 @@ FLOAT8_SCALING = "float8_scaling"
 """Key of the state of FP8 delayed scaling, in a ``common`` section and in the files."""
 _LINEAR = (
     *("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer", "eh_proj"),
-    *("in_proj", "out_proj"),
+    *("in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj"),
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
 )
 

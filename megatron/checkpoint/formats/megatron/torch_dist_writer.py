@@ -315,8 +315,11 @@ class TorchDistPlan:
             modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
         if feed_forward is not None and feed_forward != MOE:
             modules += [f"mlp.{name}" for name in _FEED_FORWARD]
-        elif feed_forward == MOE and model.moe.moe_shared_expert_intermediate_size is not None:
-            modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
+        elif feed_forward == MOE:
+            if model.moe.moe_latent_size is not None:
+                modules += ["mlp.fc1_latent_proj", "mlp.fc2_latent_proj"]
+            if model.moe.moe_shared_expert_intermediate_size is not None:
+                modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
         return modules
 
     def random_state_key(self, tp_rank: int, pp_rank: int) -> str:

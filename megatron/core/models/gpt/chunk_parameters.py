@@ -114,7 +114,7 @@ def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: in
 
 def _kind(model: GPTConfig, number: int) -> tuple[LayerParts, bool, bool, bool, bool]:
     """Return the properties of a layer that determine its parameters, apart from fields that all layers share."""
-    parts, in_float8 = model.layer_parts[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
+    parts, in_float8 = model.parts_of(number), model.fp8.is_in_float8(number, model.num_layers)
     has_keys = model.key_value_sources[model.kind_of(number)] is None
     return parts, in_float8, model.is_global(number), model.has_indexer(number), has_keys
 

@@ -172,7 +172,7 @@ class GPTConfig(DecoderConfig, in_args=True):
     def has_experts_among(self, layer_numbers: Iterable[int], *, is_last: bool) -> bool:
         """Return whether a model chunk with these layers has experts. The last chunk includes the MTP modules."""
         further = range(self.num_layers, self.num_layers + self.mtp.mtp_depth * is_last)
-        return any(self.moe_layers[self.kind_of(number)] for number in (*layer_numbers, *further))
+        return any(self.has_experts(number) for number in (*layer_numbers, *further))
 
     @property
     def embedding_init_std(self) -> float:
@@ -313,8 +313,8 @@ def hybrid_flags_without_argument(model: GPTConfig) -> list[str]:
     if model.hybrid.hybrid_override_pattern is not None:
         if others := sorted(set(pattern_symbols(model.layer_parts)) - set(_SYMBOLS_OF_MEGATRON)):
             found.append(f"{', '.join(others)} in --hybrid-override-pattern {model.hybrid.hybrid_override_pattern}")
-        # Megatron-LM's MambaModel has neither norms of queries and keys, nor MLA, nor virtual stages.
-        names += ("qk_layernorm", "multi_latent_attention", *_STAGES)
+        # Megatron-LM's MambaModel has neither norms of queries and keys, nor MLA, MTP or virtual stages.
+        names += ("qk_layernorm", "multi_latent_attention", "mtp_num_layers", *_STAGES)
     elif GATED_DELTA_NET in mixers and not model.swiglu:
         found.append("gated delta-net without --swiglu")
     tp, groups = model.tensor_model_parallel_size, model.hybrid.mamba_num_groups

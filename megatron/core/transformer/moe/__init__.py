@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.moe.deepep import check_deepep, why_no_deepep
     from megatron.core.transformer.moe.expert_layer import ExpertLayer, loads_of
     from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
     from megatron.core.transformer.moe.grouped_experts import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
+        "deepep": "check_deepep why_no_deepep",
         "experts": "GroupedMLP SequentialMLP",
         "grouped_experts": "GroupedExperts GroupedLinear expert_shards grouped_linear",
         "load_balancing": "ExpertLoads LoadReport auxiliary_loss_names",

@@ -235,6 +235,11 @@ class TokenDispatcher(ABC):
         """Return whether an all-to-all sends rows; weight gradients can then run during the backward all-to-all."""
         return False
 
+    @property
+    def sends_padding(self) -> bool:
+        """Return whether ranks can send the same number of rows to each expert, so that no number depends on data."""
+        return self.exchanges_rows
+
     @abstractmethod
     def _exchanged(
         self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile, late: LateGradients | None
@@ -291,6 +296,21 @@ def _exchange_dims(rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
     return rows.view(first, second, -1, rows.shape[1]).transpose(0, 1).reshape(-1, rows.shape[1])
 
 
+def targets_of(routing: Routing, groups: ExpertGroups, num_local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the destinations of each token and their weights, with one destination per rank and expert on it.
+
+    Destinations are numbered by rank: the experts of one rank, repeated for each rank that holds a shard of them.
+
+    Shapes: ``-> [n, k * tensor_size]`` both.
+    """
+    targets, weights, copies = routing.indices, routing.weights, groups.tensor_size
+    if copies == 1:
+        return targets, weights
+    first = targets.div(num_local, rounding_mode="floor") * (copies * num_local) + targets % num_local
+    targets = (first.unsqueeze(-1) + num_local * torch.arange(copies, device=targets.device)).flatten(1)
+    return targets, weights.repeat_interleave(copies, dim=1)
+
+
 class AllToAllDispatcher(TokenDispatcher):
     """Send each token only to the ranks of its experts, with an all-to-all of variable sizes."""
 
@@ -302,12 +322,8 @@ class AllToAllDispatcher(TokenDispatcher):
     def _exchanged(
         self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile, late: LateGradients | None
     ) -> torch.Tensor:
-        group, copies, num_local = self.groups.model, self.groups.tensor_size, self.num_local
-        targets = routing.indices
-        if copies > 1:
-            # Order of destinations: the experts of one rank, repeated for each rank that holds a shard of them.
-            first = targets.div(num_local, rounding_mode="floor") * (copies * num_local) + targets % num_local
-            targets = (first.unsqueeze(-1) + num_local * torch.arange(copies, device=x.device)).flatten(1)
+        group, num_local = self.groups.model, self.num_local
+        targets, weights = targets_of(routing, self.groups, num_local)
         ordered = sort_choices(targets, group.size * num_local)
         by_rank = ordered.counts().view(group.size, num_local)
         coming = all_to_all_first_dim(by_rank, group)
@@ -327,9 +343,7 @@ class AllToAllDispatcher(TokenDispatcher):
             inverse = torch.empty_like(by_expert)
             inverse[by_expert] = torch.arange(len(by_expert), device=x.device)
             rows = reorder(experts(reorder(rows, by_expert, inverse), of_experts), inverse, by_expert)
-        rows = all_to_all(rows, received, sent, group)
-        weights = routing.weights.repeat_interleave(copies, dim=1) if copies > 1 else routing.weights
-        return combine(rows, weights, order)
+        return combine(all_to_all(rows, received, sent, group), weights, order)
 
 
 class AllGatherDispatcher(TokenDispatcher):

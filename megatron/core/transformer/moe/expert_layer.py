@@ -17,7 +17,8 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer import DecoderConfig, FeedForward, make_norm
+from megatron.core.transformer import DecoderConfig, FeedForward, ReplicatedLinear, make_norm
+from megatron.core.transformer.moe.deepep import deepep_dispatcher
 from megatron.core.transformer.moe.expert_dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -59,6 +60,9 @@ class ExpertLayer(nn.Module):
     With ``moe_expert_norms`` the router reads the residual stream, and the experts its norm. Their summed output is
     normalized, and so is the shared expert's, before both are added.
 
+    With ``moe_latent_size`` the experts read a projection of their input to that width. A second projection maps their
+    weighted sum back to the hidden size (LatentMoE, Elango et al. 2026).
+
     Each tensor-parallel rank routes a part of the tokens, with or without sequence parallelism.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
@@ -69,6 +73,14 @@ class ExpertLayer(nn.Module):
         assert config.moe.num_experts is not None
         self.config, self.groups = config, groups
         self.router = ExpertRouter(config, groups, device)
+        self.fc1_latent_proj: ReplicatedLinear | None = None
+        self.fc2_latent_proj: ReplicatedLinear | None = None
+        if config.moe.moe_latent_size is not None:
+            # A tensor-parallel rank projects the tokens that it routes.
+            make = partial(ReplicatedLinear, is_split=True, has_bias=config.add_bias_linear)
+            hidden, latent, output_std = config.hidden_size, config.moe.moe_latent_size, config.output_init_method_std
+            self.fc1_latent_proj = make(config, hidden, latent, groups.tp, device)
+            self.fc2_latent_proj = make(config, latent, hidden, groups.tp, device, init_std=output_std)
         self.experts = GroupedExperts(config, groups, device)
         has_shared = config.moe.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
@@ -79,8 +91,9 @@ class ExpertLayer(nn.Module):
             self.post_experts_layernorm = make_norm(config, groups.tp, device, partial_gradient=True)
             self.post_shared_experts_layernorm = make_norm(config, groups.tp, device)
         self.recomputes_shared = "shared_experts" in config.recomputed_modules
+        deepep = deepep_dispatcher(config, groups, device) if config.moe.asks_for_deepep else None
         kind = AllGatherDispatcher if config.moe.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
-        self.dispatch: TokenDispatcher = kind(config.moe.num_experts, groups)
+        self.dispatch: TokenDispatcher = deepep or kind(config.moe.num_experts, groups)
 
     def forward(
         self, x: torch.Tensor, padding_mask: torch.Tensor | None = None, stream: torch.Tensor | None = None
@@ -110,6 +123,8 @@ class ExpertLayer(nn.Module):
         routing = self.router(own, rows)
         if self.has_norms:
             own = self.pre_experts_layernorm(own)
+        if self.fc1_latent_proj is not None:
+            own = self.fc1_latent_proj(own)
         shared: list[torch.Tensor] = []
 
         def meanwhile() -> None:
@@ -132,6 +147,8 @@ class ExpertLayer(nn.Module):
         )
         if not overlaps:
             meanwhile()
+        if self.fc2_latent_proj is not None:
+            output = self.fc2_latent_proj(output)
         if self.has_norms:
             output = self.post_experts_layernorm(output)
             shared[0] = self.post_shared_experts_layernorm(shared[0])
@@ -152,7 +169,7 @@ class ExpertLayer(nn.Module):
         assert capacity is not None
         capacity, size = min(capacity, rows.num_rows), self.groups.model.size
         is_of_one_rank = self.groups.tensor_size * self.groups.tp.size * self.groups.cp.size == 1
-        sends_padding = self.dispatch.exchanges_rows and is_of_one_rank and self.training
+        sends_padding = self.dispatch.sends_padding and is_of_one_rank and self.training
         if capacity and (size == 1 or sends_padding):
             return capacity, None
         return None, size * capacity
@@ -176,7 +193,7 @@ def _nothing() -> None:
 def loads_of(models: Sequence[nn.Module], config: DecoderConfig, state: ParallelState) -> ExpertLoads | None:
     """Return the load counter of a model's experts, of which this rank has a part; None without MoE layers."""
     numbers = range(config.num_layers + config.mtp.mtp_depth)
-    layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
+    layers = [number for number in numbers if config.has_experts(number)]
     if not layers:
         return None
     routers = {

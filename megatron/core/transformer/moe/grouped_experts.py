@@ -438,6 +438,8 @@ class GroupedLinear(nn.Module):
 class GroupedExperts(nn.Module):
     """Feed-forward layers ``h -> ffn -> h`` of this rank's experts, or its shards of them.
 
+    With ``moe_latent_size`` that width replaces the hidden size h.
+
     Shapes: ``[n, h] -> [n, h]``, rows sorted by expert. If experts are sharded, results are partial sums.
     """
 
@@ -450,7 +452,7 @@ class GroupedExperts(nn.Module):
         self.recomputes_activation = "moe_act" in config.recomputed_modules
         self.linear_fc1 = GroupedLinear(
             config.moe.num_experts,
-            (config.moe.moe_ffn_hidden_size * num_stacked, config.hidden_size),
+            (config.moe.moe_ffn_hidden_size * num_stacked, config.expert_input_size),
             groups,
             cut_dim=1,
             num_stacked=num_stacked,
@@ -462,7 +464,7 @@ class GroupedExperts(nn.Module):
         )
         self.linear_fc2 = GroupedLinear(
             config.moe.num_experts,
-            (config.hidden_size, config.moe.moe_ffn_hidden_size),
+            (config.expert_input_size, config.moe.moe_ffn_hidden_size),
             groups,
             cut_dim=2,
             has_bias=config.add_bias_linear,

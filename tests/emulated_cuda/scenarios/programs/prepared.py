@@ -34,7 +34,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.training.exit_reason import run_program
 from megatron.training.initialize import Runtime
 
-STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "kernels"
+STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "ops"
 SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.collectives": {"_PIECE_BYTES": 4096},
     "megatron.core.dist_checkpointing.disk": {"CHUNK_BYTES": 8192},
@@ -112,6 +112,11 @@ def install_transformer_engine() -> None:
     package = sys.modules["transformer_engine"] = ModuleType("transformer_engine")
     package.__path__ = []
     _install("transformer_engine.pytorch", "transformer_engine_stand_in.py")
+
+
+def install_deepep() -> None:
+    """Install the stub of DeepEP."""
+    _install("deep_ep", "deep_ep_stand_in.py")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -299,6 +304,7 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "cudnn": prefer_cudnn,
     "flash-attn": install_flash_attn,
     "transformer-engine": install_transformer_engine,
+    "deepep": install_deepep,
     "transformer-engine-of-rank-0": install_transformer_engine_on_rank_0,
     "no-peers-of-rank-1": take_peers_from_rank_1,
     "apex": install_apex,

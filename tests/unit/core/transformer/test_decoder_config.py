@@ -146,6 +146,9 @@ def test_flops_of_experts() -> None:
     # Two routed experts of width 70 and the shared one are as wide as the dense layer; the router comes on top.
     assert of_experts - of_dense == 2 * 10 * 96 * 5
     assert experts.layer_forward_flops(7, 10) == (of_dense, core)
+    # Routed experts read and write 32 channels, between two projections.
+    of_latent = with_fields(experts, moe_latent_size=32).layer_forward_flops(0, 10)[0]
+    assert of_experts - of_latent == 2 * 10 * (3 * 2 * 70 * (96 - 32) - 2 * 96 * 32)
 
 
 LATENT: dict[str, Any] = {"multi_latent_attention": True}

@@ -392,15 +392,15 @@ def test_weight_gradients_out_of_fp8_are_added_to_main_gradients() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_of_experts_in_fp8_has_nearly_the_losses_of_bfloat16(recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "latent"), [*((recipe, None) for recipe in RECIPES), ("delayed", 16)])
+def test_a_model_of_experts_in_fp8_has_nearly_the_losses_of_bfloat16(recipe: str, latent: int | None) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 4, "kv_channels": 16, "ffn_hidden_size": 32}
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32}
     tokens, labels, positions, _ = make_batch(16, 2, 53)
     losses = []
     for precision in ({}, {"fp8_format": "hybrid", "fp8_recipe": recipe}):
         settings = {**shape, **experts, **precision, "max_position_embeddings": 16, "bf16": True}
-        model = make_model(single_rank_group(), **settings)
+        model = make_model(single_rank_group(), moe_latent_size=latent, **settings)
         load_global_weights(model)
         compute_in_float8([model], model.config, "cpu")
         loss = model(tokens, positions, labels=labels, losses=[]).float().mean()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from megatron.cli import simulate
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.planner.gpu import A100, B200, B300, H100, H200
+from megatron.planner.plan import DEEPEP_AS_ALLTOALL
 from megatron.planner.simulation.dry_run import ModelFlops, check_flops, count_flops, needed_flops
 from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.planner.simulation.recorder import Gemm, Operation
@@ -294,3 +299,19 @@ def test_a_gpu_never_holds_the_whole_model() -> None:
     assert (
         of_weights <= 1.02 * SHARDED_WHOLE / NUM_RANKS + 2 * LAYER + 2 * EMBEDDING < copies["peak_holders"]["weights"]
     )
+
+
+@pytest.mark.long
+@needs_compiler
+def test_deepep_is_simulated_as_alltoall_and_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "deep_ep.py").write_text("raise SystemExit('the simulation imports deep_ep')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    reports = []
+    for kind in ("flex", "alltoall"):
+        flags = (*MODEL, *EXPERTS, "--moe-token-dispatcher-type", kind, "--expert-model-parallel-size", "2", "--bf16")
+        command = [sys.executable, "-m", "megatron.cli", "simulate", "--gpu", "h100", "--world-size", "2", *flags]
+        finished = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        reports.append(finished.stdout.splitlines())
+    assert [line for line in reports[0] if line not in reports[1]] == [DEEPEP_AS_ALLTOALL]

@@ -429,8 +429,15 @@ def test_a_wrong_call_is_refused_before_processes_start(monkeypatch: pytest.Monk
     assert "forward" not in vars(ours)
 
 
+# Positions that are learned, rotary and in ALiBi, and count padding or not; the long tests have more families.
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["gpt2", "llama31", "mistral", "qwen3", "bloomz", "mpt_1b", "opt_125m", "xglm_7b"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gpt2", "mistral", "bloomz", "mpt_1b", "opt_125m"),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama31", "qwen3", "xglm_7b")),
+    ],
+)
 def test_other_families_give_the_same_tokens_and_loss(kind: str) -> None:
     theirs, ours = make_model(kind), make_model(kind)
     parallelize(ours, num_gpus=2, master_port=29517, verbose=True)

@@ -313,6 +313,7 @@ MODELS = [
     NEMOTRON_H | {"use_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_min": 0.02},
     NEMOTRON_H | {"layers_block_type": ["attention", "moe", "mamba"], "routed_scaling_factor": 2.5, "head_dim": 16},
     NEMOTRON_H | {"hybrid_override_pattern": "*-*-"},
+    NEMOTRON_H | {"hybrid_override_pattern": "ME*E", "moe_latent_size": 20},
     FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_multipliers": [0.7, 0.3]},
     FALCON_H1 | {"mamba_rms_norm": True, "mamba_d_ssm": None, "key_multiplier": 0.39, "attention_in_multiplier": 0.9},
     FALCON_H1 | {"ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.3, 0.5, 0.36], "ssm_out_multiplier": 0.2},
@@ -959,6 +960,22 @@ def test_what_is_not_supported_is_refused_by_name(
 )
 def test_mtp_modules_that_qwen3_next_does_not_have_are_refused(interval: int, number: int, message: str) -> None:
     values = QWEN3_NEXT | {"full_attention_interval": interval, "num_nextn_predict_layers": number}
+    with pytest.raises(ConfigurationError, match=message):
+        read_model(Settings(values, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nextn_predict_layers": 2}, "is 2; published models have one MTP module or none"),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "M-"},
+            r"mtp_layers_block_type is 'M-'; only \['full_attention', 'moe'\] is supported",
+        ),
+    ],
+)
+def test_mtp_modules_that_nemotron_h_does_not_have_are_refused(changes: dict[str, Any], message: str) -> None:
+    values = NEMOTRON_H | {"hybrid_override_pattern": "M*E"} | changes
     with pytest.raises(ConfigurationError, match=message):
         read_model(Settings(values, "config.json"))
 

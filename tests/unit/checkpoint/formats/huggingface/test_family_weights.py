@@ -124,6 +124,43 @@ def test_the_mtp_module_of_qwen3_next_comes_and_goes(tmp_path: Path) -> None:
     assert HuggingFaceSource(tmp_path / "anew").config.mtp.mtp_num_layers == 1
 
 
+def test_the_mtp_module_of_nemotron_3_comes_and_goes(tmp_path: Path) -> None:
+    """transformers ignores the module, whose two layers are one of ours."""
+    kinds = {"layers_block_type": ["linear_attention", "full_attention", "moe"], "num_nextn_predict_layers": 1}
+    model = save_model("nemotron_h_latent", tmp_path / "model", **kinds)
+    fields, layers = {"enorm": (48,), "hnorm": (48,), "eh_proj": (48, 96)}, ("mtp.layers.0.", "mtp.layers.1.")
+
+    def add(values: dict[str, torch.Tensor]) -> None:
+        for number, layer in enumerate(layers, 1):
+            before = f"backbone.layers.{number}."
+            values |= {
+                name.replace(before, layer): value.clone() for name, value in values.items() if name.startswith(before)
+            }
+        generator = torch.Generator().manual_seed(5)
+        for name, shape in fields.items():
+            values[f"{layers[0]}{name}.weight"] = torch.randn(shape, generator=generator)
+        values[f"{layers[1]}final_layernorm.weight"] = torch.randn(48, generator=generator)
+
+    rewrite(tmp_path / "model", add)
+    source = HuggingFaceSource(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert source.config.mtp.mtp_num_layers == 1
+    own = "model.mtp.layers.0."
+    assert torch.equal(source.read(f"{own}final_layernorm.weight"), stored["mtp.layers.1.final_layernorm.weight"])
+    assert torch.equal(
+        source.read(f"{own}transformer_layer.pre_mlp_layernorm.weight"), stored["mtp.layers.1.norm.weight"]
+    )
+    tokens = tokens_of("nemotron_h_latent", 2, 40)
+    assert differ(streamed_logits(source, tokens), their_logits(model, tokens)) <= 1e-5
+    write_hugging_face(copy_of(source), tmp_path / "again")
+    assert folder_bytes(tmp_path / "again") == folder_bytes(tmp_path / "model")
+    write_hugging_face(without_record(copy_of(source)), tmp_path / "anew")
+    written = load_file(tmp_path / "anew" / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(value, stored[name]) for name, value in written.items())
+    assert HuggingFaceSource(tmp_path / "anew").config.mtp.mtp_num_layers == 1
+
+
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,

@@ -7,6 +7,7 @@ The names and the order are those of megatron-core 0.16.1: `MambaModel` with ``m
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ EXPERTS = with_fields(
     num_experts=4,
     moe_ffn_hidden_size=16,
     moe_shared_expert_intermediate_size=12,
+    moe_latent_size=10,
     moe_aux_loss_coeff=(1e-2,),
 )
 DELTA = with_fields(
@@ -172,6 +174,30 @@ def test_a_rank_has_the_names_and_shapes_of_mamba_model(tmp_path: Path) -> None:
         "output_layer.weight": (32, 24),
         "output_layer._extra_state": None,
     }
+
+
+def test_latent_projections_have_the_names_places_and_shapes_of_megatron_core(tmp_path: Path) -> None:
+    """They follow the router, and every tensor-parallel rank holds them whole."""
+    source = MemorySource(dataclasses.replace(EXPERTS, **TWO_BY_TWO), has_optimizer=False)
+    found = shapes_in(write(source, tmp_path / "1", "torch"), "01_000")
+    prefix = "decoder.layers.1."
+    layer = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
+    assert list(itertools.islice(layer.items(), 6)) == [
+        ("pre_mlp_layernorm.weight", (24,)),
+        ("mlp.router.weight", (4, 24)),
+        ("mlp.fc1_latent_proj.weight", (10, 24)),
+        ("mlp.fc1_latent_proj._extra_state", None),
+        ("mlp.fc2_latent_proj.weight", (24, 10)),
+        ("mlp.fc2_latent_proj._extra_state", None),
+    ]
+    assert (layer["mlp.experts.linear_fc1.weight3"], layer["mlp.experts.linear_fc2.weight3"]) == ((16, 10), (10, 8))
+    (path, *_) = (tmp_path / "1").rglob("mp_rank_01_000/model_optim_rng.pt")
+    arguments = torch.load(path, weights_only=False)["args"]
+    assert arguments.moe_latent_size == 10
+    folder = write(MemorySource(EXPERTS), tmp_path / "2", "torch_dist")
+    assert read_with_torch(folder)["decoder.layers.1.mlp.fc1_latent_proj.weight"].shape == (10, 24)
+    objects = {key for key in read_metadata(folder).objects if "_latent_proj" in key}
+    assert objects == {f"decoder.layers.1.mlp.fc{n}_latent_proj._extra_state/shard_0_1" for n in (1, 2)}
 
 
 def test_a_rank_has_its_own_rows_of_every_stacked_tensor(tmp_path: Path) -> None:
@@ -318,6 +344,7 @@ def test_other_hybrid_models_are_rejected(changes: dict[str, Any], message: str,
         ),
         (MAMBA, {"norm_epsilon": 1e-6}, ["--norm-epsilon 1e-06"]),
         (MAMBA, {"qk_layernorm": True}, ["--qk-layernorm"]),
+        (MAMBA, {"mtp_num_layers": 1}, ["--mtp-num-layers 1"]),
         (
             MAMBA,
             {"mamba_num_groups": 1, "tensor_model_parallel_size": 2},

@@ -300,6 +300,8 @@ def by_token(layer: ExpertLayer, x: torch.Tensor) -> torch.Tensor:
     """Return what each token's experts make of it, one after the other."""
     flat = x.reshape(-1, x.shape[-1])
     logits = F.linear(flat, layer.router.weight, layer.router.bias)
+    down, up = layer.fc1_latent_proj, layer.fc2_latent_proj
+    flat = flat if down is None else F.linear(flat, down.weight, down.bias)
     weights, indices = logits.topk(layer.config.moe.moe_router_topk)
     weights = weights.softmax(dim=-1)
     fc1, fc2 = layer.experts.linear_fc1, layer.experts.linear_fc2
@@ -314,12 +316,20 @@ def by_token(layer: ExpertLayer, x: torch.Tensor) -> torch.Tensor:
             total = total + weight * output
         rows.append(total)
     assert layer.shared_experts is not None
-    return torch.stack(rows).view_as(x) + layer.shared_experts(x).hidden
+    routed = torch.stack(rows)
+    routed = routed if up is None else F.linear(routed, up.weight, up.bias)
+    return routed.view_as(x) + layer.shared_experts(x).hidden
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"swiglu": True, "add_bias_linear": False, "moe_shared_expert_overlap": True}]
+    "settings",
+    [
+        {},
+        {"swiglu": True, "add_bias_linear": False, "moe_shared_expert_overlap": True},
+        {"moe_latent_size": 10},
+        {"moe_latent_size": 34, "swiglu": True, "add_bias_linear": False, "moe_shared_expert_overlap": True},
+    ],
 )
 def test_output_and_gradients_are_those_of_a_loop_over_tokens(settings: dict[str, Any], dispatcher: str) -> None:
     _, layer = make_layer(moe_token_dispatcher_type=dispatcher, **settings)
